@@ -1,0 +1,1 @@
+"""nnmpi: neural networks on MPI."""

@@ -1,0 +1,60 @@
+"""The errors that nnmpi raises: each message is one sentence with the values and what would work instead.
+
+`exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1 for a failure.
+"""
+
+
+class NnmpiError(Exception):
+    """Any error whose text is written for the person who runs the program."""
+
+    exit_status = 1
+
+
+class UsageError(NnmpiError, ValueError):
+    """A wrong option, value or combination of them, found before any work is done."""
+
+    exit_status = 2
+
+
+class LayoutError(UsageError):
+    """A parallel layout that does not fit the number of ranks."""
+
+
+class LaunchError(UsageError):
+    """MPI was started in a way that cannot work (wrong mpirun, no MPI library)."""
+
+
+class ShapeError(NnmpiError, ValueError):
+    """Arrays whose shapes do not fit the operation."""
+
+
+class DtypeError(NnmpiError, TypeError):
+    """Arrays whose dtypes do not fit the operation: nnmpi never converts silently."""
+
+
+class GraphError(NnmpiError, RuntimeError):
+    """A backward pass that cannot be done: nothing was recorded, or it was used up."""
+
+
+class DataError(NnmpiError):
+    """A data file that is missing, damaged or of the wrong kind; the message names it."""
+
+
+class CheckpointError(NnmpiError):
+    """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class DivergenceError(NnmpiError):
+    """A loss or gradient that is not finite; the message names rank, step and layer."""
+
+
+class CommError(NnmpiError):
+    """Ranks that disagree, or messages that do not fit one another."""
+
+
+class ScheduleError(NnmpiError):
+    """A collective or schedule whose steps are wrong, found by proof before any message is sent."""
+
+
+class DeviceError(NnmpiError):
+    """A device that is asked for and not there, or out of memory."""
