@@ -1,0 +1,200 @@
+"""Elementwise operations of two operands, with broadcasting: add, subtract, multiply, divide, power, extrema, where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import DtypeError
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import operands, real, unbroadcast
+from nnmpi.tensor.variable import Variable
+
+if TYPE_CHECKING:
+    from nnmpi.tensor.tensor import Tensor
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = getattr(x, "shape", ())
+    return shape
+
+
+class Add(Function):
+    """a + b"""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        self.saved = (_shape(a), _shape(b))
+        result: Array = a + b
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        a, b = self.saved
+        return unbroadcast(grad, a) if self.needs[0] else None, unbroadcast(grad, b) if self.needs[1] else None
+
+
+class Subtract(Function):
+    """a - b"""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        self.saved = (_shape(a), _shape(b))
+        result: Array = a - b
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        a, b = self.saved
+        return unbroadcast(grad, a) if self.needs[0] else None, unbroadcast(-grad, b) if self.needs[1] else None
+
+
+class Multiply(Function):
+    """a * b"""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        self.saved = (a, b)
+        result: Array = a * b
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        a, b = self.saved
+        return (
+            unbroadcast(grad * b, _shape(a)) if self.needs[0] else None,
+            unbroadcast(grad * a, _shape(b)) if self.needs[1] else None,
+        )
+
+
+class Divide(Function):
+    """a / b"""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        result: Array = a / b
+        self.saved = (result, _shape(a), b)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        quotient, shape, b = self.saved
+        share = grad / b
+        return (
+            unbroadcast(share, shape) if self.needs[0] else None,
+            unbroadcast(-share * quotient, _shape(b)) if self.needs[1] else None,
+        )
+
+
+class Power(Function):
+    """a ** b; the derivative in b needs a > 0 (at a = 0 it is taken as 0)."""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        result: Array = a**b
+        self.saved = (a, b, result)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        a, b, result = self.saved
+        xp = namespace(grad)
+        to_a = to_b = None
+        if self.needs[0]:
+            zero = b == 0  # d/da of a ** 0 is 0, also where a is 0
+            lowered = a ** xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else a ** (b - 1 if b else 1)
+            to_a = unbroadcast(grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
+        if self.needs[1]:
+            logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
+            to_b = unbroadcast(grad * result * logarithm, _shape(b))
+        return to_a, to_b
+
+
+class Extremum(Function):
+    """The larger (or smaller) of a and b; where they are equal each gets half of the gradient."""
+
+    __slots__ = ("largest",)
+
+    def __init__(self, largest: bool) -> None:
+        self.largest = largest
+
+    def forward(self, a: Any, b: Any) -> Array:
+        xp = namespace(a if hasattr(a, "dtype") else b)
+        self.saved = (a, b)
+        result: Array = xp.maximum(a, b) if self.largest else xp.minimum(a, b)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        a, b = self.saved
+        xp = namespace(grad)
+        first = (a > b) if self.largest else (a < b)
+        half = (a == b) * xp.asarray(0.5, dtype=grad.dtype)
+        share = first + half
+        return (
+            unbroadcast(grad * share, _shape(a)) if self.needs[0] else None,
+            unbroadcast(grad * (1 - share), _shape(b)) if self.needs[1] else None,
+        )
+
+
+class Where(Function):
+    """a where the condition holds, b elsewhere."""
+
+    def forward(self, condition: Array, a: Any, b: Any) -> Array:
+        self.saved = (condition, _shape(a), _shape(b))
+        result: Array = namespace(condition).where(condition, a, b)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        condition, a, b = self.saved
+        return (
+            None,
+            unbroadcast(grad * condition, a) if self.needs[1] else None,
+            unbroadcast(grad * ~condition, b) if self.needs[2] else None,
+        )
+
+
+def add(a: Any, b: Any) -> Tensor:
+    """Return a + b."""
+    return Add()(*operands("add", a, b))
+
+
+def subtract(a: Any, b: Any) -> Tensor:
+    """Return a - b."""
+    return Subtract()(*operands("subtract", a, b))
+
+
+def multiply(a: Any, b: Any) -> Tensor:
+    """Return a * b."""
+    return Multiply()(*operands("multiply", a, b))
+
+
+def divide(a: Any, b: Any) -> Tensor:
+    """Return a / b.
+
+    Raises:
+        DtypeError: for integers, whose quotient would be of another dtype.
+    """
+    for x in (a, b):
+        if isinstance(x, Variable):
+            real("divide", x)
+    return Divide()(*operands("divide", a, b))
+
+
+def power(a: Any, b: Any) -> Tensor:
+    """Return a ** b, a or b being a number or a tensor."""
+    for x in (a, b):
+        if isinstance(x, Variable):
+            real("power", x)
+    return Power()(*operands("power", a, b))
+
+
+def maximum(a: Any, b: Any) -> Tensor:
+    """Return the larger of a and b, elementwise; equal elements share the gradient."""
+    return Extremum(largest=True)(*operands("maximum", a, b))
+
+
+def minimum(a: Any, b: Any) -> Tensor:
+    """Return the smaller of a and b, elementwise; equal elements share the gradient."""
+    return Extremum(largest=False)(*operands("minimum", a, b))
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    """Return a where `condition` (a boolean array or tensor) is True, b elsewhere.
+
+    Raises:
+        DtypeError: when the condition is not boolean.
+    """
+    values = condition.data if isinstance(condition, Variable) else condition
+    if getattr(values, "dtype", None) != bool:
+        raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
+    return Where()(values, *operands("where", a, b))

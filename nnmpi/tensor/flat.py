@@ -1,0 +1,111 @@
+"""Flat storage: all parameters of a model in a few long arrays, their gradients in as many beside them.
+
+    data    [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     one array per dtype and group
+    grads   [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     the same places
+
+A parameter's `data` and its gradient are views into them. So one optimizer call updates a group, one message sums a
+bucket, a shard is a range of offsets, and with an allocator that hands out shared memory the ranks of a node see one
+another's gradients. Each parameter begins at a multiple of 64 bytes; the gaps hold zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import ShapeError
+from nnmpi.tensor.parameter import Parameter
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one parameter lies: elements start..stop-1 of flat array number `buffer`."""
+
+    parameter: Parameter
+    buffer: int
+    start: int
+    stop: int
+
+
+class FlatStorage:
+    """The flat arrays of a model and where each parameter lies in them.
+
+    Args:
+        values: the initial values by full name, in registration order, all of one dtype.
+        parameters: the parameters by the same names.
+        allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and for gradients.
+        group: (name, parameter) -> the optimizer group that it belongs to; by default all are in "default".
+
+    Attributes:
+        data, grads: the flat arrays, one per group, in order of first appearance.
+        groups: the group name of each.
+        spans: where each parameter lies, in registration order.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        values: Mapping[str, Array],
+        allocate: Callable[[int, Any], Array],
+        group: Callable[[str, Parameter], str] | None = None,
+    ) -> None:
+        self.groups: list[str] = []
+        self.spans: list[Span] = []
+        self.data: list[Array] = []
+        self.grads: list[Array] = []
+        lengths: list[int] = []
+        dtype = next(iter(values.values())).dtype if values else None
+        step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
+        for name, parameter in parameters.items():
+            label = group(name, parameter) if group is not None else "default"
+            if label not in self.groups:
+                self.groups.append(label)
+                lengths.append(0)
+            buffer = self.groups.index(label)
+            start = lengths[buffer]
+            self.spans.append(Span(parameter, buffer, start, start + parameter.size))
+            lengths[buffer] = -(-(start + parameter.size) // step) * step
+        for length in lengths:
+            self.data.append(allocate(length, dtype))
+            self.grads.append(allocate(length, dtype))
+        self._bind(parameters, values)
+
+    def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
+        for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
+            if values[name].shape != parameter.declared:
+                raise ShapeError(f"{name} got values of shape {values[name].shape}, not {parameter.declared}")
+            parameter.name = name
+            parameter.data = self.data[span.buffer][span.start : span.stop].reshape(parameter.declared)
+            parameter.buffer = self.grads[span.buffer][span.start : span.stop].reshape(parameter.declared)
+            parameter.data[...] = values[name]
+            parameter.grad = None
+
+    @property
+    def size(self) -> int:
+        """The number of parameters' elements, gaps not counted."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients: the next backward pass overwrites them."""
+        for span in self.spans:
+            span.parameter.grad = None
+
+    def finish_gradients(self) -> None:
+        """Write zeros where no backward pass has written since `zero_grad`, so that the flat arrays hold the truth."""
+        for span in self.spans:
+            parameter = span.parameter
+            if parameter.grad is None and parameter.buffer is not None:
+                parameter.buffer[...] = 0
+                parameter.grad = parameter.buffer
+
+    def split(self, buffer: int, flat: Array) -> dict[str, Array]:
+        """Return views of a flat array laid out like data[buffer], shaped as the parameters and by their names."""
+        return {
+            span.parameter.name: flat[span.start : span.stop].reshape(span.parameter.declared)
+            for span in self.spans
+            if span.buffer == buffer
+        }

@@ -1,0 +1,102 @@
+"""Indexing: slices, integers, masks and integer arrays, and picking along an axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.variable import Variable
+
+if TYPE_CHECKING:
+    from nnmpi.tensor.tensor import Tensor
+
+
+class GetItem(Function):
+    """x[key]; elements that the key names twice get both gradients."""
+
+    __slots__ = ("basic", "key")
+
+    def __init__(self, key: Any) -> None:
+        parts = key if isinstance(key, tuple) else (key,)
+        self.key = key
+        self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.shape, x.dtype)
+        result: Array = x[self.key]
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        shape, dtype = self.saved
+        xp = namespace(grad)
+        spread: Array = xp.zeros(shape, dtype=dtype)
+        if self.basic:
+            spread[self.key] = grad
+        else:
+            xp.add.at(spread, self.key, grad)
+        return (spread,)
+
+
+class TakeAlongAxis(Function):
+    """x picked by an index array of the same number of dimensions, along one axis."""
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def forward(self, x: Array, indices: Array) -> Array:
+        self.saved = (x.shape, x.dtype, indices)
+        result: Array = namespace(x).take_along_axis(x, indices, self.axis)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        shape, dtype, indices = self.saved
+        xp = namespace(grad)
+        spread: Array = xp.zeros(shape, dtype=dtype)
+        places = [xp.arange(n).reshape([-1 if i == j else 1 for j in range(grad.ndim)]) for i, n in enumerate(grad.shape)]
+        places[self.axis] = indices
+        xp.add.at(spread, tuple(places), grad)
+        return spread, None
+
+
+def getitem(x: Tensor, key: Any) -> Tensor:
+    """Return x[key], the key being integers, slices, None, Ellipsis, boolean masks or integer arrays.
+
+    Raises:
+        ShapeError: when the key does not fit x.
+    """
+    parts = key if isinstance(key, tuple) else (key,)
+    parts = tuple(_plain(part) for part in parts)
+    try:
+        return GetItem(parts if isinstance(key, tuple) else parts[0])(x)
+    except IndexError as error:
+        raise ShapeError(f"index {key!r} does not fit shape {x.data.shape}: {error}") from None
+
+
+def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
+    """Return elements of x picked along one axis: result[i, j] = x[i, indices[i, j]] for axis 1 of two.
+
+    Raises:
+        DtypeError: when the indices are not integers.
+        ShapeError: when the numbers of dimensions differ or an index is out of range.
+    """
+    places = indices.data if isinstance(indices, Variable) else indices
+    if places.dtype.kind not in "iu":
+        raise DtypeError(f"take_along_axis needs integer indices, not {places.dtype}")
+    ndim = x.data.ndim
+    if places.ndim != ndim or not -ndim <= axis < ndim:
+        raise ShapeError(f"take_along_axis of shape {x.data.shape} by {places.shape} along axis {axis} does not fit")
+    try:
+        return TakeAlongAxis(axis % ndim)(x, places)
+    except (IndexError, ValueError) as error:
+        raise ShapeError(f"take_along_axis of shape {x.data.shape} along axis {axis}: {error}") from None
+
+
+def _plain(part: Any) -> Any:
+    values = part.data if isinstance(part, Variable) else part
+    if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
+        return int(values)
+    return values

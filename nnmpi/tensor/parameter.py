@@ -1,0 +1,56 @@
+"""Parameter: a leaf tensor whose values are trained. It knows its shape and initializer first, its values later.
+
+A layer declares its parameters; `Module.initialize` gives them values, once the full names are known, because initial
+values are drawn from a stream keyed by seed and full name and so do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import GraphError
+from nnmpi.tensor.tensor import Tensor
+
+Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
+
+
+class Parameter(Tensor):
+    """A trained tensor, empty until its model is initialized.
+
+    Attributes:
+        name: the full name in its model ("2.weight"), set by `Module.initialize`.
+        declared: the shape that it will have.
+        init: draws its initial values: init(generator, shape) -> array.
+    """
+
+    __slots__ = ("declared", "init", "name")
+
+    def __init__(self, shape: tuple[int, ...], init: Initializer) -> None:
+        self.declared, self.init, self.name = shape, init, ""
+        self.requires_grad = True
+        self.grad = self.node = self.tape = self.buffer = self.hook = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the axes, known before there are values."""
+        return self.declared
+
+    @property
+    def size(self) -> int:
+        """The number of elements, known before there are values."""
+        return int(np.prod(self.declared))
+
+    def __getattr__(self, name: str) -> Any:
+        # reached only when a slot is empty
+        if name == "data":
+            raise GraphError(
+                f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"

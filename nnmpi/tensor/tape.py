@@ -1,0 +1,149 @@
+"""The tape: the operations of one graph in the order in which they ran, and the walk back along it.
+
+    forward    x --> [Mul] --> [Add] --> [Sum] --> loss          the tape is the list Mul, Add, Sum
+    backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1             the walk goes from its end to its beginning
+
+Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a million operations is a
+loop over a list. A graph starts a tape of its own at its first operation; where two graphs meet, the shorter tape is
+appended to the longer one (neither depends on the other, so any order between them is right). Only tensors hold the
+tape, never the operations on it: there are no reference cycles, and a graph goes away with its last tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import GraphError, ShapeError
+from nnmpi.tensor.variable import Variable
+
+if TYPE_CHECKING:
+    from nnmpi.tensor.function import Function
+
+
+class Tape:
+    """The operations of one graph, oldest first."""
+
+    __slots__ = ("hooked", "joined", "nodes")
+
+    def __init__(self) -> None:
+        self.nodes: list[Function] = []
+        self.hooked = False  # some leaf wants to know when its gradient is final
+        self.joined: Tape | None = None  # the tape that took over this one's operations
+
+    def find(self) -> Tape:
+        """Return the tape on which this one's operations stand now."""
+        tape = self
+        while tape.joined is not None:
+            if tape.joined.joined is not None:
+                tape.joined = tape.joined.joined
+            tape = tape.joined
+        return tape
+
+
+def join(one: Tape, other: Tape) -> Tape:
+    """Return the tape that holds the operations of both."""
+    one, other = one.find(), other.find()
+    if one is other:
+        return one
+    if len(one.nodes) < len(other.nodes):
+        one, other = other, one
+    one.nodes.extend(other.nodes)
+    one.hooked = one.hooked or other.hooked
+    other.nodes, other.joined = [], one
+    return one
+
+
+def walk_back(root: Variable, seed: Array, retain: bool) -> None:
+    """Compute the gradients of all leaves below `root`, given the gradient `seed` of its values.
+
+    Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the operation saved.
+
+    Raises:
+        GraphError: when nothing was recorded for root, or it was used up by an earlier pass.
+        ShapeError: when an operation returns a gradient of another shape than its input has.
+    """
+    if root.node is None or root.tape is None:
+        root.add_grad(seed)
+        if root.hook is not None:
+            root.hook(root)
+        return
+    tape = root.tape.find()
+    nodes, last = tape.nodes, _position(tape.nodes, root.node)
+    finals = _final_uses(nodes[: last + 1]) if tape.hooked else {}
+    root.node.grad = seed
+    try:
+        for i in range(last, -1, -1):
+            node = nodes[i]
+            grad = node.grad
+            if grad is None:
+                continue
+            node.grad = None
+            _pass_on(node, node.backward(grad))
+            for leaf in finals.get(node, ()):
+                if leaf.hook is not None:
+                    leaf.hook(leaf)
+            if not retain:
+                node.release()
+    finally:
+        for node in nodes[: last + 1]:  # only an exception leaves any
+            node.grad = None
+        if not retain:
+            tape.nodes = [node for node in nodes if node.edges is not None]
+
+
+def _position(nodes: list[Function], node: Function) -> int:
+    for i in range(len(nodes) - 1, -1, -1):
+        if nodes[i] is node:
+            return i
+    raise GraphError(
+        "this graph was used up by an earlier backward pass; call backward(retain_graph=True) there, "
+        "or compute the loss again"
+    )
+
+
+def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
+    """Return, per operation, the leaves whose gradient is final once it has run backward (nodes[-1] is the root)."""
+    reached = {nodes[-1]}
+    first_use: dict[Variable, Function] = {}
+    for node in reversed(nodes):
+        if node not in reached or node.edges is None:
+            continue
+        for edge in node.edges:
+            if edge is None:
+                continue
+            if isinstance(edge, Variable):
+                first_use[edge] = node  # an older operation replaces a younger one
+            else:
+                reached.add(edge)
+    finals: dict[Function, list[Variable]] = {}
+    for leaf, node in first_use.items():
+        finals.setdefault(node, []).append(leaf)
+    return finals
+
+
+def _pass_on(node: Function, grads: tuple[Array | None, ...]) -> None:
+    """Add what an operation's backward returned to its inputs' gradients."""
+    edges = node.edges
+    if edges is None:
+        raise GraphError("this graph was used up by an earlier backward pass; compute the loss again")
+    if len(grads) != len(edges):
+        raise ShapeError(
+            f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)} inputs; "
+            "return one per input, None where there is none"
+        )
+    for edge, grad in zip(edges, grads, strict=True):
+        if edge is None or grad is None:
+            continue
+        if isinstance(edge, Variable):
+            if grad.shape != edge.data.shape:
+                raise _wrong_shape(node, grad.shape, edge.data.shape)
+            edge.add_grad(grad)
+        else:
+            if grad.shape != edge.shape:
+                raise _wrong_shape(node, grad.shape, edge.shape)
+            edge.add_grad(grad)
+
+
+def _wrong_shape(node: Function, grad: tuple[int, ...], values: tuple[int, ...]) -> ShapeError:
+    return ShapeError(f"{type(node).__name__}.backward returned a gradient of shape {grad} for an input of shape {values}")

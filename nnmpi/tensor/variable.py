@@ -1,0 +1,50 @@
+"""What a graph is made of, seen from the graph: an array, its gradient, and where it was computed.
+
+`Tensor` adds the operators; nothing here knows them, so that operations can be written without import cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.backend.array import Array, namespace
+
+if TYPE_CHECKING:
+    from nnmpi.tensor.function import Function
+    from nnmpi.tensor.tape import Tape
+
+
+class Variable:
+    """An array that the graph can differentiate.
+
+    Attributes:
+        data: the values.
+        requires_grad: whether a backward pass computes a gradient for it.
+        grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
+        node: the operation that computed it; None for a leaf.
+        tape: the tape that the operation stands on; None for a leaf.
+        buffer: where the first gradient of a pass is written (a view into flat storage), or None.
+        hook: called with this leaf when its gradient is final in a backward pass, or None.
+    """
+
+    __slots__ = ("__weakref__", "buffer", "data", "grad", "hook", "node", "requires_grad", "tape")
+
+    data: Array
+    requires_grad: bool
+    grad: Array | None
+    node: Function | None
+    tape: Tape | None
+    buffer: Array | None
+    hook: Callable[[Any], None] | None
+
+    def add_grad(self, grad: Array) -> None:
+        """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place."""
+        if self.grad is not None:
+            self.grad += grad
+        elif self.buffer is None:
+            self.grad = namespace(self.data).array(grad)  # a copy: the array may be shared
+        else:
+            if grad is not self.buffer:
+                self.buffer[...] = grad
+            self.grad = self.buffer
