@@ -1,0 +1,133 @@
+"""CSV tables: numeric features, the label in the last column, an optional header row.
+
+    sepal_length_cm,petal_length_cm,species        a header: no feature cell of the first row is a number
+    5.1,1.4,setosa
+    7.0,4.7,versicolor
+
+Labels may be text or whole numbers. Either way the classes are the labels that occur in the training table, sorted,
+so numbers need not begin at 0 nor be consecutive; `class_names` says which class stands for which label.
+"""
+
+import csv
+import io
+import math
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.files import read_bytes
+from nnmpi.errors import DataError
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parsed file: features (rows, columns) float32, and the label cells as text."""
+
+    path: Path
+    features: NDArray[np.float32]
+    labels: tuple[str, ...]
+
+
+def read_csv(path: Path) -> Table:
+    """Return the table of a CSV file, plain or .gz, in UTF-8.
+
+    Raises:
+        DataError: for an empty file, rows of different length, or a feature that is not a finite number; the message
+            names the file, the line and the column.
+    """
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    values, labels, width, header = array("d"), [], 0, True
+    try:
+        for cells in reader:
+            if not cells:
+                continue  # blank lines separate nothing
+            if header:
+                header, width = False, len(cells)
+                if _is_header(path, cells):
+                    continue
+            if len(cells) != width:
+                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
+            values.extend(_numbers(path, reader.line_num, cells))
+            labels.append(_label(path, reader.line_num, cells))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    if not labels:
+        raise DataError(f"{path}: the table has no rows of data")
+    features = np.frombuffer(values, np.float64).reshape(len(labels), width - 1).astype(np.float32)
+    return Table(path, features, tuple(labels))
+
+
+def _is_header(path: Path, first: list[str]) -> bool:
+    if len(first) < 2:
+        raise DataError(f"{path}, line 1: {len(first)} cell; needs at least one feature, then the label, with commas")
+    return not any(_is_number(cell) for cell in first[:-1])
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return "_" not in cell  # Python reads 1_0 as 10, and a table never means that
+
+
+def _numbers(path: Path, line: int, cells: list[str]) -> list[float]:
+    """Return the features of one row. Fast while all is well; a bad row is searched for the cell to name."""
+    limit = float(np.finfo(np.float32).max)
+    try:
+        numbers = [float(cell) for cell in cells[:-1]]
+        if max(map(abs, numbers)) <= limit and not math.isnan(sum(numbers)) and "_" not in "".join(cells[:-1]):
+            return numbers
+    except ValueError:
+        pass  # a cell is text: named below
+    for column, cell in enumerate(cells[:-1], start=1):
+        if not _is_number(cell) or not abs(float(cell)) <= limit:
+            raise DataError(f"{path}, line {line}, column {column}: {cell!r} is not a finite number")
+    raise AssertionError(f"{path}, line {line}: no bad cell found")
+
+
+def _label(path: Path, line: int, cells: list[str]) -> str:
+    label = cells[-1].strip()
+    if not label:
+        raise DataError(f"{path}, line {line}, column {len(cells)}: the label is missing")
+    return label
+
+
+def _class_names(table: Table) -> tuple[str, ...]:
+    """Return the labels that occur, sorted: by value when all are whole numbers, else as text."""
+    found = sorted(set(table.labels))
+    if not all(_is_number(label) for label in found):
+        return tuple(found)
+    broken = [label for label in found if not _is_whole(label)]
+    if broken:
+        raise DataError(f"{table.path}: label {broken[0]!r} is not a whole number; give classes, as numbers or text")
+    return tuple(str(number) for number in sorted({int(float(label)) for label in found}))
+
+
+def _is_whole(label: str) -> bool:
+    return _is_number(label) and math.isfinite(float(label)) and float(label) == int(float(label))
+
+
+def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = ()) -> Dataset:
+    """Return the table as a data set; class names given (those of the training table) fix the classes.
+
+    Raises:
+        DataError: for a label that is not one of the class names.
+    """
+    class_names = class_names or _class_names(table)
+    numeric = all(_is_whole(label) for label in class_names)
+    number = {label: i for i, label in enumerate(class_names)}
+    labels = [str(int(float(label))) if numeric and _is_whole(label) else label for label in table.labels]
+    unknown = [label for label in labels if label not in number]
+    if unknown:
+        raise DataError(f"{table.path}: label {unknown[0]!r} is not among the training labels {list(class_names)}")
+    y = np.array([number[label] for label in labels], np.int64)
+    return Dataset(name, table.features, y, len(class_names), 1.0, class_names)

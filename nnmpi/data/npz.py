@@ -1,0 +1,83 @@
+"""NumPy archives: x and y, or x_train, y_train, x_test and y_test. Pickled objects are refused."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.errors import DataError
+
+
+def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple[Dataset, Dataset]:
+    """Return the training and test parts of an .npz file.
+
+    The file holds x and y (split by `dataset.split`), x_train and y_train (split likewise), or these and x_test and
+    y_test. x: (n, ...), any real dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x
+    is grayscale images (n, height, width) and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on.
+
+    Raises:
+        DataError: for a damaged file, missing or pickled arrays, wrong dtypes, NaN, or labels out of range.
+    """
+    arrays = _read(path)
+    names = ("x_train", "y_train") if "x_train" in arrays else ("x", "y")
+    if not {*names} <= {*arrays}:
+        raise DataError(f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test")
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise DataError(f"{path}: x_test and y_test must come together")
+    train = _part(path, name, arrays, *names, classes=0)
+    if "x_test" not in arrays:
+        return check_pair(*split(train, test_fraction, seed))
+    return check_pair(train, _part(path, name, arrays, "x_test", "y_test", classes=train.classes))
+
+
+def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
+    """Return the whole of an .npz file of x and y as one data set, with another scale for its bytes.
+
+    Raises:
+        DataError: as `load_npz`.
+    """
+    whole = _part(path, name, _read(path), "x", "y", classes=0)
+    return Dataset(name, whole.x, whole.y, whole.classes, scale)
+
+
+def _read(path: Path) -> dict[str, Array]:
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path}: not an .npz file, or cut off; write it with numpy.savez")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged, or holds pickled objects, which are not read ({error})") from error
+
+
+def _part(path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: str, *, classes: int) -> Dataset:
+    x, y = arrays[x_name], arrays[y_name]
+    if len(x.shape) < 2 or len(x) == 0 or y.shape not in ((len(x),), (len(x), 1)):
+        raise DataError(f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) labels")
+    if y.dtype.kind not in "iu":
+        raise DataError(f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype)")
+    labels = y.reshape(-1).astype(np.int64)
+    classes = classes or int(labels.max()) + 1
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        raise DataError(f"{path}: {y_name}[{wrong[0]}] is {labels[wrong[0]]}, not a label in 0..{max(classes - 1, 0)}")
+    samples = _samples(path, x_name, x)
+    return Dataset(name, samples, labels, classes, 1 / 255 if samples.dtype == np.uint8 else 1.0)
+
+
+def _samples(path: Path, x_name: str, x: Array) -> Array:
+    if x.dtype.kind not in "biuf":
+        raise DataError(f"{path}: {x_name} is {x.dtype}; needs real numbers")
+    if x.dtype != np.uint8:
+        with np.errstate(over="ignore"):  # the check below names the place
+            x = x.astype(np.float32)
+        bad = np.argwhere(~np.isfinite(x))
+        if bad.size:
+            place = tuple(int(i) for i in bad[0])
+            raise DataError(f"{path}: {x_name}{list(place)} is {x[place]}; samples must be finite float32 numbers")
+    if x.ndim == 3:
+        x = x[..., np.newaxis]
+    return np.ascontiguousarray(x)
