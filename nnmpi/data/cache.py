@@ -1,0 +1,71 @@
+"""The folder for downloads, and the lock that keeps two processes from filling it at once."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nnmpi.errors import DataError
+
+VARIABLE = "NNMPI_DATA"
+POLL_S = 0.1
+
+
+def cache_folder() -> Path:
+    """Return the folder for downloads: $NNMPI_DATA, or nnmpi in the platform's folder for a user's caches."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "nnmpi"
+
+
+@contextmanager
+def locked(folder: Path, *, patience_s: float = 3600.0) -> Iterator[None]:
+    """Create the folder and hold its lock, so that nodes with a shared home folder download one after the other.
+
+    The lock is the system's (flock) on a file that stays; it is released when its holder ends, however it ends.
+    Where the file system has no locks the block runs without: the worst case is a download done twice, because
+    files are renamed into place whole.
+
+    Raises:
+        DataError: when the folder cannot be written, or another process holds the lock for longer than patience_s.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written ({error.strerror}); name another folder in ${VARIABLE}, or local files "
+            "with --data-dir"
+        ) from error
+    try:
+        _wait_for_lock(handle, folder, time.monotonic() + patience_s)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _wait_for_lock(handle: int, folder: Path, deadline_s: float) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows: no flock
+        return
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                text = f"{folder}: another process has been downloading for too long; end it, then try again"
+                raise DataError(text) from None
+            time.sleep(POLL_S)
+        except OSError:  # a file system without locks
+            return
