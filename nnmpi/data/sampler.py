@@ -1,0 +1,59 @@
+"""Who sees which sample when: pure functions of (seed, epoch, rank, world), so that every layout sees the same batches.
+
+order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
+rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
+rank 1        9 0 |     1 5 |   6
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.backend.random import stream
+from nnmpi.shard import part
+
+
+def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the order of the samples in an epoch: a permutation of 0..n-1, or 0..n-1 without shuffling."""
+    if not shuffle:
+        return np.arange(n, dtype=np.int64)
+    return stream(seed, "order", epoch).permutation(n)
+
+
+def batches_per_epoch(n: int, batch_size: int) -> int:
+    """Return the number of global batches, the short last one included."""
+    return -(-n // batch_size)
+
+
+def rows(n: int, batch_size: int, number: int, rank: int = 0, world: int = 1) -> tuple[range, int]:
+    """Return which positions of the epoch's order are this rank's in a batch, and the rows of the global batch.
+
+    The range is empty for some ranks when the global batch has fewer rows than there are ranks.
+
+    Raises:
+        IndexError: for a batch number outside 0..batches_per_epoch-1.
+    """
+    if not 0 <= number < batches_per_epoch(n, batch_size):
+        raise IndexError(f"batch {number} of {batches_per_epoch(n, batch_size)} batches does not exist")
+    start = number * batch_size
+    global_rows = min(batch_size, n - start)
+    mine = part(global_rows, world, rank)
+    return range(start + mine.start, start + mine.stop), global_rows
+
+
+def batch_indices(
+    n: int,
+    batch_size: int,
+    number: int,
+    *,
+    seed: int,
+    epoch: int,
+    rank: int = 0,
+    world: int = 1,
+    shuffle: bool = True,
+) -> NDArray[np.int64]:
+    """Return the indices of the samples that this rank takes in a global batch: (rows,), possibly none.
+
+    This is the definition, computed afresh at every call; a `Loader` keeps the epoch's order instead.
+    """
+    mine, _ = rows(n, batch_size, number, rank, world)
+    return order(n, seed, epoch, shuffle)[mine.start : mine.stop]
