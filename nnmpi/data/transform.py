@@ -1,0 +1,137 @@
+"""What happens to a batch between storage and model: Normalize, and the augmentations Shift and Flip.
+
+A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a sample depends on
+(seed, epoch, index of the sample) alone, so the sample looks the same on whichever rank, in whichever batch, it is.
+Augment before normalising: Shift fills with 0, which is black only in images that are not centred yet.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.draws import integers
+from nnmpi.errors import ShapeError, UsageError
+
+FIT_ROWS = 4096
+
+
+class Transform(Protocol):
+    """Anything that can be called like the classes of this module."""
+
+    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+        """Return the transformed rows of x (rows, *sample_shape), same dtype; x itself is not changed."""
+        ...
+
+
+class Compose:
+    """Transforms one after the other: Compose(Shift(2), Flip(), Normalize.fit(train))."""
+
+    def __init__(self, *transforms: Transform) -> None:
+        self.transforms = transforms
+
+    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+        """Return x after all transforms, in the order given."""
+        for transform in self.transforms:
+            x = transform(x, indices, epoch, seed)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Normalize:
+    """(x - mean) / std, per channel of images or per feature of tables.
+
+    Attributes:
+        mean, std: numbers, or arrays that broadcast against one sample: (features,) or (channels,).
+    """
+
+    mean: Array | float
+    std: Array | float
+
+    @classmethod
+    def fit(cls, train: Dataset) -> "Normalize":
+        """Return the normalisation that gives the training samples mean 0 and standard deviation 1.
+
+        Over all pixels of a channel for images (n, height, width, channels), over the samples for each feature
+        otherwise; computed in float64, in two passes. What does not vary is only centred (std 1).
+        """
+        axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
+        count = train.x.size // int(np.prod([size for axis, size in enumerate(train.x.shape) if axis not in axes]))
+        cuts = [np.arange(i, min(i + FIT_ROWS, len(train))) for i in range(0, len(train), FIT_ROWS)]
+        mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
+        variance = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts) / count
+        std = np.sqrt(variance)
+        # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the rounding up.
+        return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
+
+    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+        """Return (x - mean) / std in the dtype of x."""
+        mean, std = np.asarray(self.mean, x.dtype), np.asarray(self.std, x.dtype)
+        if np.broadcast_shapes(x.shape[1:], mean.shape, std.shape) != x.shape[1:]:
+            raise ShapeError(f"mean {mean.shape} and std {std.shape} do not fit samples of shape {x.shape[1:]}")
+        result: Array = x - mean
+        result /= std
+        return result
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Moves each image by up to `pixels` in both directions, filling with 0: pad and crop.
+
+    Attributes:
+        pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down and across.
+    """
+
+    pixels: int = 2
+
+    def __post_init__(self) -> None:
+        if self.pixels < 0:
+            raise UsageError(f"a shift by {self.pixels} pixels is not possible; give 0 or more")
+
+    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+        """Return the shifted images (rows, height, width, channels).
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        _check_images(x)
+        rows, height, width, channels = x.shape
+        p, windows = self.pixels, 2 * self.pixels + 1
+        down = integers(seed, epoch, indices, "shift down", windows)
+        across = integers(seed, epoch, indices, "shift across", windows)
+        padded = np.zeros((rows, height + 2 * p, width + 2 * p, channels), x.dtype)
+        padded[:, p : p + height, p : p + width] = x
+        image, row, pixel, value = padded.strides
+        # Every crop as a view: [image, window down, window across] -> (height, width * channels), rows in one piece.
+        crops = as_strided(
+            padded, (rows, windows, windows, height, width * channels), (image, row, pixel, row, value), writeable=False
+        )
+        return crops[np.arange(rows), down, across].reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Mirrors every second image left to right, on average. Not for digits or text."""
+
+    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+        """Return the images (rows, height, width, channels), some of them mirrored.
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        _check_images(x)
+        chosen = integers(seed, epoch, indices, "flip", 2).astype(bool)
+        result = x.copy()
+        result[chosen] = x[chosen, :, ::-1]
+        return result
+
+
+def _check_images(x: Array) -> None:
+    if x.ndim != 4:
+        raise ShapeError(
+            f"samples of shape {x.shape[1:]} are not images (height, width, channels); leave this augmentation out"
+        )
