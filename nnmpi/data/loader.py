@@ -1,0 +1,117 @@
+"""Loader: the batches of one rank, prepared by background threads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.prefetch import Prefetch
+from nnmpi.data.sampler import batches_per_epoch, order, rows
+from nnmpi.data.transform import Transform
+from nnmpi.errors import ShapeError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
+        y: (rows,), int64.
+        indices: (rows,), int64, the samples' places in the data set.
+        first_row: place of the first row in the global batch.
+        global_rows: rows of the global batch: what losses are divided by.
+        epoch, number: which batch of which epoch this is.
+    """
+
+    x: Array
+    y: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    first_row: int
+    global_rows: int
+    epoch: int
+    number: int
+
+
+class Loader:
+    """Gives a rank its part of every global batch, in an order that depends on (seed, epoch) alone.
+
+    Args:
+        batch_size: rows of the global batch; n or more makes one batch of everything.
+        rank, world: which part of how many.
+        transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
+        dtype: of x, a float type.
+        workers: threads that prepare batches; 0 prepares each one when it is asked for.
+        prefetch: the number of batches prepared ahead, at most.
+
+    Raises:
+        UsageError: for sizes and counts that make no sense; the message names the value.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        shuffle: bool = True,
+        transform: Transform | None = None,
+        dtype: DTypeLike = "float32",
+        workers: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch size {batch_size} is not possible; give 1 or more")
+        if not 0 <= rank < world:
+            raise UsageError(f"rank {rank} of {world} ranks does not exist")
+        if workers < 0 or prefetch < 1:
+            raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
+        if np.dtype(dtype).kind != "f":
+            raise UsageError(f"samples cannot be given as {np.dtype(dtype)}; choose float32 or float64")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.shuffle = shuffle
+        self.transform = transform
+        self.dtype = np.dtype(dtype)
+        self.workers = workers
+        self.prefetch = prefetch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Return the number of global batches in an epoch, the short last one included."""
+        return batches_per_epoch(len(self.dataset), self.batch_size)
+
+    def epoch(self, epoch: int, start: int = 0) -> Prefetch[Batch]:
+        """Return an iterator over this rank's part of each batch of an epoch, from batch number `start` on.
+
+        Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the transform is
+        raised at the batch that it belongs to.
+        """
+        epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
+        return Prefetch(
+            lambda number: self._batch(epoch_order, epoch, number),
+            range(start, self.batches_per_epoch),
+            workers=self.workers,
+            ahead=self.prefetch,
+        )
+
+    def _batch(self, epoch_order: NDArray[np.int64], epoch: int, number: int) -> Batch:
+        mine, global_rows = rows(len(self.dataset), self.batch_size, number, self.rank, self.world)
+        indices = epoch_order[mine.start : mine.stop]
+        x = self.dataset.rows(indices, self.dtype)
+        if self.transform is not None:
+            x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
+        first_row = mine.start - number * self.batch_size
+        return Batch(x, self.dataset.y[indices], indices, first_row, global_rows, epoch, number)
+
+    def _checked(self, x: Array, rows: int) -> Array:
+        if len(x) != rows or x.dtype != self.dtype:
+            raise ShapeError(f"the transform made {len(x)} rows of {x.dtype} out of {rows} rows of {self.dtype}")
+        return np.ascontiguousarray(x)
