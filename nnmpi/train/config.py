@@ -1,0 +1,236 @@
+"""What a run is: one frozen section per subject, each checked when it is made.
+
+The fields are the options of the command line (`options.py` builds them from here), so a field's docstring is the
+option's help, and every name must be unique over all sections. `None` stands for "not given".
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.errors import UsageError
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise a UsageError with the sentence unless the condition holds."""
+    if not holds:
+        raise UsageError(sentence)
+
+
+def positive(option: str, value: float) -> None:
+    """Refuse what is not a finite number above 0."""
+    require(0 < value < math.inf, f"{option} is {value}; give a finite number above 0")
+
+
+def not_negative(option: str, value: float) -> None:
+    """Refuse what is not a finite number, 0 or above."""
+    require(0 <= value < math.inf, f"{option} is {value}; give 0 or a finite number above it")
+
+
+def fraction(option: str, value: float) -> None:
+    """Refuse what is not in [0, 1)."""
+    require(0 <= value < 1, f"{option} is {value}; give a number from 0 up to, not including, 1")
+
+
+def at_least_one(option: str, value: int) -> None:
+    """Refuse counts below 1."""
+    require(value >= 1, f"{option} is {value}; give a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network."""
+
+    model: Literal["mlp", "cnn", "resnet"] = "cnn"
+    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the hidden layers of --model mlp, from the input on; none at all makes it linear."""
+    activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
+    """Activation of the hidden layers of --model mlp."""
+    dropout: float = 0.0
+    """Share of hidden values set to zero while training, for --model mlp."""
+
+    def __post_init__(self) -> None:
+        """Check the values and that only an mlp is given an mlp's options."""
+        for width in self.hidden:
+            require(width >= 1, f"--hidden has a layer of width {width}; give whole numbers, 1 or more")
+        fraction("--dropout", self.dropout)
+        if self.model != "mlp":
+            for option, given in (
+                ("--hidden", self.hidden != (128, 64)),
+                ("--activation", self.activation != "relu"),
+                ("--dropout", self.dropout != 0),
+            ):
+                require(not given, f"{option} belongs to --model mlp and does nothing for --model {self.model}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data set."""
+
+    dataset: str = "digits"
+    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder."""
+    data_dir: Path | None = None
+    """Folder that holds the data set's files; without it they are downloaded once per node."""
+    test_fraction: float = 0.2
+    """Share of the samples kept for the test, for data sets that come without a test set."""
+    augment: Literal["none", "shift", "flip", "shift-flip"] = "none"
+    """Random changes of the training images: shift by a few pixels, mirror left-right, or both."""
+    normalize: bool = True
+    """Shift and scale inputs by the training set's mean and standard deviation (per channel or column)."""
+
+    def __post_init__(self) -> None:
+        """Check the values; whether the data set exists is found out when it is loaded."""
+        require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
+        require(
+            0 < self.test_fraction < 1,
+            f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizationConfig:
+    """How the weights are found."""
+
+    epochs: int = 10
+    """How often the whole training set is gone through."""
+    max_steps: int | None = None
+    """Stop after this many updates, if the epochs are not over before."""
+    batch_size: int | Literal["full"] = 64
+    """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    """Rule of the update."""
+    lr: float = 1e-3
+    """Learning rate (the highest one, where a schedule changes it)."""
+    momentum: float = 0.0
+    """Momentum of --optimizer sgd."""
+    nesterov: bool = False
+    """Nesterov's form of the momentum."""
+    weight_decay: float | None = None
+    """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step."""
+    step_epochs: float = 10.0
+    """For --schedule step: epochs between two drops."""
+    step_factor: float = 0.1
+    """For --schedule step: what each drop multiplies the rate by."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate first rises linearly from near 0."""
+    lr_scaling: Literal["none", "linear"] = "none"
+    """linear: multiply --lr by batch size / --base-batch (Goyal et al. 2017)."""
+    base_batch: int = 64
+    """For --lr-scaling linear: the batch size that --lr was found for."""
+    clip: float | None = None
+    """Scale gradients down to this global norm where they exceed it."""
+    grad_accum: int = 1
+    """Compute each rank's share of a batch in this many parts: less memory, the same update."""
+    label_smoothing: float = 0.0
+    """Probability taken from the right class and spread over all, in the training loss."""
+
+    def __post_init__(self) -> None:
+        """Check the values and that no option is given that the others make idle."""
+        at_least_one("--epochs", self.epochs)
+        at_least_one("--grad-accum", self.grad_accum)
+        at_least_one("--base-batch", self.base_batch)
+        if self.max_steps is not None:
+            at_least_one("--max-steps", self.max_steps)
+        if self.batch_size != "full":
+            at_least_one("--batch-size", self.batch_size)
+        positive("--lr", self.lr)
+        fraction("--momentum", self.momentum)
+        fraction("--label-smoothing", self.label_smoothing)
+        not_negative("--warmup-epochs", self.warmup_epochs)
+        if self.weight_decay is not None:
+            not_negative("--weight-decay", self.weight_decay)
+        if self.clip is not None:
+            positive("--clip", self.clip)
+        self._check_schedule()
+        sgd = self.optimizer == "sgd"
+        require(sgd or not self.momentum, f"--momentum belongs to --optimizer sgd, not to {self.optimizer}")
+        require(not self.nesterov or self.momentum > 0, "--nesterov needs --momentum above 0 and --optimizer sgd")
+
+    def _check_schedule(self) -> None:
+        positive("--step-epochs", self.step_epochs)
+        require(0 < self.step_factor <= 1, f"--step-factor is {self.step_factor}; give a number above 0, up to 1")
+        if self.schedule != "step":
+            idle = self.step_epochs != 10.0 or self.step_factor != 0.1
+            require(not idle, "--step-epochs and --step-factor belong to --schedule step")
+        if self.lr_scaling != "linear":
+            require(self.base_batch == 64, "--base-batch belongs to --lr-scaling linear")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is laid out over the ranks."""
+
+    dp: int | Literal["auto"] = "auto"
+    """Ranks that share each batch; it must be the number of MPI ranks, which auto stands for."""
+    allreduce: Literal["auto", "ring", "tree", "ps", "native"] = "auto"
+    """How gradients are summed: ring, tree, parameter server, MPI's own; auto takes what suits the size."""
+    bucket_mb: float | None = None
+    """Gradients travel in buckets of this many MiB (default: what was measured to be good)."""
+    overlap: bool = True
+    """Sum the first buckets while the backward pass still computes the others."""
+    check_weights: bool = False
+    """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
+
+    def __post_init__(self) -> None:
+        """Check the values; whether dp fits the world is found out when the world is known."""
+        if self.dp != "auto":
+            at_least_one("--dp", self.dp)
+        if self.bucket_mb is not None:
+            positive("--bucket-mb", self.bucket_mb)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where it runs and what it leaves behind."""
+
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of weights, inputs and gradients."""
+    seed: int = 0
+    """Seed of everything random: split, initial weights, order, augmentation, dropout."""
+    out: Path | None = None
+    """Folder of the run (default: runs/DATASET-MODEL-TIME); it must not hold another run."""
+    resume: Path | None = None
+    """Folder of a run to go on with, from its last good checkpoint and with its options."""
+    config: Path | None = None
+    """TOML file with options, as on the command line without the dashes; the command line is stronger."""
+    log_every: int = 10
+    """Steps between two lines of training metrics in metrics.jsonl."""
+    print_every: float = 5.0
+    """Seconds between two printed lines of progress inside an epoch; 0: one per line of metrics."""
+    eval_every: int = 1
+    """Epochs between two evaluations on the test data; 0: only at the end."""
+    save_every: int = 1
+    """Epochs between two checkpoints; 0: only at the end."""
+    save_steps: int = 0
+    """Steps between two checkpoints, besides --save-every; 0: none."""
+    keep: int = 3
+    """How many checkpoints stay on disk; older ones are removed."""
+
+    def __post_init__(self) -> None:
+        """Check the values and combinations; the folders are looked at when the run starts."""
+        at_least_one("--log-every", self.log_every)
+        at_least_one("--keep", self.keep)
+        not_negative("--seed", self.seed)
+        not_negative("--print-every", self.print_every)
+        not_negative("--eval-every", self.eval_every)
+        not_negative("--save-every", self.save_every)
+        not_negative("--save-steps", self.save_steps)
+        both = self.out is not None and self.resume is not None and self.out != self.resume
+        require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} away")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every option of a run, by section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,146 @@
+"""From command-line words to a configuration: defaults < resumed run < file < command line.
+
+The weaker layers become words in front of the user's own, since the last of several equal options wins; so every
+check happens once, on the values that will be used. This module neither prints nor exits.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config
+from nnmpi.train.diagnose import diagnose, flatten_box
+from nnmpi.train.options import arguments, check, flatten, option
+
+PROGRAM = "python -m nnmpi.train"
+CONFIG_FILE = "config.json"
+DESCRIPTION = """Train a network on the ranks of MPI: mpirun -n 4 python -m nnmpi.train [options].
+Without options it trains a small convolutional network on the bundled digits."""
+
+# What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
+FIXED = (
+    *("model", "hidden", "activation", "dataset", "test_fraction", "normalize"),
+    *("batch_size", "optimizer", "dtype", "seed"),
+)
+
+
+class HelpAsked(Exception):
+    """The user asked for help; the text is the message."""
+
+
+def parse(words: Sequence[str]) -> Config:
+    """Return the configuration for these command-line words.
+
+    With --resume the run's own config.json is the layer above the defaults and `run.resume` is the run's folder.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
+    """
+    early = _early(words)
+    layers: list[str] = []
+    resumed: dict[str, Any] = {}
+    if early.resume and not early.help:
+        resumed = run_options(Path(early.resume))
+        layers += arguments(resumed)
+    if early.config and not early.help:
+        layers += arguments(_file_options(Path(early.config)))
+    config = _read([*layers, *words])
+    _refuse_changes(config, resumed)
+    return config
+
+
+def run_options(folder: Path) -> dict[str, Any]:
+    """Return the options that a run was started with, from its folder.
+
+    Raises:
+        UsageError: when the folder holds no run, or its config.json cannot be read.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise UsageError(f"--resume {folder}: there is no run ({file} is missing); give the folder of a run")
+    try:
+        flat = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    values = check(flat, str(file))
+    return {name: value for name, value in values.items() if name not in ("out", "resume", "config")}
+
+
+def _early(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options that say where other options come from; what is wrong with them tyro will say."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    parser.add_argument("--resume", nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser.parse_known_args(list(words))[0]
+
+
+def _file_options(file: Path) -> dict[str, Any]:
+    """Return the options in a TOML file, checked by name and type."""
+    try:
+        flat = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {file} is not TOML: {error}") from None
+    for name in ("config", "resume"):
+        if name in flat:
+            raise UsageError(f"{file}: {name} belongs on the command line, not into a file")
+    return check(flat, str(file))
+
+
+def _read(words: Sequence[str]) -> Config:
+    """Return what tyro makes of the words, with its printing and exiting turned into exceptions."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return tyro.cli(
+                Config, config=(tyro.conf.OmitArgPrefixes,), args=list(words), prog=PROGRAM, description=DESCRIPTION
+            )
+    except SystemExit as ended:
+        if not ended.code:
+            raise HelpAsked("\n".join(map(str.rstrip, out.getvalue().rstrip().split("\n")))) from None
+        raise UsageError(_own_error(ended) or diagnose(words) or flatten_box(err.getvalue())) from None
+
+
+def _own_error(ended: BaseException) -> str | None:
+    """Return the text of a section's own UsageError behind tyro's exit, if that is what ended it."""
+    cause: BaseException | None = ended
+    while cause is not None:
+        if isinstance(cause, UsageError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _refuse_changes(config: Config, resumed: dict[str, Any]) -> None:
+    """Refuse options that a resumed run cannot change."""
+    given = flatten(config)
+    for name in FIXED:
+        before = resumed.get(name, given[name])
+        before = list(before) if isinstance(before, tuple) else before
+        if before != given[name]:
+            raise UsageError(
+                f"--resume {given['resume']}: the run has {option(name)} {_shown(before)}, which cannot become "
+                f"{_shown(given[name])}; leave {option(name)} away, or start a new run with another --out"
+            )
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def with_out(config: Config, out: Path) -> Config:
+    """Return the configuration with its run folder settled."""
+    return replace(config, run=replace(config.run, out=out, resume=None))

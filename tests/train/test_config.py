@@ -1,0 +1,73 @@
+"""Every section refuses wrong values with a sentence that names the option, the value and what would work."""
+
+from typing import Any
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+
+WRONG: list[tuple[type, dict[str, Any], str]] = [
+    (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden has a layer of width 0"),
+    (ModelConfig, {"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
+    (ModelConfig, {"dropout": -0.1, "model": "mlp"}, "--dropout is -0.1"),
+    (ModelConfig, {"hidden": (5,)}, "--hidden belongs to --model mlp"),
+    (ModelConfig, {"activation": "tanh", "model": "resnet"}, "--activation belongs to --model mlp"),
+    (ModelConfig, {"dropout": 0.5}, "--dropout belongs to --model mlp"),
+    (DataConfig, {"dataset": ""}, "--dataset is empty"),
+    (DataConfig, {"test_fraction": 0.0}, "--test-fraction is 0.0"),
+    (DataConfig, {"test_fraction": 1.0}, "--test-fraction is 1.0"),
+    (OptimizationConfig, {"epochs": 0}, "--epochs is 0"),
+    (OptimizationConfig, {"max_steps": 0}, "--max-steps is 0"),
+    (OptimizationConfig, {"batch_size": 0}, "--batch-size is 0"),
+    (OptimizationConfig, {"batch_size": -3}, "--batch-size is -3"),
+    (OptimizationConfig, {"lr": -1.0}, "--lr is -1.0"),
+    (OptimizationConfig, {"lr": 0.0}, "--lr is 0.0"),
+    (OptimizationConfig, {"lr": float("nan")}, "--lr is nan"),
+    (OptimizationConfig, {"lr": float("inf")}, "--lr is inf"),
+    (OptimizationConfig, {"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1.0"),
+    (OptimizationConfig, {"momentum": 0.9, "optimizer": "adam"}, "--momentum belongs to --optimizer sgd"),
+    (OptimizationConfig, {"nesterov": True, "optimizer": "sgd"}, "--nesterov needs --momentum"),
+    (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
+    (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
+    (OptimizationConfig, {"step_epochs": 3.0}, "--step-epochs and --step-factor belong to --schedule step"),
+    (OptimizationConfig, {"step_factor": 0.0, "schedule": "step"}, "--step-factor is 0.0"),
+    (OptimizationConfig, {"step_factor": 1.5, "schedule": "step"}, "--step-factor is 1.5"),
+    (OptimizationConfig, {"base_batch": 256}, "--base-batch belongs to --lr-scaling linear"),
+    (OptimizationConfig, {"base_batch": 0, "lr_scaling": "linear"}, "--base-batch is 0"),
+    (OptimizationConfig, {"clip": 0.0}, "--clip is 0.0"),
+    (OptimizationConfig, {"grad_accum": 0}, "--grad-accum is 0"),
+    (OptimizationConfig, {"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
+    (ParallelConfig, {"dp": 0}, "--dp is 0"),
+    (ParallelConfig, {"bucket_mb": 0.0}, "--bucket-mb is 0.0"),
+    (RunConfig, {"seed": -1}, "--seed is -1"),
+    (RunConfig, {"log_every": 0}, "--log-every is 0"),
+    (RunConfig, {"print_every": -1.0}, "--print-every is -1.0"),
+    (RunConfig, {"eval_every": -1}, "--eval-every is -1"),
+    (RunConfig, {"save_every": -1}, "--save-every is -1"),
+    (RunConfig, {"save_steps": -1}, "--save-steps is -1"),
+    (RunConfig, {"keep": 0}, "--keep is 0"),
+    (RunConfig, {"out": "a", "resume": "b"}, "--resume goes on in its own folder b"),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "text"), WRONG, ids=[text for _, _, text in WRONG])
+def test_wrong_values_are_refused_with_a_sentence(section: type, values: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        section(**values)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_and_edges_are_accepted() -> None:
+    assert Config().model.model == "cnn"
+    ModelConfig(model="mlp", hidden=())
+    ModelConfig(model="mlp", hidden=(1,), dropout=0.0, activation="gelu")
+    OptimizationConfig(batch_size="full", optimizer="sgd", momentum=0.9, nesterov=True, weight_decay=0.0, clip=1e-9)
+    OptimizationConfig(schedule="step", step_epochs=0.5, step_factor=1.0, lr_scaling="linear", base_batch=1)
+    RunConfig(eval_every=0, save_every=0, print_every=0.0)
+
+
+def test_sections_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Config().run.seed = 3  # type: ignore[misc]

@@ -1,0 +1,76 @@
+"""The names, types and conversion of options; the list of names is frozen here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig
+from nnmpi.train.options import arguments, assemble, check, flatten, hints, perhaps
+
+# Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
+NAMES = """
+model hidden activation dropout
+dataset data_dir test_fraction augment normalize
+epochs max_steps batch_size optimizer lr momentum nesterov weight_decay schedule step_epochs step_factor
+warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
+dp allreduce bucket_mb overlap check_weights
+backend dtype seed out resume config log_every print_every eval_every save_every save_steps keep
+"""
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    assert list(hints()) == NAMES.split()
+
+
+def test_flatten_and_assemble_are_inverse() -> None:
+    config = Config(optimization=OptimizationConfig(epochs=3, batch_size="full"), run=RunConfig(out=Path("a/b")))
+    flat = flatten(config)
+    assert flat["out"] == "a/b"
+    assert flat["hidden"] == [128, 64]
+    assert assemble(flat) == config
+
+
+def test_names_may_be_written_with_dashes() -> None:
+    assert check({"batch-size": 3, "log_every": 2}, "x") == {"batch_size": 3, "log_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("flat", "text"),
+    [
+        ({"lrr": 1}, "x: lrr is not an option; did you mean lr?"),
+        ({"batch-siz": 1}, "x: batch-siz is not an option; did you mean batch-size?"),
+        ({"qqqqqq": 1}, "x: qqqqqq is not an option"),
+        ({"lr": "0.1"}, "x: lr is '0.1'; it must be a number"),
+        ({"lr": True}, "x: lr is True; it must be a number"),
+        ({"epochs": 1.5}, "x: epochs is 1.5; it must be a whole number"),
+        ({"epochs": True}, "x: epochs is True; it must be a whole number"),
+        ({"overlap": 1}, "x: overlap is 1; it must be true or false"),
+        ({"hidden": 3}, "x: hidden is 3; it must be a list of whole numbers"),
+        ({"hidden": [3, "4"]}, "x: hidden is [3, '4']; it must be a list of whole numbers"),
+        ({"model": "cnnn"}, "x: model is 'cnnn'; it must be one of mlp, cnn, resnet"),
+        ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
+        ({"out": 3}, "x: out is 3; it must be a path"),
+        ({"clip": "no"}, "x: clip is 'no'; it must be a number"),
+    ],
+)
+def test_wrong_values_from_files_are_refused(flat: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(flat, "x")
+    assert str(caught.value) == text
+
+
+def test_a_whole_number_serves_as_a_number() -> None:
+    assert check({"lr": 1}, "x") == {"lr": 1.0}
+
+
+def test_arguments_are_words_for_the_command_line() -> None:
+    flat = {"hidden": [5, 6], "overlap": False, "nesterov": True, "clip": None, "lr": 0.1, "batch_size": "full"}
+    words = "--hidden 5 6 --no-overlap --nesterov --lr 0.1 --batch-size full"
+    assert arguments(flat) == words.split()
+
+
+def test_suggestions_are_near() -> None:
+    assert perhaps("wait_decay", hints(), dashes="--") == "; did you mean --weight-decay?"
+    assert perhaps("zzz", hints()) == ""

@@ -1,0 +1,119 @@
+"""Layers of options: defaults < resumed run < file < command line; and one sentence for each kind of fault."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config
+from nnmpi.train.diagnose import flatten_box
+from nnmpi.train.options import flatten, hints, option
+from nnmpi.train.parse import HelpAsked, parse
+
+
+def test_no_words_give_the_defaults() -> None:
+    assert parse([]) == Config()
+
+
+def test_flat_names_reach_their_sections() -> None:
+    words = "--model mlp --hidden 50 20 --batch-size full --lr=0.5 --no-overlap --data-dir d --dp 2"
+    config = parse(words.split())
+    assert config.model.hidden == (50, 20)
+    assert (config.optimization.batch_size, config.optimization.lr) == ("full", 0.5)
+    assert (config.parallel.overlap, config.parallel.dp, config.data.data_dir) == (False, 2, Path("d"))
+
+
+def test_help_lists_every_option_once_with_help() -> None:
+    with pytest.raises(HelpAsked) as caught:
+        parse(["--lr", "wrong", "--config", "absent.toml", "--help"])
+    text = str(caught.value)
+    for name in hints():
+        assert len(re.findall(rf"(?m)^ {{1,3}}{option(name)}[ ,]", text)) == 1, name
+    assert "mpirun -n 4 python -m nnmpi.train" in text
+    assert "\x1b" not in text
+
+
+def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\noverlap = false\n')
+    config = parse(["--epochs", "3", "--config", str(file), "--optimizer", "sgd"])
+    assert (config.optimization.lr, config.optimization.epochs) == (0.5, 3)
+    assert (config.model.hidden, config.parallel.overlap) == ((9,), False)
+    assert config.run.config == file
+    assert parse(["--config", str(file), "--momentum", "0", "--overlap"]).parallel.overlap
+
+
+def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    before = flatten(parse(["--epochs", "5", "--lr", "0.5", "--keep", "9", "--out", "elsewhere", "--seed", "4"]))
+    (run / "config.json").write_text(json.dumps(before))
+    file = tmp_path / "more.toml"
+    file.write_text("keep = 8\nlr = 0.25\n")
+    config = parse(["--resume", str(run), "--config", str(file), "--lr", "0.125"])
+    assert (config.optimization.epochs, config.run.keep, config.optimization.lr) == (5, 8, 0.125)
+    assert (config.run.seed, config.run.resume, config.run.out) == (4, run, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--lrr 2", "--lrr is not an option; did you mean --lr?"),
+        ("--epochs 1.5", "--epochs is 1.5; it must be a whole number"),
+        ("--lr", "--lr stands without a value; it must be a number"),
+        ("--lr -x", "--lr is -x; it must be a number"),
+        ("--lr -1", "--lr is -1.0; give a finite number above 0"),
+        ("--model resnt", "--model is resnt; it must be one of mlp, cnn, resnet"),
+        ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
+        ("--no-overlap 3", "--no-overlap takes no value, but 3 follows it"),
+        ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
+        ("iris", "iris is not an option; options begin with -- and are listed by --help"),
+        ("--config absent.toml", "--config absent.toml cannot be read: "),
+        ("--resume absent", "--resume absent: there is no run "),
+    ],
+)
+def test_each_fault_is_one_sentence(words: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(words.split())
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("lrr = 3", "lrr is not an option; did you mean lr?"),
+        ("lr = 'x'", "lr is 'x'; it must be a number"),
+        ("lr = ", "is not TOML"),
+        ("resume = 'x'", "resume belongs on the command line"),
+        ("[optimization]\nlr = 1", "optimization is not an option"),
+    ],
+)
+def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", str(file)])
+    assert str(file) in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["--model mlp", "--dataset iris", "--seed 3", "--batch-size 32", "--optimizer sgd"])
+def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
+    with pytest.raises(UsageError, match=f"which cannot become {words.split()[1]}"):
+        parse(["--resume", str(tmp_path), *words.split()])
+
+
+def test_a_damaged_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json cannot be read"):
+        parse(["--resume", str(tmp_path)])
+
+
+def test_a_framed_message_becomes_one_line() -> None:
+    box = "╭─ Title ─╮\n│ One thing │\n│ is wrong. │\n│ ───── │\n│ For full helptext, see x │\n╰───╯\n"
+    assert flatten_box(box) == "One thing is wrong."
+    assert flatten_box("") == "the options cannot be read; --help lists them"
