@@ -1,0 +1,201 @@
+"""Checkpoints come back bit for bit, are whole or absent, and damage is found and named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import CheckpointError
+from nnmpi.train import checkpoint as module
+from nnmpi.train.checkpoint import Checkpoint, check_fit, load_checkpoint, read_checkpoint, save_checkpoint
+
+ARRAYS: dict[str, Array] = {
+    "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+    "transposed": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+    "fortran": np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+    "strided": np.arange(40, dtype=np.float32).reshape(8, 5)[::2, ::3],
+    "reversed": np.arange(6, dtype=np.float32)[::-1],
+    "broadcast": np.broadcast_to(np.float32(3), (2, 5)),
+    "scalar": np.asarray(7.0),
+    "empty": np.zeros((0, 3), dtype=np.float32),
+    "count": np.asarray([5], dtype=np.int64),
+    "flags": np.asarray([True, False]),
+}
+
+
+def make(step: int, value: float = 0.0) -> Checkpoint:
+    weights = {"w": np.full((2, 3), value, dtype=np.float32)}
+    return Checkpoint(weights, {"m/w": weights["w"] + 1}, {"step": step, "epoch": 2, "third": 1 / 3})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_every_kind_of_array_comes_back_the_same(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, Checkpoint(ARRAYS, dict(reversed(ARRAYS.items())), {"step": 1}), keep=1)
+    found = read_checkpoint(folder)
+    for arrays in (found.model, found.optimizer):
+        assert set(arrays) == set(ARRAYS)
+        for name, array in ARRAYS.items():
+            assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype), name
+            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+
+
+def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
+    first, second = (save_checkpoint(tmp_path / name, make(7, 1.5), keep=1) for name in "ab")
+    assert read_checkpoint(first).state == {"step": 7, "epoch": 2, "third": 1 / 3}
+    assert names(first) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    for name in names(first):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        save_checkpoint(tmp_path, make(step), keep=2)
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000010"]
+    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+
+
+def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, make(step), keep=5)
+    save_checkpoint(tmp_path, make(2, 9.0), keep=5)
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].model["w"][0, 0] == 9
+
+
+def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+    assert load_checkpoint(tmp_path / "absent") is None
+    (tmp_path / ".step-00000004.tmp").mkdir()  # what a kill while saving the first one leaves
+    assert load_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("stage", ["_write", "sync_folder", "replace_durably", "_prune"])
+def test_a_crash_while_saving_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    save_checkpoint(tmp_path, make(1, 1.0), keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, stage, _crash)
+        patch.setattr(module.shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing up
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, make(2, 2.0), keep=1)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert (found[0].state["step"], found[0].model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
+    save_checkpoint(tmp_path, make(2, 3.0), keep=1)
+    assert names(tmp_path) == ["latest", "step-00000002"]
+
+
+def _crash(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, content: bytes) -> None:
+        file.write_bytes(content[:3])
+        raise OSError(28, "No space left on device")
+
+    save_checkpoint(tmp_path, make(1), keep=1)
+    monkeypatch.setattr(module, "write_durably", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, make(2), keep=1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [(cut, "bytes, not"), (flip, "is damaged: its SHA-256"), (Path.unlink, "is missing")],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_damage_is_found_and_an_older_checkpoint_taken(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
+) -> None:
+    save_checkpoint(tmp_path, make(1), keep=3)
+    newest = save_checkpoint(tmp_path, make(2), keep=3)
+    damage(newest / name)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    checkpoint, folder, notices = found
+    assert (checkpoint.state["step"], folder.name) == (1, "step-00000001")
+    assert len(notices) == 1
+    assert str(newest / name) in notices[0]
+    assert text in notices[0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}'])
+def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
+    folder = save_checkpoint(tmp_path, make(1), keep=3)
+    (folder / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged or missing"):
+        read_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        load_checkpoint(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, make(1), keep=3)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
+    with pytest.raises(CheckpointError, match="has another format than 1"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("latest", [None, "", "step-00000099\n", "../elsewhere\n"])
+def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str | None) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, make(step), keep=3)
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 2
+
+
+def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, make(step), keep=3)
+    (tmp_path / "latest").write_text("step-00000001")
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({}, r"f has no w, which this model needs with shape \(2, 3\)"),
+        (
+            {"w": np.zeros((3, 2))},
+            r"w with shape \(3, 2\) and float64, but this model needs shape \(2, 3\) and float64",
+        ),
+        ({"w": np.zeros((2, 3), np.float32)}, r"and float32, but this model needs shape \(2, 3\) and float64"),
+        ({"w": np.zeros((2, 3)), "x": np.zeros(4)}, r"f has x with shape \(4,\), which this model does not have"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named_with_both_shapes(found: dict[str, Array], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        check_fit(found, {"w": np.zeros((2, 3))}, Path("f"))
+
+
+def test_arrays_that_fit_pass() -> None:
+    check_fit({"w": np.ones((2, 3))}, {"w": np.zeros((2, 3))}, Path("f"))
