@@ -1,0 +1,37 @@
+"""TensorBoard event files, through tensorboardX (the `tensorboard` extra)."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SKIPPED = ("kind", "global_step", "epoch")
+
+
+class Events:
+    """Writes every number of a metrics record as a scalar KIND/KEY at its step."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a new event file; a viewer drops what older files hold from `first_step` on.
+
+        Raises:
+            ImportError: without tensorboardX.
+        """
+        module = importlib.import_module("tensorboardX")
+        self._writer = module.SummaryWriter(str(folder), purge_step=first_step if first_step else None)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add the record's numbers."""
+        for key, value in record.items():
+            if key not in SKIPPED and value is not None:
+                self._writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"])
+
+    def close(self) -> None:
+        """Bring everything to the file and end the writer's thread."""
+        self._writer.close()
+
+
+def can_write() -> bool:
+    """Return whether tensorboardX is installed."""
+    return importlib.util.find_spec("tensorboardX") is not None

@@ -1,0 +1,87 @@
+"""metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
+
+    {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
+     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ...}
+    {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "runtime": ...,
+     "samples_per_second": ..., "steps_per_second": ...}
+    {"kind": "test", ...}     as eval, once, at the end
+
+Times are in seconds and per step; `epoch` counts passes over the data, with its fraction.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from nnmpi.train.files import replace_durably
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The open file of one run; a context manager."""
+
+    def __init__(self, file: Path) -> None:
+        """Open the file to append to it."""
+        self._stream: IO[str] = file.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line; it is in the file when this returns. Numbers that JSON has not (nan, inf) become null.
+
+        Raises:
+            OSError: when the disk is full.
+        """
+        finite = {key: None if _no_number(value) else value for key, value in record.items()}
+        self._stream.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def sync(self) -> None:
+        """Wait until the disk has all lines: a checkpoint must not be newer than its metrics."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the records of the file, without a last line that a kill has cut.
+
+    Raises:
+        ValueError: when a line before the last is no JSON object.
+        OSError: when the file cannot be read.
+    """
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    whole, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
+    records = [json.loads(line) for line in whole]
+    if rest:
+        try:
+            records.append(json.loads(rest))
+        except ValueError:
+            return records
+    return records
+
+
+def truncate_metrics(file: Path, step: int) -> int:
+    """Remove what lies after `step`, and the test at the end, which will be made again; return the lines removed.
+
+    Raises:
+        OSError: when the file cannot be read or written.
+    """
+    if not file.exists():
+        return 0
+    records = read_metrics(file)
+    kept = [each for each in records if each["global_step"] <= step and each["kind"] != "test"]
+    replace_durably(file, _lines(kept))
+    return len(records) - len(kept)
+
+
+def _no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _lines(records: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
