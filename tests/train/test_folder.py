@@ -1,0 +1,43 @@
+"""A run's folder is never shared with another run, and what cannot be written is a usage error."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config
+from nnmpi.train.folder import RunFolder, default_folder
+from nnmpi.train.options import assemble
+
+
+def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.check_free()
+    folder.create(Config())
+    assert assemble(json.loads(folder.config.read_text())) == Config()
+    assert [each.name for each in folder.path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
+    RunFolder(tmp_path).create(Config())
+    with pytest.raises(UsageError, match=f"already holds a run .* by --resume {tmp_path}"):
+        RunFolder(tmp_path).check_free()
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        RunFolder(file).check_free()
+    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
+        RunFolder(file / "below").create(Config())
+
+
+def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
+    first = default_folder(Config(), tmp_path)
+    assert first.name.startswith("digits-cnn-20")
+    first.mkdir()
+    second = default_folder(Config(), tmp_path)
+    assert not second.exists()
+    assert first != second

@@ -1,0 +1,34 @@
+"""Totals are sums over samples and steps, divided once."""
+
+import json
+
+import pytest
+
+from nnmpi.train.totals import Totals
+
+
+def test_a_mean_weighs_samples_not_steps() -> None:
+    full = Totals(steps=1, samples=60, loss_sum=60 * 1.0, correct=30)
+    short = Totals(steps=1, samples=20, loss_sum=20 * 3.0, correct=20)
+    both = full.plus(short)
+    assert (both.steps, both.samples, both.loss, both.accuracy) == (2, 80, 1.5, 0.625)
+
+
+def test_json_keeps_every_bit() -> None:
+    totals = Totals(3, 7, 0.1 + 0.2, 1 / 3, 1e-9, 2**-40, 0.7, 1.1)
+    assert Totals.from_json(json.loads(json.dumps(totals.to_json()))) == totals
+
+
+def test_no_steps_give_zeros_not_errors() -> None:
+    none = Totals()
+    assert (none.loss, none.accuracy, none.samples_per_second, none.per_step(0.0)) == (0, 0, 0, 0)
+    assert none.breakdown().startswith("step 0.00 ms")
+
+
+def test_breakdown_adds_up_to_the_step() -> None:
+    totals = Totals(steps=10, samples=100, compute_s=0.6, sync_s=0.2, input_s=0.1, wall_s=1.0)
+    assert totals.breakdown() == (
+        "step 100.00 ms = compute 60.00 ms (60 %) + synchronisation 20.00 ms (20 %) "
+        "+ input 10.00 ms (10 %) + other 10.00 ms (10 %)"
+    )
+    assert totals.samples_per_second == pytest.approx(100.0)
