@@ -1,0 +1,85 @@
+"""What an optimizer works on: buffers and their gradients, whoever owns them.
+
+A model's flat storage is one; `Arrays` makes one of plain lists; a strategy that shards the optimizer hands over its
+own part of the buffers. Nothing here knows of parameters, layers or ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+
+
+class Storage(Protocol):
+    """Three sequences of one length: entry i is a buffer, its gradient, and the name of its group.
+
+    An optimizer keeps views of the buffers, so they must stay the same arrays for as long as it lives; only their
+    values may change.
+    """
+
+    @property
+    def data(self) -> Sequence[Array]:
+        """The buffers that are updated in place, float32 or float64, any shape."""
+
+    @property
+    def grads(self) -> Sequence[Array]:
+        """The gradients: same shapes and dtypes as `data`; an optimizer only reads them."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """The group of each buffer; weight decay is chosen by group."""
+
+
+class Arrays:
+    """A storage made of plain lists of arrays.
+
+        optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
+
+    Args:
+        data: arrays of any shape and strides, float32 or float64.
+        grads: one per array of `data`, same shape, dtype and library.
+        groups: one name per array; "default" for all when left out.
+    """
+
+    def __init__(self, data: Iterable[Array], grads: Iterable[Array], groups: Iterable[str] | None = None) -> None:
+        self.data = list(data)
+        self.grads = list(grads)
+        self.groups = ["default"] * len(self.data) if groups is None else list(groups)
+
+
+def check(storage: Storage) -> None:
+    """Raise unless every buffer can be updated in place from its gradient.
+
+    Raises:
+        UsageError: when the three lists differ in length, or a buffer cannot be written element by element.
+        ShapeError: when a gradient's shape differs from its buffer's.
+        DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
+    """
+    counts = (len(storage.data), len(storage.grads), len(storage.groups))
+    if len(set(counts)) > 1:
+        raise UsageError("{} buffers, {} gradients and {} groups do not pair up; give one of each".format(*counts))
+    for i, (data, grad) in enumerate(zip(storage.data, storage.grads, strict=True)):
+        _check_pair(i, data, grad)
+        _check_writable(i, data)
+
+
+def _check_pair(i: int, data: Array, grad: Array) -> None:
+    if data.shape != grad.shape:
+        raise ShapeError(f"buffer {i} has shape {data.shape} and its gradient {grad.shape}; they must be equal")
+    if data.dtype not in (np.float32, np.float64):
+        raise DtypeError(f"buffer {i} is {data.dtype}; an optimizer updates float32 and float64")
+    if data.dtype != grad.dtype:
+        raise DtypeError(f"buffer {i} is {data.dtype} and its gradient {grad.dtype}; they must be equal")
+    ours, theirs = namespace(data).__name__, namespace(grad).__name__
+    if ours != theirs:
+        raise DtypeError(f"buffer {i} is a {ours} array and its gradient a {theirs} one; move one to the other")
+
+
+def _check_writable(i: int, data: Array) -> None:
+    if not getattr(data.flags, "writeable", True):  # CuPy's flags have no such entry: its arrays are writable
+        raise UsageError(f"buffer {i} is read-only and cannot be updated in place; give a copy of it")
+    if any(stride == 0 and length > 1 for stride, length in zip(data.strides, data.shape, strict=True)):
+        raise UsageError(f"buffer {i} is broadcast: elements share memory (strides {data.strides}); give a copy")
