@@ -1,0 +1,69 @@
+"""Stochastic gradient descent with momentum, Nesterov's momentum and L2 weight decay."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import UsageError
+from nnmpi.optim.blocks import Block
+from nnmpi.optim.checks import below_one
+from nnmpi.optim.optimizer import Optimizer, decayed_gradient
+from nnmpi.optim.storage import Storage
+
+
+class SGD(Optimizer):
+    """Gradient descent, with the same numbers as torch.optim.SGD (dampening 0).
+
+        g = gradient + weight_decay * w
+        b = momentum * b + g                    b: the slot "momentum", zeros at first
+        w = w - lr * d                          d: g without momentum, b with it, g + momentum * b with Nesterov's
+
+    The learning rate multiplies the finished direction and not what goes into b, as in Sutskever et al., "On the
+    importance of initialization and momentum in deep learning" (2013), section 2, rewritten so that w is always the
+    point at which the gradient was taken.
+
+    Args:
+        storage: the buffers, see `Storage`.
+        lr: the learning rate, at least 0.
+        momentum: in [0, 1); 0 needs no state.
+        nesterov: look ahead along the momentum; needs momentum > 0.
+        weight_decay: one number, or a number by group name; groups left out are not decayed.
+
+    Raises:
+        UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown group.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float | Mapping[str, float] = 0.0,
+    ) -> None:
+        self.momentum: Final = below_one("momentum", momentum)
+        if nesterov and self.momentum == 0:
+            raise UsageError("nesterov needs momentum, which is 0; give a momentum such as 0.9 or leave nesterov out")
+        self.nesterov: Final = bool(nesterov)
+        super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
+
+    def _update(self, lr: float) -> None:
+        for block in self._blocks:
+            direction = self._direction(block, decayed_gradient(block))
+            change = block.scratch[1]
+            block.xp.multiply(direction, lr, out=change)
+            block.xp.subtract(block.data, change, out=block.data)
+
+    def _direction(self, block: Block, gradient: Array) -> Array:
+        """Return what the learning rate multiplies, after adding the gradient to the momentum."""
+        if not block.slots:
+            return gradient
+        xp, (momentum,) = block.xp, block.slots
+        xp.multiply(momentum, self.momentum, out=momentum)
+        xp.add(momentum, gradient, out=momentum)
+        if not self.nesterov:
+            return momentum
+        ahead = block.scratch[1]
+        xp.multiply(momentum, self.momentum, out=ahead)
+        xp.add(ahead, gradient, out=ahead)
+        return ahead

@@ -1,0 +1,225 @@
+"""What every optimizer promises, whichever it is: one list of cases goes through all of it."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.optim import blocks
+from nnmpi.optim.adam import Adam, AdamW
+from nnmpi.optim.sgd import SGD
+from nnmpi.optim.storage import Arrays
+
+CASES = {
+    "sgd": lambda storage: SGD(storage, 0.1),
+    "sgd-decay": lambda storage: SGD(storage, 0.1, weight_decay=0.01),
+    "momentum": lambda storage: SGD(storage, 0.1, momentum=0.9),
+    "nesterov-decay": lambda storage: SGD(storage, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda storage: Adam(storage, 0.01),
+    "adam-decay": lambda storage: Adam(storage, 0.01, weight_decay=0.01),
+    "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
+}
+SHAPES = [(), (0,), (7,), (40, 13), (3, 5, 50)]
+
+every_optimizer = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+
+
+def values(shapes, dtype="float64", seed=0):
+    rng = np.random.default_rng(seed)
+    return [np.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def train(optimizer, steps, seed=1):
+    """Do some updates with gradients that depend on the step number alone."""
+    for _ in range(steps):
+        grads = optimizer.storage.grads
+        for grad, new in zip(grads, values([g.shape for g in grads], seed=seed + optimizer.steps), strict=True):
+            grad[...] = new
+        optimizer.step()
+
+
+def trained(make, data, steps=5):
+    storage = Arrays(data, [np.zeros(array.shape, array.dtype) for array in data])
+    train(make(storage), steps)
+    return storage.data
+
+
+@every_optimizer
+def test_block_size_does_not_change_a_bit(make, monkeypatch):
+    """Cut into blocks of 8 elements, every shape gets the same bits as in one piece."""
+    whole = trained(make, values(SHAPES))
+    monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 64)
+    for one, other in zip(whole, trained(make, values(SHAPES)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@every_optimizer
+def test_strides_do_not_change_a_bit(make, monkeypatch):
+    """Transposed, reversed and sliced arrays are updated in place like contiguous ones; their gaps stay untouched."""
+    monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 64)
+    base = values([(12, 10)])[0]
+    around = base.copy()
+    views = [around.T, around[::-1], around[1::2, ::3]]
+    for view in views:
+        around[...] = base
+        start = view.copy()
+        (expected,) = trained(make, [start.copy()])
+        (result,) = trained(make, [view])
+        assert result is view
+        np.testing.assert_array_equal(view, expected)
+        assert (view != start).any()
+    untouched = np.ones_like(around, bool)
+    untouched[1::2, ::3] = False
+    np.testing.assert_array_equal(around[untouched], base[untouched])
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_stays(make, dtype):
+    """Parameters and state keep the dtype, and a learning rate that is a float64 NumPy number does not widen them."""
+    data = values(SHAPES, dtype)
+    optimizer = make(Arrays(data, values(SHAPES, dtype, seed=1)))
+    optimizer.lr = np.float64(0.1)
+    optimizer.step()
+    assert all(array.dtype == dtype for array in data)
+    assert all(array.dtype == dtype for slot in optimizer.slots().values() for array in slot)
+
+
+@every_optimizer
+def test_a_step_allocates_nothing_and_leaves_gradients_alone(make):
+    """Three updates of 2.4 MB need no more than a few Python numbers; the gradients' bits are the same afterwards."""
+    data, grads = values([200_000, 100_000]), values([200_000, 100_000], seed=1)
+    kept = [grad.copy() for grad in grads]
+    optimizer = make(Arrays(data, grads))
+    optimizer.step()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(3):
+            optimizer.step()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < 4096
+    for grad, copy in zip(grads, kept, strict=True):
+        np.testing.assert_array_equal(grad, copy)
+
+
+@every_optimizer
+def test_a_loaded_state_continues_bit_for_bit(make):
+    """Five updates, state copied into a fresh optimizer, five more: the same bits as ten updates."""
+    expected = trained(make, values(SHAPES), steps=10)
+
+    first = make(Arrays(values(SHAPES), values(SHAPES)))
+    train(first, 5)
+    second = make(Arrays([array.copy() for array in first.storage.data], values(SHAPES)))
+    for name, slot in second.slots().items():
+        for array, saved in zip(slot, first.slots()[name], strict=True):
+            array[...] = saved
+    second.steps = first.steps
+    train(second, 5)
+
+    assert second.steps == 10
+    for one, other in zip(expected, second.storage.data, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@every_optimizer
+def test_slots_begin_as_zeros_and_match_their_buffers(make):
+    data = values(SHAPES, "float32")
+    optimizer = make(Arrays(data, values(SHAPES, "float32")))
+    assert optimizer.steps == 0
+    for slot in optimizer.slots().values():
+        assert [array.shape for array in slot] == SHAPES
+        assert not any(array.any() for array in slot)
+        assert not any(np.shares_memory(array, buffer) for array, buffer in zip(slot, data, strict=True))
+
+
+@every_optimizer
+def test_runs_on_a_device_without_waiting_for_it(make, device, monkeypatch):
+    """With another array library the numbers are the same, nothing is mixed with NumPy, and no value is fetched."""
+    monkeypatch.setattr(blocks, "DEVICE_BLOCK_BYTES", 64)
+    grads = values(SHAPES, seed=1)
+    host = Arrays(values(SHAPES), grads)
+    there = Arrays([device(array) for array in values(SHAPES)], [device(grad) for grad in grads])
+    for optimizer in (make(host), make(there)):
+        for _ in range(3):
+            optimizer.step()
+        assert all(type(array) is type(optimizer.storage.data[0]) for s in optimizer.slots().values() for array in s)
+    assert device.waits == 0
+    for one, other in zip(host.data, there.data, strict=True):
+        np.testing.assert_array_equal(one, other.host)
+
+
+@every_optimizer
+def test_finds_the_minimum_of_a_parabola(make):
+    """With the gradient of (w - 3)^2, weights come close to 3 (weight decay holds them a little below)."""
+    data, grads = [np.zeros(4)], [np.zeros(4)]
+    optimizer = make(Arrays(data, grads))
+    for _ in range(1000):
+        grads[0][...] = 2 * (data[0] - 3)
+        optimizer.step()
+    np.testing.assert_allclose(data[0], 3, rtol=0.1)
+
+
+@every_optimizer
+def test_a_learning_rate_of_zero_changes_no_weight(make):
+    data = values(SHAPES)
+    kept = [array.copy() for array in data]
+    optimizer = make(Arrays(data, values(SHAPES, seed=1)))
+    optimizer.lr = 0.0
+    optimizer.step()
+    for array, copy in zip(data, kept, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf")])
+@every_optimizer
+def test_a_bad_learning_rate_is_refused_before_anything_changes(make, lr):
+    data = values([3])
+    kept = data[0].copy()
+    optimizer = make(Arrays(data, values([3])))
+    optimizer.lr = lr
+    with pytest.raises(UsageError, match=f"lr is {lr}; give a finite number of at least 0"):
+        optimizer.step()
+    assert optimizer.steps == 0
+    np.testing.assert_array_equal(data[0], kept)
+
+
+@pytest.mark.parametrize("which", ["data", "grads"])
+def test_replaced_arrays_are_noticed(which):
+    """Updating arrays that the model no longer uses would look like a model that does not learn."""
+    storage = Arrays(values([3]), values([3]))
+    optimizer = SGD(storage, 0.1)
+    getattr(storage, which)[0] = np.zeros(3)
+    with pytest.raises(UsageError, match="the storage's arrays were replaced"):
+        optimizer.step()
+
+
+def test_weight_decay_by_group():
+    """A group has the decay given for it, and groups left out have none."""
+    data = [np.ones(2) for _ in range(3)]
+    storage = Arrays(data, [np.zeros(2) for _ in range(3)], ["weights", "biases", "weights"])
+    optimizer = SGD(storage, lr=0.5, weight_decay={"weights": 0.25})
+    assert optimizer.weight_decay == (0.25, 0.0, 0.25)
+    optimizer.step()
+    np.testing.assert_array_equal(data, [[0.875, 0.875], [1, 1], [0.875, 0.875]])
+
+
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW])
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": -1.0}, "lr is -1.0; give a finite number of at least 0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
+        ({"weight_decay": {"default": -0.1}}, "weight_decay of 'default' is -0.1"),
+        ({"weight_decay": {"norms": 0.1}}, "the group 'norms', which does not exist; choose from: default"),
+    ],
+)
+def test_refusals_of_all(make, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        make(Arrays(values([3]), values([3])), **{"lr": 0.1, **options})
