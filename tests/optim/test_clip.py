@@ -1,0 +1,122 @@
+"""Gradient norms against exact sums, what is not finite, and clipping in place."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.errors import UsageError
+from nnmpi.optim import blocks
+from nnmpi.optim.clip import clip_by_global_norm, coefficient, global_norm, scale, sum_of_squares
+
+
+@given(st.lists(st.lists(st.floats(-1e100, 1e100), max_size=30), max_size=4))
+def test_norm_of_several_arrays(lists):
+    """The norm is that of all numbers together; math.fsum adds the squares without rounding."""
+    expected = math.sqrt(math.fsum(value * value for values in lists for value in values))
+    assert global_norm([np.array(values) for values in lists]) == pytest.approx(expected, rel=1e-14, abs=1e-300)
+
+
+def test_float32_is_added_in_float64():
+    """A million float32 numbers are summed to float64's precision, and large ones do not overflow when squared."""
+    grad = np.full(1_000_003, 0.1, "float32")
+    grad[7] = 1000
+    squares = grad.astype("float64") ** 2
+    assert sum_of_squares([grad]) == pytest.approx(math.fsum(squares), rel=1e-12)
+    assert global_norm([np.full(4, 1e30, "float32")]) == pytest.approx(2e30, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_not_finite_comes_through_and_is_left_in_place(bad, dtype):
+    """Clipping cannot mend such a gradient: the norm says so, and the arrays keep the evidence."""
+    grads = [np.ones(5, dtype), np.array([2, bad, 3], dtype)]
+    kept = [grad.copy() for grad in grads]
+    norm = clip_by_global_norm(grads, 1.0)
+    assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+    for grad, copy in zip(grads, kept, strict=True):
+        np.testing.assert_array_equal(grad, copy)
+
+
+def test_nan_wins_over_infinity():
+    assert math.isnan(global_norm([np.array([np.inf]), np.array([np.nan])]))
+
+
+@given(
+    st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=9), min_size=1, max_size=3),
+    st.floats(0.1, 20),
+)
+def test_clipped_gradients_point_the_same_way_and_are_short_enough(lists, max_norm):
+    grads = [np.array(values) for values in lists]
+    kept = np.concatenate(grads)
+    norm = clip_by_global_norm(grads, max_norm)
+    assert norm == pytest.approx(np.linalg.norm(kept), rel=1e-13)
+    assert global_norm(grads) <= max_norm
+    shrink = max_norm / (norm + 1e-6)
+    np.testing.assert_allclose(np.concatenate(grads), kept * min(1, shrink), rtol=1e-13)
+    if shrink >= 1:
+        np.testing.assert_array_equal(np.concatenate(grads), kept)
+
+
+def test_shards_of_a_gradient_are_clipped_like_the_whole():
+    """What a strategy with sharded gradients does: add the squares over ranks, then one factor for all."""
+    whole = np.random.default_rng(0).standard_normal(1000)
+    shards = [part.copy() for part in np.split(whole, 4)]
+    factor = coefficient(math.sqrt(sum(sum_of_squares([shard]) for shard in shards)), 1.0)
+    for shard in shards:
+        scale([shard], factor)
+    clip_by_global_norm([whole], 1.0)
+    np.testing.assert_allclose(np.concatenate(shards), whole, rtol=1e-13)
+
+
+def test_no_large_copy_is_made():
+    """The norm of 8 MB of float32 needs one block of float64."""
+    grads = [np.ones(2_000_000, "float32")]
+    tracemalloc.start()
+    try:
+        clip_by_global_norm(grads, 1.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_any_strides(monkeypatch):
+    monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 64)
+    base = np.random.default_rng(0).standard_normal((9, 14)).astype("float32")
+    view = base[::2, ::-3]
+    kept, norm = base.copy(), np.linalg.norm(view.astype("float64"))
+    assert clip_by_global_norm([view], norm / 4) == pytest.approx(norm, rel=1e-13)
+    np.testing.assert_allclose(view, kept[::2, ::-3] / 4, rtol=1e-5)
+    view[...] = kept[::2, ::-3]
+    np.testing.assert_array_equal(base, kept)
+
+
+def test_empty_gradients():
+    assert global_norm([]) == 0.0
+    assert clip_by_global_norm([np.zeros(0), np.zeros((3, 0), "float32")], 1.0) == 0.0
+
+
+def test_on_a_device_the_result_is_fetched_once(device, monkeypatch):
+    monkeypatch.setattr(blocks, "DEVICE_BLOCK_BYTES", 64)
+    grads = [np.random.default_rng(i).standard_normal((20, 3)) for i in range(3)]
+    there = [device(grad.copy()) for grad in grads]
+    assert clip_by_global_norm(there, 0.5) == pytest.approx(clip_by_global_norm(grads, 0.5), rel=1e-14)
+    assert device.waits == 1
+    for one, other in zip(grads, there, strict=True):
+        np.testing.assert_allclose(one, other.host, rtol=1e-13)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_refusals(max_norm):
+    with pytest.raises(UsageError, match=f"max_norm is {max_norm}; give a number above 0"):
+        clip_by_global_norm([np.ones(3)], max_norm)
+
+
+def test_an_infinite_limit_only_measures():
+    grads = [np.array([3.0, 4.0])]
+    assert clip_by_global_norm(grads, math.inf) == 5.0
+    np.testing.assert_array_equal(grads[0], [3.0, 4.0])
