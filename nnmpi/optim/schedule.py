@@ -1,0 +1,127 @@
+"""Learning-rate schedules: frozen values that map the number of an update to its learning rate.
+
+`schedule(0)` is the rate of the first update. Nothing is remembered between calls, so a run that resumes, or a rank
+that joins, asks for its step and gets the same number.
+
+    Warmup(500, then=Cosine(0.1, total=9500))        lr
+                                                     |   /`-.
+                                                     |  /    `-.
+                                                     | /        `-._
+                                                     +----------------- step
+                                                        500        10000
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from nnmpi.errors import UsageError
+from nnmpi.optim.checks import at_least, at_most_one, non_negative
+
+Schedule: TypeAlias = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate at every step."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        non_negative("lr", self.lr)
+
+    def __call__(self, step: int) -> float:
+        """Return lr."""
+        at_least("step", step, 0)
+        return self.lr
+
+
+@dataclass(frozen=True)
+class StepDecay:
+    """The rate times `factor` after every `every` steps: lr, ..., lr * factor, ..., lr * factor^2, ...
+
+    Raises:
+        UsageError: for lr < 0, every < 1, or a factor outside [0, 1].
+    """
+
+    lr: float
+    every: int
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        non_negative("lr", self.lr)
+        at_least("every", self.every, 1)
+        at_most_one("factor", self.factor)
+
+    def __call__(self, step: int) -> float:
+        """Return lr * factor^(step // every)."""
+        return float(self.lr * self.factor ** (at_least("step", step, 0) // self.every))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from lr at step 0 to final * lr at step `total`, and that floor from there on.
+
+    Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017), equation 5, one period. A run
+    of `total` updates ends one step above the floor, so that with final = 0 no update is wasted.
+
+    Raises:
+        UsageError: for lr < 0, total < 1, or a final fraction outside [0, 1].
+    """
+
+    lr: float
+    total: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        non_negative("lr", self.lr)
+        at_least("total", self.total, 1)
+        at_most_one("final", self.final)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate between lr and final * lr."""
+        progress = min(at_least("step", step, 0), self.total) / self.total
+        weight = (1 + math.cos(math.pi * progress)) / 2  # exactly 1 at the start and exactly 0 at the end
+        # A mix of two values, and not floor + weight * difference: it meets both ends without rounding.
+        floor = self.final * self.lr
+        return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)  # between, rounding may leave them
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """A straight line up to the first rate of another schedule, which then begins: it sees step - steps.
+
+    Step s < steps has then(0) * (s + 1) / (steps + 1): the first update is not wasted on a rate of 0, and the line
+    meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch SGD" (2017), section 2.2.
+
+    Raises:
+        UsageError: for steps < 0.
+    """
+
+    steps: int
+    then: Schedule
+
+    def __post_init__(self) -> None:
+        at_least("steps", self.steps, 0)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate on the line, or the other schedule's."""
+        if at_least("step", step, 0) >= self.steps:
+            return self.then(step - self.steps)
+        return self.then(0) * ((step + 1) / (self.steps + 1))
+
+
+def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
+    """Return the rate for a global batch when `lr` is right for `base_batch`: lr * batch / base_batch.
+
+    The linear scaling rule of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour" (2017),
+    section 2.1: k times the batch makes k times fewer updates, each k times as long. It needs a warm-up when k is
+    large, and it is meant for SGD.
+
+    Raises:
+        UsageError: for lr < 0 or a batch below 1.
+    """
+    if batch < 1 or base_batch < 1:
+        raise UsageError(f"batch {batch} and base_batch {base_batch} must both be at least 1")
+    return non_negative("lr", lr) * (batch / base_batch)
