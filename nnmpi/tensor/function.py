@@ -33,6 +33,7 @@ from nnmpi.tensor.variable import Variable
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
 
+_SCALAR: type = np.generic  # what NumPy returns in place of an array without axes
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
 
 
@@ -102,7 +103,7 @@ class Function:
         self.saved = ()
         data = self.forward(*[x.data if isinstance(x, Variable) else x for x in inputs])
         result = _empty_like(inputs)
-        result.data = np.asarray(data) if isinstance(data, np.generic) else data  # NumPy turns 0-d results into scalars
+        result.data = np.asarray(data) if isinstance(data, _SCALAR) else data
         if True in self.needs:
             self._record(inputs, result)
         else:

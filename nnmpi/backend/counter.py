@@ -1,0 +1,39 @@
+"""A counter-based hash: random bits for (row, column) that depend on nothing else, the same on CPU and GPU.
+
+A dropout mask drawn from it is a function of (key, row of the global batch, place in the row), so that every layout
+drops the same elements. One 32-bit mix serves both halves; its constants are those of "lowbias32", found by C. Wellons'
+search for mixes with little avalanche bias (https://nullprogram.com/blog/2018/07/31/).
+"""
+
+import hashlib
+from types import ModuleType
+
+from nnmpi.backend.array import Array
+
+
+def key_pair(*parts: str | int) -> tuple[int, int]:
+    """Return two 32-bit keys from names and numbers."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int, key: tuple[int, int]) -> Array:
+    """Return 32 random bits for each place of a (rows, columns) array, as uint32.
+
+    bits[r, c] = mix(mix(c + key[0]) ^ mix(first_row + r + key[1])), all modulo 2 ** 32.
+    """
+    across = _mix(xp, xp.arange(columns, dtype=xp.uint32) + xp.uint32(key[0]))
+    start = (first_row + key[1]) & 0xFFFFFFFF
+    down = _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start))
+    return _mix(xp, across[None, :] ^ down[:, None])
+
+
+def _mix(xp: ModuleType, x: Array) -> Array:
+    """Scramble uint32 numbers in place: a bijection in which every input bit changes every output bit half the time."""
+    x ^= x >> xp.uint32(16)
+    x *= xp.uint32(0x7FEB352D)
+    x ^= x >> xp.uint32(15)
+    x *= xp.uint32(0x846CA68B)
+    x ^= x >> xp.uint32(16)
+    return x

@@ -1,0 +1,58 @@
+"""Views of images for convolution and pooling: a zero-copy array of all windows, and a border around images.
+
+Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c d e:
+
+    window 0   a b c            the same memory, seen as (batch, out_height, out_width, kernel_height,
+    window 1     b c d          kernel_width, channels); copying it is im2col
+    window 2       c d e
+"""
+
+from math import prod
+from types import ModuleType
+
+from nnmpi.backend.array import Array, namespace
+
+Pair = tuple[int, int]
+
+
+def bordered(x: Array, padding: Pair, value: float = 0.0) -> Array:
+    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when there are none."""
+    rows, columns = padding
+    if rows == 0 and columns == 0:
+        return x
+    n, h, w, c = x.shape
+    xp: ModuleType = namespace(x)
+    result: Array = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, dtype=x.dtype)
+    result[:, rows : rows + h, columns : columns + w] = x
+    return result
+
+
+def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> int:
+    """Return how many windows fit along an axis of `size` elements; 0 or less when none does."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
+    """Return a view (n, out_h, out_w, kernel_h, kernel_w, c) of x (n, h, w, c). Do not write to it."""
+    n, h, w, c = x.shape
+    batch, row, column, channel = x.strides
+    shape = (
+        n,
+        out_size(h, kernel[0], stride[0], 0, dilation[0]),
+        out_size(w, kernel[1], stride[1], 0, dilation[1]),
+        *kernel,
+        c,
+    )
+    strides = (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], channel)
+    if prod(shape) == 0:
+        empty: Array = namespace(x).zeros(shape, dtype=x.dtype)
+        return empty
+    view: Array = namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
+    return view
+
+
+def tap(x: Array, place: Pair, out: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
+    """Return the view (n, out_h, out_w, c) of x that the kernel's element `place` sees in every window."""
+    top, left = place[0] * dilation[0], place[1] * dilation[1]
+    bottom, right = top + (out[0] - 1) * stride[0] + 1, left + (out[1] - 1) * stride[1] + 1
+    return x[:, top : bottom : stride[0], left : right : stride[1]]

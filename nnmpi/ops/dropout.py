@@ -1,0 +1,52 @@
+"""Dropout whose mask is a function of a key and the sample's place in the global batch: the same under any layout."""
+
+from __future__ import annotations
+
+from math import prod
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.counter import random_bits
+from nnmpi.errors import UsageError
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import real
+from nnmpi.tensor.tensor import Tensor
+
+
+class Dropout(Function):
+    """x with elements set to 0 at random and the others scaled up, so that the mean stays."""
+
+    __slots__ = ("first_row", "key", "rate")
+
+    def __init__(self, rate: float, key: tuple[int, int], first_row: int) -> None:
+        self.rate, self.key, self.first_row = rate, key, first_row
+
+    def forward(self, x: Array) -> Array:
+        xp = namespace(x)
+        rows = x.shape[0] if x.ndim else 1
+        bits = random_bits(xp, self.first_row, rows, prod(x.shape[1:]), self.key)
+        kept = (bits >= xp.uint32(round(self.rate * 2**32))).reshape(x.shape)
+        factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
+        self.saved = (factor,)
+        result: Array = x * factor
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (grad * self.saved[0],)
+
+
+def dropout(x: Tensor, rate: float, key: tuple[int, int], first_row: int = 0) -> Tensor:
+    """Return x with each element dropped with probability `rate`, the others divided by 1 - rate.
+
+    Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014.
+
+    Args:
+        x: (rows, ...); a row is a sample.
+        key: two 32-bit numbers (`backend.counter.key_pair`): another pair for every step and layer.
+        first_row: the place in the global batch of x's first row.
+
+    Raises:
+        UsageError: when the rate is not in [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
+    return x if rate == 0 else Dropout(rate, key, first_row)(real("dropout", x))
