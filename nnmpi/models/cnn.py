@@ -1,0 +1,60 @@
+"""The small convolutional network of many a first course, and its check of image shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.activation import Flatten, ReLU
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.conv import Conv2d, MaxPool2d
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+
+
+def cnn(
+    sample_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128, 64), dropout: float = 0.0
+) -> Sequential:
+    """Return two convolutions with pooling and linear layers; for MNIST 421,834 parameters.
+
+        (batch, 28, 28, 1) -> conv 3x3, 32 -> relu -> max-pool 2 -> (14, 14, 32)
+                           -> conv 3x3, 64 -> relu -> max-pool 2 -> (7, 7, 64) -> 3136 -> 128 -> 64 -> 10
+
+    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can be set.
+
+    Raises:
+        UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
+    """
+    height, width, channels = image_shape("cnn", sample_shape, 4)
+    layers: list[Module] = [
+        Conv2d(channels, 32, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2),
+        Conv2d(32, 64, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2),
+        Flatten(),
+    ]
+    features = (height // 4) * (width // 4) * 64
+    for size in hidden:
+        layers += [Linear(features, size), ReLU()]
+        if dropout:
+            layers.append(Dropout(dropout))
+        features = size
+    return Sequential(*layers, Linear(features, classes))
+
+
+def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[int, int, int]:
+    """Return the sample shape as (height, width, channels).
+
+    Raises:
+        UsageError: when it is no image of at least `least` x `least` pixels.
+    """
+    if len(sample_shape) != 3 or min(sample_shape[:2]) < least:
+        raise UsageError(
+            f"model {model} needs images (height, width, channels) of at least {least} x {least} pixels, "
+            f"not samples of shape {tuple(sample_shape)}; try model mlp"
+        )
+    height, width, channels = sample_shape
+    return height, width, channels

@@ -1,0 +1,42 @@
+"""The multi-layer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.activation import Flatten, activation
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+
+
+def mlp(
+    sample_shape: Sequence[int],
+    classes: int,
+    hidden: Sequence[int] = (128, 64),
+    activation_name: str = "relu",
+    dropout: float = 0.0,
+) -> Sequential:
+    """Return linear layers with an activation between them; samples of any shape are flattened first.
+
+        (batch, *sample_shape) -> flatten -> [linear -> activation (-> dropout)] per hidden size -> linear -> logits
+
+    Args:
+        hidden: the sizes of the hidden layers; an empty sequence gives a linear model.
+
+    Raises:
+        UsageError: for sizes below 1, an unknown activation, or a dropout rate outside [0, 1).
+    """
+    if any(size < 1 for size in hidden) or classes < 1:
+        raise UsageError(f"mlp needs hidden sizes and classes of at least 1, not {list(hidden)} and {classes}")
+    layers: list[Module] = [Flatten()]
+    features = prod(sample_shape)
+    for size in hidden:
+        layers += [Linear(features, size), activation(activation_name)]
+        if dropout:
+            layers.append(Dropout(dropout))
+        features = size
+    return Sequential(*layers, Linear(features, classes))

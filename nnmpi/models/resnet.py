@@ -1,0 +1,49 @@
+"""A small residual network with batch normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnmpi.models.cnn import image_shape
+from nnmpi.nn.activation import ReLU
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+
+
+def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: int = 1) -> Sequential:
+    """Return a residual network in three stages of doubling width (He et al., 2016, section 4.2).
+
+        images -> conv 3x3, w -> [block, w] x blocks -> [block, 2w, half the size] -> [block, 4w, half again]
+               -> mean over pixels -> linear -> logits
+
+    A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 gives ResNet-20.
+
+    Raises:
+        UsageError: when samples are no images of at least 4 x 4 pixels.
+    """
+    _, _, channels = image_shape("resnet", sample_shape, 4)
+    layers: list[Module] = [Conv2d(channels, width, 3, padding=1, bias=False), BatchNorm(width), ReLU()]
+    features = width
+    for stage in range(3):
+        for number in range(blocks):
+            shrinks = stage > 0 and number == 0
+            layers.append(residual_block(features, width * 2**stage, 2 if shrinks else 1))
+            features = width * 2**stage
+    return Sequential(*layers, GlobalAvgPool2d(), Linear(features, classes))
+
+
+def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
+    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change, else nothing."""
+    body = Sequential(
+        Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+        BatchNorm(outputs),
+        ReLU(),
+        Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        BatchNorm(outputs),
+    )
+    if inputs == outputs and stride == 1:
+        return Residual(body)
+    return Residual(body, Sequential(Conv2d(inputs, outputs, 1, stride=stride, bias=False), BatchNorm(outputs)))

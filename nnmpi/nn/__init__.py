@@ -1,0 +1,45 @@
+"""Layers, and the module tree that they form."""
+
+from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
+from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.mode import current, evaluation, observed, training
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.norm import BatchNorm, LayerNorm
+
+__all__ = [
+    "GELU",
+    "AvgPool2d",
+    "BatchNorm",
+    "Buffer",
+    "Constant",
+    "Conv2d",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GlobalAvgPool2d",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "MaxPool2d",
+    "Module",
+    "Normal",
+    "ReLU",
+    "Residual",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "Uniform",
+    "activation",
+    "current",
+    "evaluation",
+    "fan_in",
+    "kaiming",
+    "observed",
+    "training",
+]

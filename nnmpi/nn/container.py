@@ -1,0 +1,75 @@
+"""Modules made of modules: one after another, and around a shortcut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
+from nnmpi.ops.activation import relu
+from nnmpi.tensor.tensor import Tensor
+
+
+class Sequential(Module):
+    """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... -> y.
+
+    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new sequence of some.
+    """
+
+    def __init__(self, *layers: Module) -> None:
+        self.layers = list(layers)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield the modules with their numbers."""
+        for i, layer in enumerate(self.layers):
+            yield str(i), layer
+
+    def forward(self, x: Any) -> Any:
+        """Return the last module's result."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, i: int) -> Module:
+        return self.layers[i]
+
+    def slice(self, start: int, stop: int) -> Sequential:
+        """Return a sequence of the modules start..stop-1, which stay the same objects.
+
+        Raises:
+            UsageError: when the range does not lie within the sequence.
+        """
+        if not 0 <= start <= stop <= len(self.layers):
+            raise UsageError(f"slice {start}..{stop} does not lie within a sequence of {len(self.layers)} modules")
+        return Sequential(*self.layers[start:stop])
+
+    def set_child(self, name: str, module: Module) -> None:
+        """Put a module in the place of the one with that number. See `Module.set_child`."""
+        if not name.isdigit() or int(name) >= len(self.layers):
+            raise UsageError(f"a sequence of {len(self.layers)} modules has no module {name!r}")
+        self.layers[int(name)] = module
+
+
+class Residual(Module):
+    """relu(body(x) + shortcut(x)), the block of residual networks (He et al., 2016).
+
+         x --+--> body -------+--> (+) --> relu
+             +--> shortcut ---+
+
+    Args:
+        body: what is learned.
+        shortcut: makes x fit the body's result, such as a 1x1 convolution; None passes x as it is.
+    """
+
+    def __init__(self, body: Module, shortcut: Module | None = None) -> None:
+        self.body = body
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's result; body and shortcut must give the same shape."""
+        around = x if self.shortcut is None else self.shortcut(x)
+        return relu(self.body(x) + around)

@@ -1,0 +1,84 @@
+"""Layers on images (batch, height, width, channels): convolution and pooling."""
+
+from __future__ import annotations
+
+from nnmpi.backend.windows import Pair
+from nnmpi.errors import UsageError
+from nnmpi.nn.init import fan_in
+from nnmpi.nn.module import Module
+from nnmpi.ops.conv import conv2d, pair
+from nnmpi.ops.pool import avg_pool2d, max_pool2d
+from nnmpi.tensor.parameter import Initializer, Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class Conv2d(Module):
+    """A two-dimensional convolution: (batch, h, w, inputs) -> (batch, out_h, out_w, outputs).
+
+    The weight is stored (kernel_h, kernel_w, inputs / groups, outputs).
+
+    Args:
+        inputs, outputs: the numbers of channels.
+        kernel, stride, padding, dilation: one number, or one for rows and one for columns.
+        groups: the channels are cut into this many groups that do not mix.
+        bias: whether one number per output channel is added.
+        init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and so is the bias.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        init: Initializer | None = None,
+    ) -> None:
+        if inputs < 1 or outputs < 1 or groups < 1 or inputs % groups or outputs % groups:
+            raise UsageError(
+                f"a convolution of {inputs} to {outputs} channels in {groups} groups does not work; "
+                "groups must divide both numbers of channels"
+            )
+        self.stride, self.padding = pair("stride", stride, 1), pair("padding", padding, 0)
+        self.dilation, self.groups = pair("dilation", dilation, 1), groups
+        rows, columns = pair("kernel", kernel, 1)
+        terms = rows * columns * inputs // groups
+        self.weight = Parameter((rows, columns, inputs // groups, outputs), init or fan_in(terms))
+        self.bias = Parameter((outputs,), fan_in(terms)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution. See `ops.conv2d`."""
+        return conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class MaxPool2d(Module):
+    """The largest element of each window. See `ops.max_pool2d`."""
+
+    def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
+        self.kernel, self.stride, self.padding = kernel, stride, padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, out_h, out_w, channels)."""
+        return max_pool2d(x, self.kernel, self.stride, self.padding)
+
+
+class AvgPool2d(Module):
+    """The mean of each window. See `ops.avg_pool2d`."""
+
+    def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
+        self.kernel, self.stride, self.padding = kernel, stride, padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, out_h, out_w, channels)."""
+        return avg_pool2d(x, self.kernel, self.stride, self.padding)
+
+
+class GlobalAvgPool2d(Module):
+    """The mean of each channel over the whole image: (batch, h, w, channels) -> (batch, channels)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the means."""
+        return x.mean(axis=(1, 2))

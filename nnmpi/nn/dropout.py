@@ -1,0 +1,33 @@
+"""The dropout layer."""
+
+from __future__ import annotations
+
+from nnmpi.backend.counter import key_pair
+from nnmpi.errors import UsageError
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Module
+from nnmpi.ops.dropout import dropout
+from nnmpi.tensor.tensor import Tensor
+
+
+class Dropout(Module):
+    """Drops elements at random in training; passes x as it is in evaluation.
+
+    The mask is a function of the run's seed, the step, the layer's full name and the sample's place in the global
+    batch (`nn.training` sets them), so that every layout drops the same elements.
+
+    Args:
+        rate: the probability that an element is dropped, in [0, 1).
+    """
+
+    def __init__(self, rate: float = 0.5) -> None:
+        if not 0 <= rate < 1:
+            raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, or in training x with dropped elements."""
+        mode = current()
+        if not mode.training or self.rate == 0:
+            return x
+        return dropout(x, self.rate, key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row)

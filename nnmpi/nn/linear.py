@@ -1,0 +1,52 @@
+"""The linear layer and the embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.init import Normal, fan_in
+from nnmpi.nn.module import Module
+from nnmpi.ops.embedding import embedding
+from nnmpi.ops.linear import linear
+from nnmpi.tensor.parameter import Initializer, Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class Linear(Module):
+    """x W + b: (..., inputs) -> (..., outputs). The weight is stored (inputs, outputs).
+
+    Args:
+        inputs, outputs: the numbers of features.
+        bias: whether b is added.
+        init: draws the weight; by default uniform within 1 / sqrt(inputs), and so is the bias.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, init: Initializer | None = None) -> None:
+        if inputs < 1 or outputs < 1:
+            raise UsageError(f"a linear layer needs at least 1 input and 1 output, not {inputs} and {outputs}")
+        self.weight = Parameter((inputs, outputs), init or fan_in(inputs))
+        self.bias = Parameter((outputs,), fan_in(inputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b. See `ops.linear`."""
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(Module):
+    """Rows of a trained table: integers (...) -> (..., features).
+
+    Args:
+        entries: the number of rows.
+        features: their length.
+        init: draws the table; by default normal with standard deviation 1.
+    """
+
+    def __init__(self, entries: int, features: int, init: Initializer | None = None) -> None:
+        if entries < 1 or features < 1:
+            raise UsageError(f"an embedding needs at least 1 entry and 1 feature, not {entries} and {features}")
+        self.weight = Parameter((entries, features), init or Normal(1.0))
+
+    def forward(self, indices: Any) -> Tensor:
+        """Return the rows that the indices pick. See `ops.embedding`."""
+        return embedding(self.weight, indices)

@@ -1,0 +1,225 @@
+"""Module: a part of a model, with the parameters, buffers and modules that are its attributes.
+
+A subclass assigns them in `__init__` and computes in `forward`:
+
+    class Twice(Module):
+        def __init__(self, features):
+            self.first = Linear(features, features)
+            self.rest = [ReLU(), Linear(features, features)]      # a list of modules is fine too
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.rest:
+                x = layer(x)
+            return x
+
+A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with `initialize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.random import stream
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.errors import CheckpointError, GraphError, UsageError
+from nnmpi.nn.mode import current
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class Buffer:
+    """An array that belongs to a module's state but is not trained, such as running statistics."""
+
+    __slots__ = ("data", "shape", "value")
+
+    def __init__(self, shape: tuple[int, ...], value: float) -> None:
+        self.shape, self.value = shape, value
+        self.data: Array = np.full(shape, value, dtype=np.float32)
+
+
+class Module:
+    """A part of a model. See the head of this file for how to write one.
+
+    Attributes:
+        path: the full name in the model that was initialized ("" for the model itself).
+        storage: of the model on which `initialize` was called, its flat storage.
+    """
+
+    path: str = ""
+    storage: FlatStorage
+
+    def forward(self, *inputs: Any) -> Any:
+        """Compute the result. Subclasses define it."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return forward's result; arrays among the inputs become tensors."""
+        result = self.forward(*[Tensor(x) if isinstance(x, np.ndarray) else x for x in inputs])
+        observe = current().observe
+        if observe is not None:
+            observe(self, result)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        # reached only for what is not there
+        if name == "storage":
+            raise GraphError("this model has no storage yet; call model.initialize(seed=0) first")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield the modules directly below this one, with their names here."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                for i, item in enumerate(value):
+                    if isinstance(item, Module):
+                        yield f"{name}.{i}", item
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Yield this module and all below it with their full names, parents first, in order of definition."""
+        yield prefix, self
+        for name, child in self.children():
+            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters with their full names, in order of definition; a shared one once, by its first name."""
+        seen: set[int] = set()
+        for name, value in self._leaves(Parameter):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield name, value
+
+    def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """Yield all buffers with their full names, in order of definition."""
+        yield from self._leaves(Buffer)
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters in order of definition."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def _leaves(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
+        for path, module in self.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, kind):
+                    yield (f"{path}.{name}" if path else name), value
+
+    def initialize(
+        self,
+        seed: int = 0,
+        dtype: Any = "float32",
+        backend: Backend | None = None,
+        group: Callable[[str, Parameter], str] | None = None,
+        allocate: Callable[[int, Any], Array] | None = None,
+    ) -> Module:
+        """Give all parameters their first values, in flat storage, and return the model.
+
+        The values depend on the seed and each parameter's full name alone, and are drawn in float64: every rank and
+        every layout gets the same ones.
+
+        Args:
+            dtype: "float32" or "float64".
+            backend: where the values live; NumPy by default.
+            group: (full name, parameter) -> optimizer group; "default" for all by default.
+            allocate: (elements, dtype) -> a 1-D array of zeros to use as storage.
+
+        Raises:
+            UsageError: for another dtype.
+        """
+        if np.dtype(dtype) not in (np.float32, np.float64):
+            raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
+        backend = numpy_backend() if backend is None else backend
+        for path, module in self.named_modules():
+            module.path = path
+        parameters = dict(self.named_parameters())
+        values = {
+            name: np.asarray(p.init(stream(seed, "init", name), p.declared), dtype=dtype) for name, p in parameters.items()
+        }
+        values = {name: backend.asarray(value) for name, value in values.items()}
+        for _, buffer in self.named_buffers():
+            buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
+        self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group)
+        return self
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, so that the next backward pass starts anew."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Array]:
+        """Return copies, in host memory, of all parameters and buffers by full name."""
+        entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: np.array(Tensor(entry.data).numpy()) for name, entry in entries.items()}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Overwrite all parameters and buffers by the arrays of the same names, which must fit exactly.
+
+        Raises:
+            CheckpointError: when a name is missing or unknown, or a shape or dtype differs; nothing is changed then.
+        """
+        entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
+        if missing or unknown:
+            raise CheckpointError(f"the state does not fit the model: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+        for name, entry in entries.items():
+            ours, theirs = entry.data, state[name]
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                raise CheckpointError(
+                    f"{name} is {theirs.dtype} {theirs.shape} in the state, but {ours.dtype} {ours.shape} in the model"
+                )
+        for name, entry in entries.items():
+            entry.data[...] = _like(entry.data, state[name])
+
+    def get(self, path: str) -> Module:
+        """Return the module of that full name.
+
+        Raises:
+            UsageError: when there is none; the message lists the names that there are.
+        """
+        modules = dict(self.named_modules())
+        if path not in modules:
+            raise UsageError(f"no module {path!r}; there are {', '.join(repr(name) for name in modules)}")
+        return modules[path]
+
+    def replace(self, path: str, module: Module) -> None:
+        """Put another module in the place of the one with that full name. Initialize the model afterwards.
+
+        Raises:
+            UsageError: when there is none, or it is the model itself.
+        """
+        self.get(path)
+        for parent_path, parent in self.named_modules():
+            for name, _ in parent.children():
+                if (f"{parent_path}.{name}" if parent_path else name) == path:
+                    parent.set_child(name, module)
+                    return
+        raise UsageError("the model itself cannot be replaced; name a module in it")
+
+    def set_child(self, name: str, module: Module) -> None:
+        """Put a module in the place of the child with that name ("body", or "rest.1" for an item of a list).
+
+        Raises:
+            UsageError: when there is no such child, or it stands in a tuple.
+        """
+        attribute, _, number = name.partition(".")
+        value = vars(self).get(attribute)
+        if isinstance(value, Module) and not number:
+            setattr(self, attribute, module)
+        elif isinstance(value, list) and number.isdigit() and int(number) < len(value):
+            value[int(number)] = module
+        else:
+            raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+
+
+def _like(target: Array, values: Array) -> Array:
+    """Return host values as an array that can be assigned to the target, wherever it lives."""
+    if isinstance(target, np.ndarray):
+        return values
+    on_device: Array = target.__array_namespace__().asarray(values)
+    return on_device

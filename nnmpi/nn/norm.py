@@ -1,0 +1,76 @@
+"""Normalization layers: over the batch and over the features."""
+
+from __future__ import annotations
+
+from math import prod
+
+from nnmpi.backend.array import namespace
+from nnmpi.errors import UsageError
+from nnmpi.nn.init import Constant
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.ops.norm import AllReduce, batch_norm, layer_norm
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class BatchNorm(Module):
+    """Normalizes each channel, the last axis: by the batch in training, by running statistics in evaluation.
+
+    Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images alike. Under data
+    parallelism the statistics are those of the global batch, over all ranks: `all_reduce` is set by the strategy.
+    With microbatches (gradient accumulation) they are those of each microbatch, over all ranks.
+
+    Args:
+        channels: the length of the last axis.
+        momentum: the share of a batch in the running statistics (variance with divisor n - 1 there).
+        eps: added to the variance.
+    """
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        if channels < 1 or not 0 <= momentum <= 1 or eps <= 0:
+            raise UsageError(
+                f"batch normalization of {channels} channels with momentum {momentum} and eps {eps} does not work; "
+                "channels must be at least 1, the momentum in 0..1, eps above 0"
+            )
+        self.momentum, self.eps = momentum, eps
+        self.weight = Parameter((channels,), Constant(1.0))
+        self.bias = Parameter((channels,), Constant(0.0))
+        self.running_mean = Buffer((channels,), 0.0)
+        self.running_variance = Buffer((channels,), 1.0)
+        self.all_reduce: AllReduce | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized, of the same shape."""
+        if not current().training:
+            variance = self.running_variance.data
+            inverse = 1 / namespace(variance).sqrt(variance + self.eps)
+            scale = self.weight * inverse
+            return x * scale + (self.bias - scale * self.running_mean.data)
+        y, mean, variance, count = batch_norm(x, self.weight, self.bias, self.eps, self.all_reduce)
+        if count:
+            unbiased = variance * (count / max(count - 1, 1))
+            for buffer, value in ((self.running_mean, mean), (self.running_variance, unbiased)):
+                buffer.data += self.momentum * (value - buffer.data)
+        return y
+
+
+class LayerNorm(Module):
+    """Normalizes each row over its last axes (Ba, Kiros and Hinton, 2016).
+
+    Args:
+        features: the length of the last axis, or the lengths of the last axes.
+        eps: added to the variance.
+    """
+
+    def __init__(self, features: int | tuple[int, ...], eps: float = 1e-5) -> None:
+        shape = (features,) if isinstance(features, int) else tuple(features)
+        if not shape or prod(shape) < 1 or eps <= 0:
+            raise UsageError(f"layer normalization over {features} with eps {eps} does not work")
+        self.eps = eps
+        self.weight = Parameter(shape, Constant(1.0))
+        self.bias = Parameter(shape, Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized, of the same shape."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
