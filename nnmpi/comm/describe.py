@@ -1,0 +1,107 @@
+"""What runs here, in words, for headers and reports: the MPI, the nodes, the BLAS and its threads."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import threadpoolctl
+from mpi4py import MPI
+
+from nnmpi.comm.group import Group
+
+# OpenBLAS's names for processors, and the newer ones that they are slow on, by the flags in /proc/cpuinfo.
+AVX2_CORES = ("haswell", "zen")
+AVX512_FLAG = "avx512f"
+AVX2_FLAG = "avx2"
+
+
+@dataclass(frozen=True)
+class Description:
+    """The machinery under a run.
+
+    Attributes:
+        mpi: the MPI library and its version, such as "Open MPI 5.0.11".
+        ranks: processes in the group.
+        nodes: machines that they run on.
+        blas: the BLAS that NumPy uses, such as "openblas 0.3.30 (SkylakeX)".
+        threads: the threads that it uses in each rank.
+        warnings: sentences about what makes this run slower than it need be.
+    """
+
+    mpi: str
+    ranks: int
+    nodes: int
+    blas: str
+    threads: int
+    warnings: tuple[str, ...]
+
+
+def describe(group: Group) -> Description:
+    """Return what runs on this rank, and the ranks and nodes of the group. Collective."""
+    on_node = group.node()
+    nodes = sum(group.gather(int(on_node.is_root)))
+    on_node.free()
+    pool = blas_pool(threadpoolctl.threadpool_info())
+    warning = core_warning(os.environ, str(pool.get("architecture", "")), _cpu_flags())
+    return Description(
+        mpi=name_library(MPI.Get_library_version()),
+        ranks=group.size,
+        nodes=nodes,
+        blas=name_blas(pool),
+        threads=int(pool.get("num_threads", 1)),
+        warnings=(warning,) if warning else (),
+    )
+
+
+def name_library(version: str) -> str:
+    """Return name and version from the text that MPI gives, which is a page long for some libraries."""
+    first = version.strip().splitlines()[0]
+    words = first.replace("Version:", " ").split(",")[0].split()
+    return " ".join(word[1:] if word[:1] == "v" and word[1:2].isdigit() else word for word in words)
+
+
+def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return threadpoolctl's entry for the BLAS that NumPy loaded; the first one if there are several, {} for none."""
+    found = [pool for pool in pools if pool.get("user_api") == "blas"]
+    from_numpy = [pool for pool in found if "numpy" in str(pool.get("filepath", ""))]
+    return next(iter(from_numpy or found), {})
+
+
+def name_blas(pool: Mapping[str, Any]) -> str:
+    """Return library, version and the kind of core that it computes for."""
+    if not pool:
+        return "unknown BLAS"
+    core = f" ({pool['architecture']})" if pool.get("architecture") else ""
+    return f"{pool['internal_api']} {pool.get('version') or ''}".rstrip() + core
+
+
+def core_warning(environ: Mapping[str, str], core: str, flags: frozenset[str]) -> str | None:
+    """Return a sentence when OPENBLAS_CORETYPE pins an older kind of core than the processor is, else None.
+
+    Args:
+        environ: the environment variables.
+        core: what the BLAS says it computes for.
+        flags: the processor's features by their names in /proc/cpuinfo.
+    """
+    pinned = environ.get("OPENBLAS_CORETYPE")
+    if not pinned:
+        return None
+    narrow = pinned.lower() in AVX2_CORES and AVX512_FLAG in flags
+    old = pinned.lower() not in (*AVX2_CORES, "skylakex", "cooperlake", "sapphirerapids") and AVX2_FLAG in flags
+    if not narrow and not old:
+        return None
+    return (
+        f"OPENBLAS_CORETYPE={pinned} makes the BLAS compute for an older processor ({core or pinned}) than this one; "
+        "unset it for full speed"
+    )
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Return the processor's features as Linux lists them; none elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            line = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(line.partition(":")[2].split())

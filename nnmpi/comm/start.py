@@ -1,0 +1,113 @@
+"""Starting MPI: once, with the right number of threads, and so that one rank's failure ends the job for all."""
+
+import atexit
+import functools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import threadpoolctl
+
+from nnmpi.comm.exits import watch_exit
+from nnmpi.comm.leave import Leaving, judge
+from nnmpi.comm.library import load_mpi
+from nnmpi.errors import LaunchError, UsageError
+from nnmpi.launcher import read_launch
+from nnmpi.threads import rank_threads
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nnmpi.comm.group import Group
+
+EXIT_LIMIT_S = 600.0
+SILENT_S = 5.0
+
+
+def start(exit_limit_s: float | None = None) -> "Group":
+    """Start MPI and return the group of all ranks; a second call returns the same group. Collective.
+
+    From then on an uncaught exception or a `sys.exit` with a status on one rank ends the whole job, with that rank's
+    traceback (for nnmpi's own errors: their sentence) printed once. See `nnmpi.comm.leave` for what is covered.
+
+    Args:
+        exit_limit_s: how long a rank that ended its program waits for the others before it ends the job. None leaves
+            it as it is: the environment's NNMPI_EXIT_LIMIT_S, or else ten minutes; `math.inf` is for ever.
+
+    Raises:
+        LaunchError: when there is no MPI library, or when the launcher started several processes that MPI does not
+            know as one job. Only the launcher's rank 0 raises; the others end silently with the same status.
+        UsageError: for a limit that is not a positive number.
+    """
+    group, leaving = _start()
+    if exit_limit_s is not None:
+        leaving.limit_s = _check_limit(exit_limit_s)
+    return group
+
+
+@functools.cache
+def _start() -> "tuple[Group, Leaving]":
+    """Do what `start` does, the first time."""
+    sys.excepthook = _failed_alone
+    limit_s = read_limit(os.environ)
+    try:
+        mpi = load_mpi(os.environ)
+    except LaunchError as error:
+        _silence_all_but_one(error)
+        raise
+    from nnmpi.comm.group import Group  # imports mpi4py.MPI, which must have been loaded by then
+
+    _limit_running_blas()
+    leaving = Leaving(mpi, limit_s)
+    if mpi.COMM_WORLD.Get_size() > 1:
+        sys.excepthook = leaving.failed
+        threading.excepthook = leaving.thread_failed
+        watch_exit(leaving.exited)
+        atexit.register(leaving.ended)
+    return Group(mpi.COMM_WORLD), leaving
+
+
+def read_limit(environ: Mapping[str, str]) -> float | None:
+    """Return NNMPI_EXIT_LIMIT_S in seconds, ten minutes without it; None for no limit.
+
+    Raises:
+        UsageError: when it is not a positive number.
+    """
+    text = environ.get("NNMPI_EXIT_LIMIT_S", str(EXIT_LIMIT_S))
+    try:
+        return _check_limit(float(text))
+    except ValueError as error:
+        raise UsageError(f"NNMPI_EXIT_LIMIT_S is {text!r}; give a positive number of seconds, or inf") from error
+
+
+def _check_limit(limit_s: float) -> float | None:
+    if not limit_s > 0:
+        raise UsageError(f"an exit limit of {limit_s} s is not positive; give seconds, or inf for none")
+    return None if math.isinf(limit_s) else limit_s
+
+
+def _failed_alone(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+    """End a single process as `Leaving.failed` ends a rank: the `sys.excepthook` as long as there are no others."""
+    status, text = judge(kind, error, trace)
+    if text:
+        sys.stderr.write(text + "\n")
+    raise SystemExit(status)
+
+
+def _silence_all_but_one(error: LaunchError) -> None:
+    """End this process, unless it is the launcher's rank 0; give that one time to speak, as its end ends the others."""
+    launch = read_launch(os.environ)
+    if launch is not None and launch.rank > 0:
+        time.sleep(SILENT_S)
+        raise SystemExit(error.exit_status)
+
+
+def _limit_running_blas() -> None:
+    """Set the threads of a BLAS that was loaded before nnmpi could set the variables that it reads."""
+    threads = rank_threads(os.environ)
+    if threads is not None and "numpy" in sys.modules:
+        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")

@@ -1,0 +1,83 @@
+"""What the launcher (mpirun, srun) says about this process, read from its environment variables alone.
+
+Nothing here needs MPI: it is read before MPI is loaded, and to notice an MPI that does not know of its launcher.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The environment variables in which one kind of launcher tells a process its place."""
+
+    name: str
+    size: str
+    rank: str
+    local_size: str
+    local_rank: str
+    node: str = ""
+
+
+# The innermost launcher comes first: Open MPI's mpirun starts its daemons by srun, whose variables its ranks inherit.
+# For Slurm only the variables of a step count: a batch script has SLURM_NTASKS too, and runs plain python serially.
+LAUNCHERS = (
+    Variables(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    Variables("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    Variables(
+        "srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_NODEID"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place as its launcher sees it.
+
+    Attributes:
+        name: the launcher in words, such as "Open MPI's mpirun".
+        size: processes that were started together.
+        rank: the number of this one.
+        local_size: how many of them are on this node; None where the launcher does not say.
+        local_rank: the number of this one on its node; None where the launcher does not say.
+    """
+
+    name: str
+    size: int
+    rank: int
+    local_size: int | None
+    local_rank: int | None
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """Return what the launcher says, or None when no launcher that is known here started this process."""
+    for variables in LAUNCHERS:
+        size, rank = _number(environ, variables.size), _number(environ, variables.rank)
+        if size is not None and rank is not None:
+            local_size = _tasks_here(environ.get(variables.local_size, ""), _number(environ, variables.node) or 0)
+            return Launch(variables.name, size, rank, local_size, _number(environ, variables.local_rank))
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the value of a variable as an integer, or None when it is not there or is no number."""
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _tasks_here(text: str, node: int) -> int | None:
+    """Return the tasks on one node from a number or from Slurm's list: "4(x2),3" means 4, 4 and 3 tasks."""
+    counts: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts[node] if node < len(counts) else None
