@@ -1,0 +1,43 @@
+"""All-reduce along a binomial tree: sums run up to rank 0, the result runs down the same branches.
+
+The whole buffer travels at once. With eight ranks, on the way up (the way down is the same picture from the bottom to
+the top with the arrows turned round):
+
+    rank       0     1     2     3     4     5     6     7
+    round 0    o<----o     o<----o     o<----o     o<----o        distance 1
+    round 1    o<----------o           o<----------o              distance 2
+    round 2    o<----------------------o                          distance 4
+
+A rank receives while its lower bits are 0, and sends at its lowest bit that is 1. Where the tree has no such rank
+(size not a power of two) the branch is left out.
+
+Cost with N ranks, M bytes, latency alpha, time per byte beta, time per added byte gamma:
+
+    2 ceil(log2 N) alpha  +  2 ceil(log2 N) M beta  +  ceil(log2 N) M gamma
+
+Few rounds, but the whole message in each of them: for short messages and many ranks.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
+"""
+
+from nnmpi.comm.steps import Step
+
+
+def tree(rank: int, size: int) -> tuple[Step, ...]:
+    """Return this rank's steps: take the children's sums, pass the sum up, take the result, pass it down."""
+    everything = tuple(range(size))
+    children = _children(rank, size)
+    gather = tuple(Step(from_=child, recv=everything, reduce=True) for child in children)
+    scatter = tuple(Step(to=child, send=everything) for child in reversed(children))
+    if rank == 0:
+        return gather + scatter
+    parent = rank & (rank - 1)  # the lowest 1 bit cleared
+    return (*gather, Step(to=parent, send=everything), Step(from_=parent, recv=everything), *scatter)
+
+
+def _children(rank: int, size: int) -> list[int]:
+    """Return the ranks that send their sums to this one, the nearest (which is ready first) first."""
+    children, distance = [], 1
+    while rank & distance == 0 and rank + distance < size:
+        children.append(rank + distance)
+        distance *= 2
+    return children

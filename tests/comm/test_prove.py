@@ -1,0 +1,242 @@
+"""Every algorithm is proved for many sizes, and the proof finds each kind of planted fault and says what it is."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
+from nnmpi.comm.algorithms.ring import ring
+from nnmpi.comm.algorithms.star import star
+from nnmpi.comm.algorithms.tree import tree
+from nnmpi.comm.prove import prove, prove_steps
+from nnmpi.comm.steps import Step, runs
+from nnmpi.errors import ScheduleError, UsageError
+
+SIZES = [*range(1, 18), 33]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_is_proved(name: str, size: int) -> None:
+    assert prove(ALGORITHMS[name], size).size == size
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_one_rank_has_nothing_to_do(name: str) -> None:
+    assert ALGORITHMS[name](0, 1) == ()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_is_as_long_and_as_even_as_its_formula_says(size: int) -> None:
+    for rank in range(size):
+        steps = ring(rank, size)
+        assert len(steps) == 2 * (size - 1)
+        assert sum(len(step.send) for step in steps) == 2 * (size - 1)
+        assert {step.to for step in steps} <= {(rank + 1) % size}
+        assert {step.from_ for step in steps} <= {(rank - 1) % size}
+    proof = prove(ring, size)
+    assert proof.rounds == 2 * (size - 1)
+    assert proof.messages == proof.chunk_transfers == 2 * size * (size - 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tree_is_as_deep_as_its_formula_says(size: int) -> None:
+    depth = (size - 1).bit_length()  # ceil(log2(size))
+    proof = prove(tree, size)
+    assert proof.rounds == 2 * depth
+    assert proof.messages == 2 * (size - 1)
+    assert all(len(tree(rank, size)) <= 2 * depth for rank in range(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_star_serves_one_worker_after_another(size: int) -> None:
+    proof = prove(star, size)
+    assert proof.rounds == proof.messages == len(star(0, size)) == 2 * (size - 1)
+    assert all(len(star(rank, size)) == 2 for rank in range(1, size))
+
+
+def test_tree_of_eight_is_the_picture() -> None:
+    parents = {
+        rank: step.to for rank in range(1, 8) for step in tree(rank, 8) if step.to is not None and step.to < rank
+    }
+    assert parents == {1: 0, 2: 0, 3: 2, 4: 0, 5: 4, 6: 4, 7: 6}
+
+
+def test_ring_of_three_is_the_picture() -> None:
+    sent = [[step.send[0] for step in ring(rank, 3)] for rank in range(3)]
+    assert [list(column) for column in zip(*sent, strict=True)] == [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
+
+
+def test_neighbouring_chunks_are_one_message() -> None:
+    assert runs((3, 0, 1)) == (range(3, 4), range(2))
+    assert runs((1, 0)) == (range(1, 2), range(1))
+    assert runs(()) == ()
+
+
+def test_an_unknown_algorithm_is_refused_with_the_names() -> None:
+    with pytest.raises(UsageError, match="'rings'.*auto, native, ring, tree, ps"):
+        find_algorithm("rings")
+
+
+# ---- planted faults: each one spoils a right algorithm in one place ----
+
+Plan = list[list[Step]]
+
+
+def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
+    return [list(of(rank, size)) for rank in range(size)]
+
+
+def test_a_dropped_step_is_an_unmatched_message() -> None:
+    steps = plan(star, 4)
+    del steps[2][0]  # worker 2 never sends its part
+    with pytest.raises(
+        ScheduleError, match=r"unmatched message: rank 0, step 1 waits for chunks \[0, 1, 2, 3\] from rank 2"
+    ):
+        prove_steps(steps)
+
+
+def test_a_message_that_nobody_receives_is_named() -> None:
+    steps = plan(star, 3)
+    del steps[0][-1]  # the server does not answer rank 2
+    with pytest.raises(ScheduleError, match=r"unmatched message: rank 2, step 1 waits for chunks .* from rank 0"):
+        prove_steps(steps)
+    steps = plan(star, 3)
+    del steps[2][-1]  # rank 2 does not listen to the answer
+    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 3 sends chunks .* to rank 2"):
+        prove_steps(steps)
+
+
+def test_a_step_dropped_on_both_sides_leaves_a_part_out() -> None:
+    steps = plan(star, 3)
+    del steps[0][0], steps[1][0]  # worker 1 is not asked
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 ends without the part of rank 1 in chunk 0 \(last written in step 0\)"
+    ):
+        prove_steps(steps)
+    with pytest.raises(ScheduleError, match=r"rank 0 ends without the part of rank 1 in chunk 0 \(never written\)"):
+        prove_steps([[], []])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_no_single_change_goes_unnoticed(name: str, size: int) -> None:
+    """Every step of every rank is left out, its sum and its partners and chunks are changed, one at a time."""
+    for rank in range(size):
+        for index, step in enumerate(ALGORITHMS[name](rank, size)):
+            changed = [[], [step, step]]
+            if step.from_ is not None:
+                changed.append([replace(step, reduce=not step.reduce)])
+                changed.append([replace(step, from_=(step.from_ + 1) % size)])
+                changed.append([replace(step, recv=step.recv[1:] + ((step.recv[-1] + 1) % size,))])
+            if step.to is not None:
+                changed.append([replace(step, to=(step.to + 1) % size)])
+            for instead in changed:
+                steps = plan(ALGORITHMS[name], size)
+                steps[rank][index : index + 1] = instead
+                with pytest.raises(ScheduleError):
+                    prove_steps(steps)
+
+
+def test_a_swapped_receiver_is_an_unmatched_message() -> None:
+    steps = plan(ring, 4)
+    steps[0][0] = replace(steps[0][0], to=2)
+    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 0 sends chunks \[0\] to rank 2"):
+        prove_steps(steps)
+
+
+def test_a_doubled_reduction_names_rank_step_chunk() -> None:
+    size = 3
+    steps = plan(star, size)
+    steps[0].insert(1, steps[0][0])  # worker 1 is asked twice
+    steps[1].insert(0, steps[1][0])
+    with pytest.raises(ScheduleError, match="rank 0, step 1 adds chunk 0 from rank 1 and counts rank 1 twice"):
+        prove_steps(steps)
+
+
+def test_adding_where_it_should_replace_is_a_doubled_part() -> None:
+    steps = plan(tree, 2)
+    steps[1][1] = replace(steps[1][1], reduce=True)
+    with pytest.raises(ScheduleError, match="rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice"):
+        prove_steps(steps)
+
+
+def test_replacing_where_it_should_add_leaves_a_part_out() -> None:
+    steps = plan(ring, 3)
+    steps[1][0] = replace(steps[1][0], reduce=False)
+    with pytest.raises(ScheduleError, match="rank 0 ends without the part of rank 1 in chunk 0"):
+        prove_steps(steps)
+
+
+def test_the_wrong_chunk_is_named_at_both_ends() -> None:
+    steps = plan(ring, 4)
+    steps[1][2] = replace(steps[1][2], send=(0,))
+    with pytest.raises(
+        ScheduleError, match=r"rank 1, step 2 sends chunks \[0\] to rank 2, step 2, which expects chunks \[3\]"
+    ):
+        prove_steps(steps)
+
+
+def test_ranks_that_all_send_before_they_receive_are_a_deadlock() -> None:
+    """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs with long ones."""
+
+    def blocking(rank: int, size: int) -> tuple[Step, ...]:
+        halves = []
+        for step in ring(rank, size):
+            halves.append(Step(to=step.to, send=step.send))
+            halves.append(Step(from_=step.from_, recv=step.recv, reduce=step.reduce))
+        return tuple(halves)
+
+    expected = (
+        r"deadlock: rank 0, step 0 waits to send chunks \[0\] to rank 1, "
+        r"rank 1, step 0 waits to send chunks \[1\] to rank 2, rank 2, step 0 waits to send chunks \[2\] to rank 0"
+    )
+    with pytest.raises(ScheduleError, match=expected):
+        prove(blocking, 3)
+
+
+def test_waiting_in_a_circle_for_receives_is_a_deadlock() -> None:
+    first = [Step(from_=1, recv=(0, 1), reduce=True), Step(to=1, send=(0, 1))]
+    second = [Step(from_=0, recv=(0, 1), reduce=True), Step(to=0, send=(0, 1))]
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, step 0 waits for chunks \[0, 1\] from rank 1, rank 1"):
+        prove_steps([first, second])
+
+
+def test_a_chunk_overwritten_while_it_is_sent_is_refused() -> None:
+    swap = [[Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1))] for rank in range(2)]
+    with pytest.raises(ScheduleError, match="rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it"):
+        prove_steps(swap)
+
+
+def test_adding_to_a_chunk_that_is_sent_is_allowed() -> None:
+    """What is to be added waits in scratch until the send is over: two ranks can exchange and add in one step."""
+    both = [[Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1), reduce=True)] for rank in range(2)]
+    assert prove_steps(both).rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (Step(to=2, send=(0,)), "rank 0, step 0 talks to rank 2, which is not another one of the 2 ranks"),
+        (Step(from_=0, recv=(0,)), "rank 0, step 0 talks to rank 0, which is not another one"),
+        (Step(to=1, send=(2,)), r"rank 0, step 0 names chunk 2, but 2 ranks have the chunks 0\.\.1"),
+    ],
+)
+def test_partners_and_chunks_that_do_not_exist_are_refused(step: Step, sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=sentence):
+        prove_steps([[step], []])
+
+
+def test_a_step_without_meaning_cannot_be_made() -> None:
+    with pytest.raises(ScheduleError, match="send has 1 and"):
+        Step(to=1)
+    with pytest.raises(ScheduleError, match=r"recv has None and \(0,\)"):
+        Step(recv=(0,))
+    with pytest.raises(ScheduleError, match="names a chunk twice"):
+        Step(to=1, send=(0, 0))
+
+
+def test_no_ranks_at_all_cannot_be_proved() -> None:
+    with pytest.raises(ScheduleError, match="0 ranks"):
+        prove(ring, 0)
