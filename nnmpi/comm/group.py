@@ -1,0 +1,234 @@
+"""The ranks that work together on something, and what they can do together.
+
+A strategy gets the group of its own axis and cannot see other ranks. Everything here is collective unless it says
+otherwise: all ranks of the group call it, in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm import wire
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, find_algorithm
+from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_contiguous, pieces
+from nnmpi.comm.choose import choose
+from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
+from nnmpi.comm.native import Native
+from nnmpi.comm.wording import name_ranks
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+
+# MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
+# without a tag; one more is for all blocking sums, of which there is only one at a time.
+BLOCKING_TAG = 2**14
+OWN_TAGS = range(2**14 + 1, 2**15)
+
+
+class Pending(Protocol):
+    """An all-reduce bound to one array: start it, poll it or wait for it, and start it again."""
+
+    def start(self) -> None:
+        """Begin; the array must be left alone until it is finished."""
+
+    def poll(self) -> bool:
+        """Go on as far as possible without waiting; return whether it is finished."""
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+
+    def run(self) -> None:
+        """Start and wait."""
+
+
+class Group:
+    """Some ranks, numbered 0..size-1 among themselves.
+
+    Args:
+        comm: an MPI communicator of these ranks.
+        private: whether nobody else uses `comm`. If not, the group works on a duplicate, so that its messages never
+            meet others'.
+
+    Attributes:
+        rank: this process's number in the group.
+        size: the number of ranks.
+        comm: the group's own communicator, for the modules of this package.
+    """
+
+    def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
+        self.comm = comm if private else comm.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self._started = 0
+
+    def __repr__(self) -> str:
+        """Return rank and size."""
+        return f"Group(rank {self.rank} of {self.size})"
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes (not collective)."""
+        return self.rank == 0
+
+    # ---- groups from groups ----
+
+    def split(self, color: int, key: int = 0) -> "Group":
+        """Return the group of the ranks that gave the same color (0 or more), ordered by key, then by rank here."""
+        return Group(self.comm.Split(color, key), private=True)
+
+    def node(self) -> "Group":
+        """Return the group of the ranks that share this node's memory, in the order they have here."""
+        return Group(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), private=True)
+
+    def duplicate(self) -> "Group":
+        """Return a group of the same ranks whose messages never meet this one's."""
+        return Group(self.comm)
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; for programs that make many groups."""
+        self.comm.Free()
+
+    # ---- sums ----
+
+    def all_reduce(self, array: Buffer, algorithm: str = NATIVE, check: bool = False) -> None:
+        """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
+
+        Args:
+            array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks.
+            algorithm: "auto", "native", "ring", "tree" or "ps".
+            check: make sure first that n and dtype agree; one small exchange more.
+
+        Raises:
+            ShapeError: for an array that is not 1-D, contiguous and writeable.
+            DtypeError: for another dtype.
+            CommError: with `check`, on all ranks, when one of them has another array.
+            UsageError: for an unknown algorithm.
+        """
+        if check:
+            self.check_same(array)
+        self._bind(array, algorithm, BLOCKING_TAG).run()
+
+    def start_all_reduce(self, array: Buffer, algorithm: str = NATIVE, tag: int | None = None) -> Pending:
+        """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
+
+        Several may be in flight, if all ranks start them in the same order. With tags of their own (see `bind`) those
+        made of steps may be started in any order.
+        """
+        if tag is None:
+            tag = OWN_TAGS[self._started % len(OWN_TAGS)]
+            self._started += 1
+            pending = self._bind(array, algorithm, tag)
+        else:
+            pending = self.bind(array, algorithm, tag)
+        pending.start()
+        return pending
+
+    def bind(self, array: Buffer, algorithm: str = NATIVE, tag: int = 0) -> Pending:
+        """Return the sum that `all_reduce` does, ready to be started any number of times (not collective).
+
+        Args:
+            array: as in `all_reduce`.
+            algorithm: as in `all_reduce`.
+            tag: 0..16383, the same on all ranks, different for all that are in flight at once.
+
+        Raises:
+            UsageError: for another tag or an unknown algorithm.
+            ShapeError: as in `all_reduce`.
+            DtypeError: as in `all_reduce`.
+        """
+        if not 0 <= tag < BLOCKING_TAG:
+            raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
+        return self._bind(array, algorithm, tag)
+
+    def _bind(self, array: Buffer, algorithm: str, tag: int) -> Pending:
+        check_buffer(array)
+        if algorithm == AUTO:
+            algorithm = choose(array.nbytes, self.size).algorithm
+        if algorithm == NATIVE:
+            return Native(array, self.comm)
+        return Execution(find_algorithm(algorithm)(self.rank, self.size), array, self.comm, tag)
+
+    def check_same(self, array: Buffer) -> None:
+        """Make sure that all ranks have an array of the same length and dtype that can be summed.
+
+        Raises:
+            CommError: on all ranks, with each different array and the ranks that have it.
+        """
+        found: dict[str, list[int]] = {}
+        for rank, have in enumerate(self.gather(_describe(array))):
+            found.setdefault(have, []).append(rank)
+        if len(found) > 1:
+            listed = "; ".join(f"{name_ranks(ranks)}: {have}" for have, ranks in found.items())
+            raise CommError(f"an all-reduce needs the same array on every rank, but these differ: {listed}")
+        check_buffer(array)
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere."""
+        total = np.array(values, np.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, total)
+        return list(total.tolist())
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
+        own = np.array(values, np.float64)
+        everyones = np.empty((self.size, own.size))
+        self.comm.Allgather(own, everyones)  # MPI.MAX does not say what it does with NaN
+        return list(everyones.max(axis=0).tolist())
+
+    # ---- values ----
+
+    def broadcast(self, array: Buffer, root: int = 0) -> None:
+        """Replace the array on every rank by what `root` has.
+
+        Args:
+            array: any shape, C-contiguous, any dtype but object; shape and dtype the same on all ranks.
+            root: the rank whose values all get.
+
+        Raises:
+            ShapeError: for an array with gaps, or a read-only one.
+            DtypeError: for an object array.
+        """
+        for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):
+            self.comm.Bcast([piece, MPI.BYTE], root)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, in rank order, on every rank.
+
+        Tuples become lists and keys of dictionaries text, this rank's own too.
+
+        Raises:
+            CommError: on all ranks, when a value is none that JSON can hold.
+        """
+        text = np.frombuffer(wire.encode(value), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.comm.Allgather(np.array([text.size], np.int64), lengths)
+        texts = np.empty(int(lengths.sum()), np.uint8)
+        self.comm.Allgatherv([text, MPI.BYTE], [texts, lengths.tolist(), MPI.BYTE])
+        parts = np.split(texts, np.cumsum(lengths)[:-1])
+        return [wire.decode(part.tobytes(), rank) for rank, part in enumerate(parts)]
+
+    def share(self, value: Any, root: int = 0) -> Any:
+        """Return root's JSON value on every rank; what the others pass is not looked at.
+
+        Raises:
+            CommError: on all ranks, when the value is none that JSON can hold.
+        """
+        text = np.frombuffer(wire.encode(value) if self.rank == root else b"", np.uint8)
+        length = np.array([text.size], np.int64)
+        self.comm.Bcast(length, root)
+        buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.comm.Bcast([buffer, MPI.BYTE], root)
+        return wire.decode(buffer.tobytes(), root)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.comm.Barrier()
+
+
+def _describe(array: object) -> str:
+    """Return length and dtype in words, or what is wrong with the array."""
+    try:
+        checked = check_buffer(array)
+    except (ShapeError, DtypeError) as error:
+        return str(error)
+    return f"{checked.size} elements of {checked.dtype}"
