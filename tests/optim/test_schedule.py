@@ -58,6 +58,11 @@ def test_cosine_by_hand():
     assert [round(Cosine(1.0, 3)(step), 10) for step in range(5)] == [1.0, 0.75, 0.25, 0.0, 0.0]
 
 
+def test_cosine_without_a_fall_is_exactly_constant():
+    """With the floor at the rate itself, mixing the two must not round the result out of the bounds."""
+    assert {Cosine(0.1, 1000, final=1.0)(step) for step in range(1001)} == {0.1}
+
+
 def test_step_decay_by_hand():
     assert [StepDecay(8.0, every=2, factor=0.5)(step) for step in range(7)] == [8, 8, 4, 4, 2, 2, 1]
     assert StepDecay(8.0, every=1, factor=0.0)(1) == 0.0
