@@ -13,6 +13,15 @@ from nnmpi.data.transform import Transform
 from nnmpi.errors import ShapeError, UsageError
 
 
+@dataclass(frozen=True)
+class Cut:
+    """One microbatch: rows start..stop-1 of the rank's part, the first of which is row `first_row` of the global batch."""
+
+    start: int
+    stop: int
+    first_row: int
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One rank's part of a global batch.
@@ -21,7 +30,7 @@ class Batch:
         x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
         y: (rows,), int64.
         indices: (rows,), int64, the samples' places in the data set.
-        first_row: place of the first row in the global batch.
+        cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no microbatches.
         global_rows: rows of the global batch: what losses are divided by.
         epoch, number: which batch of which epoch this is.
     """
@@ -29,10 +38,15 @@ class Batch:
     x: Array
     y: NDArray[np.int64]
     indices: NDArray[np.int64]
-    first_row: int
+    cuts: tuple[Cut, ...]
     global_rows: int
     epoch: int
     number: int
+
+    @property
+    def first_row(self) -> int:
+        """The place of the first row in the global batch."""
+        return self.cuts[0].first_row
 
 
 class Loader:
@@ -41,6 +55,7 @@ class Loader:
     Args:
         batch_size: rows of the global batch; n or more makes one batch of everything.
         rank, world: which part of how many.
+        microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for.
@@ -58,6 +73,7 @@ class Loader:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        microbatches: int = 1,
         shuffle: bool = True,
         transform: Transform | None = None,
         dtype: DTypeLike = "float32",
@@ -68,6 +84,8 @@ class Loader:
             raise UsageError(f"batch size {batch_size} is not possible; give 1 or more")
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} of {world} ranks does not exist")
+        if microbatches < 1:
+            raise UsageError(f"{microbatches} microbatches are not possible; give 1 or more")
         if workers < 0 or prefetch < 1:
             raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
         if np.dtype(dtype).kind != "f":
@@ -77,6 +95,7 @@ class Loader:
         self.seed = seed
         self.rank = rank
         self.world = world
+        self.microbatches = microbatches
         self.shuffle = shuffle
         self.transform = transform
         self.dtype = np.dtype(dtype)
@@ -103,13 +122,22 @@ class Loader:
         )
 
     def _batch(self, epoch_order: NDArray[np.int64], epoch: int, number: int) -> Batch:
-        mine, global_rows = rows(len(self.dataset), self.batch_size, number, self.rank, self.world)
-        indices = epoch_order[mine.start : mine.stop]
+        ranges, global_rows = rows(
+            len(self.dataset), self.batch_size, number, self.rank, self.world, self.microbatches
+        )
+        indices = np.concatenate([epoch_order[mine.start : mine.stop] for mine in ranges])
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
-        first_row = mine.start - number * self.batch_size
-        return Batch(x, self.dataset.y[indices], indices, first_row, global_rows, epoch, number)
+        return Batch(x, self.dataset.y[indices], indices, self._cuts(ranges, number), global_rows, epoch, number)
+
+    def _cuts(self, ranges: tuple[range, ...], number: int) -> tuple[Cut, ...]:
+        """Return where each microbatch's rows stand among this rank's, and in the global batch."""
+        cuts, start = [], 0
+        for mine in ranges:
+            cuts.append(Cut(start, start + len(mine), mine.start - number * self.batch_size))
+            start += len(mine)
+        return tuple(cuts)
 
     def _checked(self, x: Array, rows: int) -> Array:
         if len(x) != rows or x.dtype != self.dtype:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.random import stream
-from nnmpi.shard import part
+from nnmpi.shard import part, split
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
@@ -24,10 +24,14 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
     return -(-n // batch_size)
 
 
-def rows(n: int, batch_size: int, number: int, rank: int = 0, world: int = 1) -> tuple[range, int]:
+def rows(
+    n: int, batch_size: int, number: int, rank: int = 0, world: int = 1, microbatches: int = 1
+) -> tuple[tuple[range, ...], int]:
     """Return which positions of the epoch's order are this rank's in a batch, and the rows of the global batch.
 
-    The range is empty for some ranks when the global batch has fewer rows than there are ranks.
+    There is one range per microbatch: the global batch is cut into microbatches first, each of which is shared out
+    over the ranks, so that microbatches hold the same samples under every layout. A range is empty for some ranks when
+    its microbatch has fewer rows than there are ranks.
 
     Raises:
         IndexError: for a batch number outside 0..batches_per_epoch-1.
@@ -36,8 +40,12 @@ def rows(n: int, batch_size: int, number: int, rank: int = 0, world: int = 1) ->
         raise IndexError(f"batch {number} of {batches_per_epoch(n, batch_size)} batches does not exist")
     start = number * batch_size
     global_rows = min(batch_size, n - start)
-    mine = part(global_rows, world, rank)
-    return range(start + mine.start, start + mine.stop), global_rows
+    ranges = []
+    for micro in split(global_rows, microbatches):
+        mine = part(len(micro), world, rank)
+        first = start + micro.start
+        ranges.append(range(first + mine.start, first + mine.stop))
+    return tuple(ranges), global_rows
 
 
 def batch_indices(
@@ -55,5 +63,5 @@ def batch_indices(
 
     This is the definition, computed afresh at every call; a `Loader` keeps the epoch's order instead.
     """
-    mine, _ = rows(n, batch_size, number, rank, world)
+    (mine,), _ = rows(n, batch_size, number, rank, world)
     return order(n, seed, epoch, shuffle)[mine.start : mine.stop]

@@ -88,7 +88,14 @@ def activation(name: str) -> Module:
     Raises:
         UsageError: for another name.
     """
-    layers = {"relu": ReLU, "leaky-relu": LeakyReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
+    layers: dict[str, type[Module]] = {
+        "relu": ReLU,
+        "leaky-relu": LeakyReLU,
+        "gelu": GELU,
+        "silu": SiLU,
+        "tanh": Tanh,
+        "sigmoid": Sigmoid,
+    }
     if name not in layers:
         raise UsageError(f"activation {name!r} is unknown; choose one of {', '.join(layers)}")
     return layers[name]()

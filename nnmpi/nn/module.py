@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.errors import CheckpointError, GraphError, UsageError
@@ -219,7 +219,5 @@ class Module:
 
 def _like(target: Array, values: Array) -> Array:
     """Return host values as an array that can be assigned to the target, wherever it lives."""
-    if isinstance(target, np.ndarray):
-        return values
-    on_device: Array = target.__array_namespace__().asarray(values)
-    return on_device
+    array: Array = namespace(target).asarray(values)
+    return array

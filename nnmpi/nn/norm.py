@@ -46,7 +46,9 @@ class BatchNorm(Module):
             variance = self.running_variance.data
             inverse = 1 / namespace(variance).sqrt(variance + self.eps)
             scale = self.weight * inverse
-            return x * scale + (self.bias - scale * self.running_mean.data)
+            shift = self.bias - scale * self.running_mean.data
+            result: Tensor = x * scale + shift
+            return result
         y, mean, variance, count = batch_norm(x, self.weight, self.bias, self.eps, self.all_reduce)
         if count:
             unbiased = variance * (count / max(count - 1, 1))

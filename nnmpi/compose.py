@@ -1,0 +1,221 @@
+"""Worker: a model, an optimizer and the parallel strategy put together, with one call per update.
+
+    worker = Worker(model, optimizer, group, allreduce="ring")
+    for batch in loader.epoch(0):
+        report = worker.step(batch)
+
+Every rank runs the same calls and gets the same reports: global means, not its own share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.data.loader import Batch
+from nnmpi.errors import CheckpointError
+from nnmpi.nn.mode import evaluation, training
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.clip import clip_by_global_norm, global_norm
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.divergence import explain
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One update, the same on all ranks but for the times.
+
+    Attributes:
+        loss: the mean over the samples of all ranks.
+        accuracy: the share of samples whose largest logit is their label's.
+        count: the samples of the global batch.
+        grad_norm: the length of the global gradient, before clipping.
+        compute_s: seconds in which this rank computed.
+        sync_s: seconds in which this rank communicated or waited for others.
+    """
+
+    loss: float
+    accuracy: float
+    count: int
+    grad_norm: float
+    compute_s: float
+    sync_s: float
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`."""
+
+    loss: float
+    accuracy: float
+    samples: int
+    seconds: float
+
+
+class Worker:
+    """Trains and evaluates a model on the ranks of a group. Making one is collective.
+
+    Args:
+        model: initialized.
+        optimizer: made over `model.storage`.
+        group: all ranks; each batch is shared out over them.
+        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
+        evaluation_loss: the same for `evaluate`; `loss` by default.
+        allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
+        check: compare the ranks' weights after every step, by hash.
+        clip: the largest length of the gradient, or None.
+        seed: of the run; keys dropout masks.
+        backend: where the model lives; NumPy by default.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        loss: SumLoss | None = None,
+        evaluation_loss: SumLoss | None = None,
+        allreduce: str = AUTO,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        check: bool = False,
+        clip: float | None = None,
+        seed: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.group = model, optimizer, group
+        self.loss: SumLoss = partial(cross_entropy, reduction="sum") if loss is None else loss
+        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        self.check, self.clip, self.seed = check, clip, seed
+        self.backend = numpy_backend() if backend is None else backend
+        self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend)
+
+    def step(self, batch: Batch, lr: float | None = None) -> StepReport:
+        """Do one update with this rank's part of a global batch; collective.
+
+        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added up.
+
+        Args:
+            lr: the learning rate; the optimizer's own by default.
+
+        Raises:
+            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then.
+            CommError: with `check`, on all ranks, when weights differ.
+        """
+        begin = time.perf_counter()
+        if lr is not None:
+            self.optimizer.lr = lr
+        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        self.model.storage.zero_grad()
+        loss_sum = correct = 0.0
+        for number, cut in enumerate(batch.cuts):
+            loss, logits = self._forward(x[cut.start : cut.stop], y[cut.start : cut.stop], cut.first_row)
+            self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
+            loss_sum += loss.item()
+            correct += _correct(logits, y[cut.start : cut.stop])
+        waited = time.perf_counter()
+        loss_sum, correct = self.group.sum_floats([loss_sum, correct])
+        sync_s = self.parallel.sync_s + time.perf_counter() - waited
+        norm = self._norm()
+        if not isfinite(loss_sum) or not isfinite(norm):
+            raise self._explain(batch, x, y, loss_sum)
+        self.optimizer.step()
+        if self.check:
+            self.parallel.check_equal()
+        count = max(batch.global_rows, 1)
+        total_s = time.perf_counter() - begin
+        return StepReport(loss_sum / count, correct / count, batch.global_rows, norm, total_s - sync_s, sync_s)
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
+        """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
+        begin = time.perf_counter()
+        loss_sum = correct = samples = 0.0
+        for batch in batches:
+            x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+            with no_grad(), evaluation():
+                logits = self.model(Tensor(x))
+                loss_sum += self.evaluation_loss(logits, y).item()
+            correct += _correct(logits, y)
+            samples += len(batch.y)
+        loss_sum, correct, samples = self.group.sum_floats([loss_sum, correct, samples])
+        count = max(samples, 1)
+        return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
+
+    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, int]]:
+        """Return the optimizer's arrays by "slot/parameter", as copies in host memory, and its numbers."""
+        arrays = {name: np.array(self.backend.to_host(view)) for name, view in self._slots().items()}
+        return arrays, {"steps": self.optimizer.steps}
+
+    def load_optimizer_state(self, arrays: Mapping[str, Array], scalars: Mapping[str, Any]) -> None:
+        """Put back what `optimizer_state` gave.
+
+        Raises:
+            CheckpointError: when names or shapes do not fit this optimizer and model; nothing is changed then.
+        """
+        slots = self._slots()
+        if slots.keys() != arrays.keys() or "steps" not in scalars:
+            different = sorted(slots.keys() ^ arrays.keys())[:3]
+            raise CheckpointError(f"the optimizer's state does not fit: {', '.join(different) or 'steps'} missing or unknown")
+        for name, view in slots.items():
+            if view.shape != arrays[name].shape or view.dtype != arrays[name].dtype:
+                raise CheckpointError(
+                    f"optimizer state {name} is {arrays[name].dtype} {arrays[name].shape}, not {view.dtype} {view.shape}"
+                )
+        for name, view in slots.items():
+            view[...] = self.backend.asarray(arrays[name])
+        self.optimizer.steps = int(scalars["steps"])
+
+    def _slots(self) -> dict[str, Array]:
+        """Return views of the optimizer's arrays, parameter by parameter."""
+        storage = self.model.storage
+        return {
+            f"{slot}/{name}": view
+            for slot, flats in self.optimizer.slots().items()
+            for number, flat in enumerate(flats)
+            for name, view in storage.split(number, flat).items()
+        }
+
+    def _forward(self, x: Array, y: Array, first_row: int) -> tuple[Tensor, Tensor]:
+        with training(self.seed, self.optimizer.steps, first_row):
+            logits = self.model(Tensor(x))
+            return self.loss(logits, y), logits
+
+    def _norm(self) -> float:
+        grads = self.model.storage.grads
+        return global_norm(grads) if self.clip is None else clip_by_global_norm(grads, self.clip)
+
+    def _explain(self, batch: Batch, x: Array, y: Array, loss_sum: float) -> Exception:
+        cut = batch.cuts[-1]
+        for cut in batch.cuts:  # the first microbatch whose loss is not finite, else the last
+            part = slice(cut.start, cut.stop)
+            loss, _ = self._forward(x[part], y[part], cut.first_row)
+            if not all(isfinite(value) for value in self.group.sum_floats([loss.item()])):
+                break
+        part = slice(cut.start, cut.stop)
+        mean = loss_sum / max(batch.global_rows, 1)
+        again = partial(self._forward, x[part], y[part], cut.first_row)
+        return explain(self.group, self.model, x[part], lambda: again()[0], self.optimizer.steps + 1, mean)
+
+
+def _correct(logits: Tensor, y: Array) -> float:
+    """Return how many rows have their largest logit at their label; NaN where there are no class labels."""
+    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
+        return float("nan")
+    return float((logits.data.argmax(axis=-1) == y).sum())

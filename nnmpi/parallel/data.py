@@ -1,0 +1,165 @@
+"""Bulk-synchronous data parallelism: every rank has the whole model and a part of each batch.
+
+    rank 0   batch rows 0..1   forward   backward  |--.            | update
+    rank 1   batch rows 2..3   forward   backward  |---> all-reduce| update        the same update everywhere
+    rank 2   batch row  4      forward   backward  |--'            | update
+
+Losses are sums; each rank's is divided by the global number of samples before it goes backward, so the sum of the
+gradients over ranks is the gradient of the global mean, whatever the ranks' shares are. Gradients are summed in buckets
+while backward still runs (Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.buckets import Bucket
+from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class DataParallel:
+    """Keeps the replicas of a model on a group's ranks equal. Making one is collective.
+
+    Parameters and buffers become those of rank 0, batch normalization takes its statistics over all ranks, and
+    gradients are summed over the ranks in `backward`.
+
+    Args:
+        model: initialized, the same on all ranks.
+        group: the ranks that share each batch.
+        allreduce: "auto", "native", "ring", "tree" or "ps".
+        bucket_bytes: the longest message, unless one parameter is longer.
+        overlap: whether buckets are summed while backward still runs, or all at its end.
+        backend: where the model's arrays live; NumPy by default.
+
+    Attributes:
+        exchange: what sums the gradients; its `traffic` tells what the last step's exchange cost.
+        sync_s: seconds spent in communication by the last `backward` calls up to the last microbatch.
+
+    Raises:
+        CommError: on all ranks, when their models differ in size.
+        UsageError: for an unknown algorithm or a bucket size below 1.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        allreduce: str = AUTO,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        backend: Backend | None = None,
+    ) -> None:
+        self.model, self.group = model, group
+        self.storage = model.storage
+        self.backend = numpy_backend() if backend is None else backend
+        self._reporting = True
+        self._statistics_s = 0.0
+        self.sync_s = 0.0
+        stage, buffers = self._staging()
+        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans]
+        self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap, stage)
+        self._share_state()
+        if group.size > 1:
+            for number, span in enumerate(self.storage.spans):
+                span.parameter.hook = self._hook(number)
+            for _, module in model.named_modules():
+                if isinstance(module, BatchNorm):
+                    module.all_reduce = self._sum_statistics
+
+    def backward(self, loss_sum: Tensor, samples: int, last: bool = True) -> None:
+        """Add the gradient of the global mean loss, on all ranks; collective.
+
+        Args:
+            loss_sum: the sum of the losses of this rank's samples.
+            samples: the number of samples of all ranks (and of all microbatches) together.
+            last: False for all but the last of several microbatches, whose gradients are only added up.
+        """
+        self._reporting = last
+        seed = np.full(loss_sum.shape, 1 / max(samples, 1))
+        loss_sum.backward(seed)
+        if last:
+            self.storage.finish_gradients()
+            self.exchange.finish()
+            self.sync_s = self.exchange.traffic.sync_s + self._statistics_s
+            self._statistics_s = 0.0
+
+    def check_equal(self) -> None:
+        """Compare a hash of the parameters over all ranks; collective.
+
+        Raises:
+            CommError: on all ranks, naming a parameter that differs and the ranks.
+        """
+        digests = [_digest(self.backend.to_host(span.parameter.data)) for span in self.storage.spans]
+        everyone = self.group.gather(digests)
+        for number, span in enumerate(self.storage.spans):
+            different = [rank for rank, theirs in enumerate(everyone) if theirs[number] != everyone[0][number]]
+            if different:
+                raise CommError(
+                    f"the weights of {span.parameter.name} on rank {different[0]} are not those of rank 0 "
+                    f"({len(different)} of {self.group.size} ranks differ)"
+                )
+
+    def release(self) -> None:
+        """Take the strategy off the model again: its hooks, and the statistics over ranks."""
+        for span in self.storage.spans:
+            span.parameter.hook = None
+        for _, module in self.model.named_modules():
+            if isinstance(module, BatchNorm):
+                module.all_reduce = None
+
+    def _hook(self, number: int) -> Callable[[Parameter], None]:
+        def final(parameter: Parameter) -> None:
+            if self._reporting:
+                self.exchange.ready(number)
+
+        return final
+
+    def _staging(self) -> tuple[Stage | None, list[Array]]:
+        """Return how gradients reach host memory, and the host arrays that are summed."""
+        grads = self.storage.grads
+        if all(isinstance(grad, np.ndarray) for grad in grads):
+            return None, grads
+        host = [np.zeros(grad.shape, dtype=str(grad.dtype)) for grad in grads]
+
+        def to_host(bucket: Bucket) -> None:
+            part = slice(bucket.start, bucket.stop)
+            host[bucket.buffer][part] = self.backend.to_host(grads[bucket.buffer][part])
+
+        def from_host(bucket: Bucket) -> None:
+            part = slice(bucket.start, bucket.stop)
+            grads[bucket.buffer][part] = self.backend.asarray(host[bucket.buffer][part])
+
+        return Stage(to_host, from_host), host
+
+    def _share_state(self) -> None:
+        """Give all ranks rank 0's parameters and buffers."""
+        for array in [*self.storage.data, *(buffer.data for _, buffer in self.model.named_buffers())]:
+            host = np.ascontiguousarray(self.backend.to_host(array))
+            self.group.broadcast(host)
+            array[...] = self.backend.asarray(host)
+
+    def _sum_statistics(self, array: Array) -> Array:
+        """Return the sum over the ranks of a small float64 array."""
+        begin = time.perf_counter()
+        host = np.ascontiguousarray(self.backend.to_host(array))
+        self.group.all_reduce(host)
+        self._statistics_s += time.perf_counter() - begin
+        result: Array = namespace(array).asarray(host)
+        return result
+
+
+def _digest(array: Array) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()

@@ -1,0 +1,68 @@
+"""Finding where a loss or gradient stopped being finite: which rank, which layer. Used once, before the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.group import Group
+from nnmpi.errors import DivergenceError
+from nnmpi.nn.mode import observed
+from nnmpi.nn.module import Module
+from nnmpi.tensor.tensor import Tensor
+
+
+def finite(array: Array) -> bool:
+    """Return whether all elements are finite."""
+    return bool(namespace(array).isfinite(array).all())
+
+
+def explain(group: Group, model: Module, x: Array, loss: Callable[[], Tensor], step: int, value: float) -> DivergenceError:
+    """Return the error that says where the first value that is not finite came from. Collective.
+
+    Args:
+        x: this rank's input.
+        loss: computes this rank's loss again, in the mode of the failed step.
+        step: the update that failed, counted from 1.
+        value: the global loss.
+    """
+    places = group.gather(_first_place(model, x, loss))
+    for rank, place in enumerate(places):
+        if place is not None:
+            return DivergenceError(
+                f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} on rank {rank}; "
+                "lower the learning rate, clip the gradients, or check the data"
+            )
+    return DivergenceError(
+        f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "
+        "gradients are; lower the learning rate"
+    )
+
+
+def _first_place(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
+    """Return where this rank's first value is that is not finite, or None; runs one forward and one backward pass."""
+    if not finite(x):
+        return "the input"
+    weights = [name for name, parameter in model.named_parameters() if not finite(parameter.data)]
+    found: list[str] = []
+
+    def observe(module: Module, result: object) -> None:
+        if not found and isinstance(result, Tensor) and not finite(result.data):
+            found.append(f"the output of layer {module.path!r} ({type(module).__name__})")
+
+    with observed(observe):
+        again = loss()
+    if weights:
+        return f"the weights {weights[0]!r}"
+    if found:
+        return found[0]
+    if not finite(again.data):
+        return "the loss itself"
+    hooks = {name: parameter.hook for name, parameter in model.named_parameters()}
+    for _, parameter in model.named_parameters():
+        parameter.grad = parameter.hook = None
+    again.backward()
+    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+    for name, parameter in model.named_parameters():
+        parameter.hook = hooks[name]
+    return f"the gradient of {wrong[-1]!r}" if wrong else None
