@@ -1,1 +1,66 @@
-"""nnmpi: neural networks on MPI."""
+"""nnmpi: neural networks on MPI.
+
+    import nnmpi
+    from nnmpi import data, models, nn, ops, optim
+
+    group = nnmpi.start()                        # MPI, once; rank and size
+    model = models.cnn((28, 28, 1), 10).initialize(seed=0)
+    worker = nnmpi.Worker(model, optim.Adam(model.storage), group)
+
+MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `nn`, `ops`, `optim`) needs no MPI.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.threads import limit_threads
+
+limit_threads()  # must come before NumPy is loaded, so before everything else
+
+from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
+from nnmpi.errors import NnmpiError  # noqa: E402
+from nnmpi.tensor import Tensor, no_grad  # noqa: E402
+
+if TYPE_CHECKING:
+    from nnmpi import comm, parallel
+    from nnmpi.comm.group import Group
+    from nnmpi.comm.start import start
+    from nnmpi.compose import Worker
+    from nnmpi.parallel.data import DataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallel",
+    "Group",
+    "NnmpiError",
+    "Tensor",
+    "Worker",
+    "backend",
+    "comm",
+    "data",
+    "models",
+    "nn",
+    "no_grad",
+    "ops",
+    "optim",
+    "parallel",
+    "start",
+    "tensor",
+]
+
+# What needs an MPI library is imported when it is first used.
+_NEED_MPI = {
+    "DataParallel": "nnmpi.parallel.data",
+    "Group": "nnmpi.comm.group",
+    "Worker": "nnmpi.compose",
+    "start": "nnmpi.comm.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_MPI:
+        return getattr(import_module(_NEED_MPI[name]), name)
+    if name in ("comm", "parallel"):
+        return import_module(f"nnmpi.{name}")
+    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}")
