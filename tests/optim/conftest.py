@@ -51,6 +51,9 @@ class DeviceArray:
     def reshape(self, *shape: Any) -> DeviceArray:
         return DeviceArray(self.host.reshape(*shape))
 
+    def astype(self, dtype: Any, copy: bool = True) -> DeviceArray:
+        return DeviceArray(self.host.astype(dtype, copy=copy))
+
 
 def unwrap(value: Any) -> Any:
     """Return what NumPy may compute with; a raw array would be a mix of host and device."""
