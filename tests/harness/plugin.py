@@ -1,0 +1,221 @@
+"""The pytest plugin on every rank: records outcomes, ends all ranks when one fails, and watches the time.
+
+Under several ranks a failing test prints its report with the rank and aborts the job: the others may be waiting in a
+collective, and would wait for ever. The runner (`python -m tests.harness`) then starts again with the next test.
+"""
+
+import faulthandler
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from nnmpi.comm.start import start
+from nnmpi.errors import LaunchError
+from tests.harness import records
+
+RUN_FOLDER = "NNMPI_TEST_RUN"
+LIMIT = "NNMPI_TEST_LIMIT_S"
+DEFAULT_LIMIT_S = 60.0
+PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
+
+
+@pytest.fixture(scope="session")
+def group() -> Any:
+    """The group of all ranks: one rank in the serial tests."""
+    return start_quietly()
+
+
+def start_quietly() -> Any:
+    """Start MPI, and leave an exception in a thread to pytest, which makes it a failure of the test."""
+    hook = threading.excepthook
+    world = start()
+    threading.excepthook = hook
+    return world
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Find this rank's place, and register what it needs there."""
+    folder = os.environ.get(RUN_FOLDER)
+    rank = 0
+    if config.getoption("--with-mpi", default=False):
+        try:
+            start_quietly()
+        except LaunchError as error:
+            pytest.exit(str(error), returncode=error.exit_status)
+        world = importlib.import_module("mpi4py.MPI").COMM_WORLD.Dup()
+        rank = world.Get_rank()
+        config.pluginmanager.register(Guard(world, _stderr(config, folder, rank)), "nnmpi-guard")
+        for plugin in config.pluginmanager.get_plugins():
+            if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi's: at the end it prints a page about MPI
+                plugin._is_testing_mpi = False
+    if rank > 0:
+        config.pluginmanager.unregister(name="terminalreporter")  # rank 0 speaks for all
+    if folder is not None:
+        config.pluginmanager.register(Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder")
+        config.option.basetemp = Path(folder) / f"tmp{rank}"
+
+
+def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
+    """Return a descriptor for a rank's last words: its file in the run's folder, or else the real stderr."""
+    if folder is not None:
+        return os.open(records.Writer(Path(folder), rank).errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.suspend_global_capture()
+    descriptor = os.dup(2)
+    capture.resume_global_capture()
+    return descriptor
+
+
+class Recorder:
+    """Writes what happens to each test, and leaves out what an earlier run of the same suite has done."""
+
+    def __init__(self, writer: records.Writer, folder: Path) -> None:
+        self._writer = writer
+        self._done = records.read_done(folder)
+        self._outcome = records.PASSED
+        self._reason = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what is done."""
+        left_out = [item for item in items if item.nodeid in self._done]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.nodeid not in self._done]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note that the test has begun."""
+        self._outcome, self._reason = records.PASSED, ""
+        self._writer.write(nodeid, records.STARTED)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure at once, because the guard may end the process right after."""
+        if report.failed:
+            self._outcome = records.FAILED
+            self._writer.write(report.nodeid, records.FAILED)
+        elif report.skipped and self._outcome == records.PASSED:
+            self._outcome = records.SKIPPED
+            self._reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Note the outcome."""
+        if self._outcome != records.FAILED:
+            self._writer.write(nodeid, self._outcome, self._reason)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as good."""
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            self._writer.finish()
+
+
+class Guard:
+    """Sees to it that no rank waits for ever: for a failed one, or in a hanging test.
+
+    Args:
+        world: an MPI communicator of all ranks, used by nobody else.
+        descriptor: where this rank's last words go.
+    """
+
+    def __init__(self, world: Any, descriptor: int) -> None:
+        self._world = world
+        self._descriptor = descriptor
+        self._has_met = False
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Run the test within its time; go on when all ranks have ended it."""
+        marker = item.get_closest_marker("timeout")
+        limit_s = float(marker.args[0]) if marker else float(os.environ.get(LIMIT, DEFAULT_LIMIT_S))
+        watchdog = threading.Timer(limit_s, self._hung, (item.nodeid, limit_s))
+        watchdog.daemon = True
+        self._has_met = False
+        watchdog.start()
+        faulthandler.dump_traceback_later(limit_s + 2, file=self._descriptor)  # for code that never frees the GIL
+        result = yield
+        self._has_met = True
+        self._meet()
+        faulthandler.cancel_dump_traceback_later()
+        watchdog.cancel()
+        return result
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """End all ranks when the test failed here."""
+        if report.failed:
+            self._failed(f"{report.nodeid} failed in its {report.when}", _words(report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """End all ranks when a file cannot be read here."""
+        if report.failed:
+            self._failed(f"{report.nodeid} cannot be collected", report.longreprtext)
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        """End all ranks when pytest itself failed here."""
+        self._failed("pytest failed", str(excrepr))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """End all ranks when the session was broken off here."""
+        self._failed("the session was broken off", str(excinfo.value))
+
+    def _meet(self) -> None:
+        """Wait for the other ranks, so that every rank is always in the same test; sleep, as cores are few."""
+        request = self._world.Ibarrier()
+        pause = 1e-5
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+    def _failed(self, headline: str, text: str) -> None:
+        """Say what failed; end the job if there are other ranks."""
+        self._say(f"{headline}\n{text}\n")
+        if self._world.size > 1:
+            self._abort()
+
+    def _hung(self, test: str, limit_s: float) -> None:
+        """Say where this rank is, give the others time to do the same, and end the job."""
+        if self._has_met:
+            self._say(f"{test} ended here; this rank waits for the others\n")
+        else:
+            self._say(f"{test} has not ended after {limit_s:g} s\n{_stacks()}")
+        time.sleep(1)
+        self._abort()
+
+    def _say(self, text: str) -> None:
+        """Write the text in one piece, so that those of several ranks do not mix."""
+        if os.environ.get(RUN_FOLDER) is None:
+            text = f"\nrank {self._world.rank} of {self._world.size}: {text}"
+        os.write(self._descriptor, text.encode(errors="replace"))
+
+    def _abort(self) -> NoReturn:
+        self._world.Abort(1)
+        sys.exit(1)
+
+
+def _stacks() -> str:
+    """Return what every other thread is doing, without pytest's own frames."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for number, frame in sys._current_frames().items():
+        if number != threading.get_ident():
+            frames = [line for line in traceback.extract_stack(frame) if not PYTEST.search(line.filename)]
+            parts += [f"in {threads.get(number, number)}:\n", *traceback.format_list(frames)]
+    return "".join(parts)
+
+
+def _words(report: pytest.TestReport) -> str:
+    """Return the traceback and what the test printed."""
+    captured = [f"---- {name} ----\n{text}" for name, text in report.sections]
+    return "\n".join([report.longreprtext, *captured])
