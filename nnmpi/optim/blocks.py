@@ -13,7 +13,9 @@ from typing import TypeAlias
 from nnmpi.backend.array import Array, namespace
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
-# calling NumPy costs less than a tenth of the arithmetic. Smaller blocks were slower, larger ones gained 5% at most.
+# calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):
+# Adam on 5,000,000 parameters takes 8.6 ms, in one piece 12.0; on 20,000,000 37 and 57; on 421,642, which fit the L3,
+# 0.69 and 0.64. Blocks half as large were slower, twice as large a little faster (0.65, 8.5 and 36).
 HOST_BLOCK_BYTES = 256 * 1024
 # A device starts one kernel per operation and block: blocks are there to bound the scratch memory, not for a cache.
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
