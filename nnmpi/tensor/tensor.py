@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
@@ -268,7 +268,7 @@ def _values(x: Any) -> Any:
 def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
         data = data.data
-    if hasattr(data, "__array_namespace__") or isinstance(data, np.ndarray):
+    if is_array(data):
         array: Array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         array = np.asarray(data, dtype=dtype)

@@ -1,0 +1,210 @@
+"""What DataParallel and Worker do beside the contract: checks, errors, and what they report."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, ops, optim
+from nnmpi.comm.group import Group
+from nnmpi.compose import Worker
+from nnmpi.data.loader import Batch, Cut
+from nnmpi.errors import CommError, DivergenceError
+from nnmpi.parallel.data import DataParallel
+from nnmpi.shard import part
+from nnmpi.tensor import Tensor
+
+
+def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
+    """Return this rank's part of a batch that is the same under every layout."""
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((rows, features)).astype(np.float32), generator.integers(0, 3, rows)
+    mine = part(rows, group.size, group.rank)
+    taken = np.arange(mine.start, mine.stop)
+    return Batch(x[taken], y[taken], taken, (Cut(0, len(taken), mine.start),), rows, 0, 0)
+
+
+def worker_for(group: Group, **options: object) -> Worker:
+    """Return a worker on a small network."""
+    model = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
+    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **options)  # type: ignore[arg-type]
+
+
+def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
+    """Return every rank's kind of error and its text."""
+    return group.gather([type(error).__name__, str(error)])
+
+
+def caught(action: object) -> BaseException | None:
+    """Return what calling the action raises."""
+    try:
+        action()  # type: ignore[operator]
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.mpi
+def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
+    """Models that were initialized differently become equal."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=group.rank)
+    buffer = dict(model.named_buffers())["1.running_mean"]
+    buffer.data += group.rank
+    parallel = DataParallel(model, group)
+    parallel.check_equal()
+    sums = group.gather([float(model.storage.data[0].sum()), float(buffer.data.sum())])
+    assert all(pair == sums[0] for pair in sums), sums
+
+
+@pytest.mark.mpi(min_size=2)
+def test_check_mode_names_the_weights_that_differ(group: Group) -> None:
+    """One bit on one rank is enough."""
+    worker = worker_for(group, check=True)
+    worker.step(batch_of(group))
+    guilty = group.size - 1
+    if group.rank == guilty:
+        worker.model.storage.spans[2].parameter.data[0, 0] += 1e-6
+    found = outcomes(group, caught(lambda: worker.step(batch_of(group))))
+    assert all(kind == CommError.__name__ for kind, _ in found), found
+    assert all("3.weight" in text and f"rank {guilty}" in text for _, text in found), found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float) -> None:
+    """The rank, the step and the place; the weights stay as they were."""
+    worker = worker_for(group)
+    worker.step(batch_of(group))
+    before = worker.model.state()
+    batch = batch_of(group)
+    if group.rank == 0:
+        batch.x[0, 0] = bad
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = outcomes(group, caught(lambda: worker.step(batch)))
+    unchanged = all((value == before[name]).all() for name, value in worker.model.state().items())
+    assert all(group.gather(unchanged))
+    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
+    assert all("step 2" in text and "the input on rank 0" in text for _, text in found), found
+
+
+@pytest.mark.mpi
+def test_layer_that_overflows_is_named(group: Group) -> None:
+    """Weights too large for float32 products: the first layer's output is the first that is not finite."""
+    worker = worker_for(group)
+    worker.model.storage.spans[0].parameter.data[...] = 3e38
+    batch = batch_of(group)
+    batch.x[...] = np.abs(batch.x) * 100
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = outcomes(group, caught(lambda: worker.step(batch)))
+    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
+    assert all("layer '1' (Linear)" in text and "step 1" in text for _, text in found), found
+
+
+@pytest.mark.mpi
+def test_gradient_that_overflows_is_named(group: Group) -> None:
+    """A finite loss whose gradient is not: found by a backward pass on each rank."""
+
+    def steep(logits: Tensor, labels: object) -> Tensor:
+        return (logits * 1e-30).sum() * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum()
+
+    worker = worker_for(group, loss=steep)
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = outcomes(group, caught(lambda: worker.step(batch_of(group))))
+    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
+    assert all("gradient of '3.bias'" in text for _, text in found), found
+
+
+@pytest.mark.mpi
+def test_report_counts_all_ranks_samples(group: Group) -> None:
+    """Loss and accuracy are those of the whole batch, computed by hand on every rank."""
+    worker = worker_for(group, loss=partial(ops.cross_entropy, reduction="sum", label_smoothing=0.1))
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((13, 5)).astype(np.float32), generator.integers(0, 3, 13)
+    logits = worker.model(x)
+    expected = ops.cross_entropy(logits, y, label_smoothing=0.1).item()
+    report = worker.step(batch_of(group))
+    good = (
+        abs(report.loss - expected) < 1e-5
+        and report.count == 13
+        and abs(report.accuracy - float((logits.data.argmax(1) == y).mean())) < 1e-12
+        and report.compute_s > 0
+        and report.sync_s >= 0
+    )
+    assert all(group.gather(good)), report
+
+
+@pytest.mark.mpi
+def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
+    """Its gradient is zero; the buckets before and after it are summed as ever."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            self.first, self.unused, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(self.first(x))
+            return result
+
+    model = Partly().initialize(seed=0)
+    worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, check=True, bucket_bytes=1)
+    before = model.state()
+    worker.step(batch_of(group))
+    after = model.state()
+    moved = {name for name in after if not (after[name] == before[name]).all()}
+    assert all(group.gather(moved == {"first.weight", "first.bias", "last.weight", "last.bias"})), moved
+
+
+@pytest.mark.mpi
+def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
+    """The others report no gradient for it; the sum is that rank's."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.first(x) + self.second(x) if group.rank == 0 else self.first(x)
+            return result
+
+    model = Sometimes().initialize(seed=0)
+    parallel = DataParallel(model, group, bucket_bytes=1)
+    batch = batch_of(group)
+    with nn.training():
+        loss = ops.cross_entropy(model(batch.x), batch.y, reduction="sum")
+    parallel.backward(loss, batch.global_rows)
+    norms = group.gather([float(np.abs(p.grad).sum()) for p in model.parameters() if p.grad is not None])
+    assert all(each == norms[0] for each in norms) and all(n > 0 for n in norms[0]), norms
+
+
+@pytest.mark.mpi
+def test_optimizer_state_round_trip(group: Group) -> None:
+    """Two steps, saved and loaded into a fresh worker, then a third one: bit for bit that of a run without a break."""
+
+    def fresh() -> Worker:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
+        return Worker(model, optim.Adam(model.storage, lr=0.1), group)
+
+    whole, broken = fresh(), fresh()
+    for worker in (whole, broken):
+        worker.step(batch_of(group))
+        worker.step(batch_of(group))
+    resumed = fresh()
+    resumed.model.load_state(broken.model.state())
+    resumed.load_optimizer_state(*broken.optimizer_state())
+    whole.step(batch_of(group))
+    resumed.step(batch_of(group))
+    ours, theirs = whole.model.state(), resumed.model.state()
+    assert all(group.gather(all((ours[name] == theirs[name]).all() for name in ours)))
+
+
+@pytest.mark.mpi
+def test_release_gives_the_model_back(group: Group) -> None:
+    """After it a backward pass is local again."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=0)
+    DataParallel(model, group).release()
+    if group.rank == 0:  # the others take no part: a collective here would hang
+        with nn.training():
+            ops.cross_entropy(model(np.ones((4, 5), np.float32)), np.zeros(4, np.int64)).backward()
+    assert all(p.hook is None for p in model.parameters())
