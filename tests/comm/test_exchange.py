@@ -1,0 +1,223 @@
+"""The bucketed gradient exchange: whatever order gradients come in, every rank gets the same sums."""
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.buckets import Bucket, Span
+from nnmpi.comm.exchange import Exchange, Stage
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, DtypeError, UsageError
+
+LENGTHS = [300, 10, 0, 1, 2000, 7, 64, 5000, 33]
+
+
+def layout(lengths: list[int], buffers: int = 1) -> list[Span]:
+    """Deal the lengths out to the buffers in turn."""
+    ends = [0] * buffers
+    spans = []
+    for i, length in enumerate(lengths):
+        buffer = i % buffers
+        spans.append((buffer, ends[buffer], ends[buffer] + length))
+        ends[buffer] += length
+    return spans
+
+
+def arrays(spans: list[Span], dtypes: list[str]) -> list[np.ndarray]:
+    return [np.zeros(max(stop for b, _, stop in spans if b == i), dtype) for i, dtype in enumerate(dtypes)]
+
+
+def fill(buffers: list[np.ndarray], rank: int, step: int) -> None:
+    for i, buffer in enumerate(buffers):
+        buffer[:] = (rank + 1) * np.random.default_rng([step, i]).integers(1, 9, buffer.size)
+
+
+def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
+    """Whether the buffers hold the sum of what all ranks were filled with."""
+    expected = [np.empty_like(buffer) for buffer in buffers]
+    fill(expected, size * (size + 1) // 2 - 1, step)
+    return all(np.array_equal(*pair) for pair in zip(buffers, expected, strict=True))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**9])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "tree", "ps"])
+def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, bucket_bytes: int, overlap: bool) -> None:
+    """On every rank in another order; some gradients are never reported, on one rank none."""
+    spans = layout(LENGTHS, 2)
+    buffers = arrays(spans, ["float32", "float64"])
+    exchange = Exchange(group, buffers, spans, algorithm, bucket_bytes, overlap)
+    chance = random.Random(group.rank)
+    right = []
+    for step in range(4):
+        order = list(range(len(spans)))
+        if step:
+            chance.shuffle(order)
+        fill(buffers, group.rank, step)
+        for span in reversed(order[: len(spans) - chance.randrange(3) if group.rank != step else 0]):
+            exchange.ready(span)
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    exchange.free()
+    assert group.gather(right) == [[True] * 4] * group.size
+
+
+@pytest.mark.mpi
+def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
+    """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's messages."""
+    spans = layout(LENGTHS)
+    buffers = arrays(spans, ["float32"])
+    exchange = Exchange(group, buffers, spans, "ring", 400)
+    right = []
+    for step in range(3):
+        fill(buffers, group.rank, step)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+            if span % 3 == 0:
+                right.append(group.sum_floats([1.0]) == [group.size])
+                between = np.ones(50)
+                group.all_reduce(between, "ring")
+                right.append(bool(np.all(between == group.size)))
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    exchange.free()
+    assert group.gather(all(right)) == [True] * group.size
+
+
+@pytest.mark.mpi
+def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
+    spans = layout(LENGTHS)
+    sums = set()
+    for overlap in (True, False, True):
+        buffers = [np.random.default_rng(group.rank).standard_normal(sum(LENGTHS)).astype(np.float32)]
+        exchange = Exchange(group, buffers, spans, "ring", 3000, overlap)
+        order = list(range(len(spans)))
+        random.Random(group.rank).shuffle(order)
+        for span in order:
+            exchange.ready(span)
+        exchange.finish()
+        exchange.free()
+        sums.add(zlib.crc32(buffers[0].tobytes()))
+    every = group.gather(sorted(sums))
+    assert every == [every[0]] * group.size
+    assert len(every[0]) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+def test_device_gradients_are_staged_through_the_host(group: Group, overlap: bool) -> None:
+    """A pretended device: its memory is another set of arrays, and only the stage copies between the two."""
+    spans = layout(LENGTHS, 2)
+    device = arrays(spans, ["float32", "float64"])
+    host = [np.full_like(buffer, np.nan) for buffer in device]
+    copied: list[str] = []
+
+    def to_host(bucket: Bucket) -> None:
+        copied.append(f"to {bucket.index}")
+        host[bucket.buffer][bucket.start : bucket.stop] = device[bucket.buffer][bucket.start : bucket.stop]
+
+    def from_host(bucket: Bucket) -> None:
+        copied.append(f"from {bucket.index}")
+        device[bucket.buffer][bucket.start : bucket.stop] = host[bucket.buffer][bucket.start : bucket.stop]
+
+    exchange = Exchange(group, host, spans, "tree", 5000, overlap, Stage(to_host, from_host))
+    right = []
+    for step in range(2):
+        copied.clear()
+        fill(device, group.rank, step)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+        exchange.finish()
+        expected = [f"{way} {bucket.index}" for bucket in exchange.buckets for way in ("to", "from")]
+        right.append(summed(device, group.size, step) and sorted(copied) == sorted(expected if group.size > 1 else []))
+    exchange.free()
+    assert group.gather(right) == [[True] * 2] * group.size
+
+
+@pytest.mark.mpi
+def test_traffic_is_counted_per_step(group: Group) -> None:
+    spans = layout(LENGTHS)
+    exchange = Exchange(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
+    seen = []
+    for _ in range(2):
+        exchange.ready(3)
+        exchange.finish()
+        traffic = exchange.traffic
+        seen.append([traffic.bytes, traffic.calls, 0 <= traffic.sync_s < 60])
+    exchange.free()
+    one = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
+    assert group.gather(seen) == [[one, one]] * group.size
+
+
+@pytest.mark.mpi
+def test_one_rank_leaves_its_gradients_alone(group: Group) -> None:
+    alone = group.split(group.rank)
+    spans = layout(LENGTHS)
+    buffers = arrays(spans, ["float32"])
+    fill(buffers, 0, 0)
+    exchange = Exchange(alone, buffers, spans)
+    exchange.ready(0)
+    exchange.finish()
+    outcome = summed(buffers, 1, 0) and exchange.traffic.calls == 0
+    exchange.free()
+    alone.free()
+    assert all(group.gather(outcome))
+
+
+@pytest.mark.mpi
+def test_auto_chooses_for_each_bucket_and_says_why(group: Group) -> None:
+    spans = layout([10, 4 * 2**20])
+    exchange = Exchange(group, arrays(spans, ["float32"]), spans, "auto", 1000)
+    long, short = exchange.choices
+    exchange.free()
+    assert short.algorithm == "native"
+    assert long.algorithm == ("ring" if group.size > 1 else "native")
+    assert "bytes" in long.reason or group.size == 1
+
+
+@pytest.mark.mpi
+def test_a_gradient_reported_twice_is_refused(group: Group) -> None:
+    exchange = Exchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
+    exchange.ready(1)
+    with pytest.raises(CommError, match="gradient 1 was reported final twice"):
+        exchange.ready(1)
+    exchange.finish()
+    exchange.ready(1)  # a new step
+    exchange.finish()
+    exchange.free()
+
+
+def raised(make: object) -> str:
+    try:
+        make()  # type: ignore[operator]
+    except (CommError, UsageError, DtypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.mpi
+def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
+    last = group.size - 1
+    n = 9 if group.rank == last and last else 8
+    found = raised(lambda: Exchange(group, [np.zeros(n)], [(0, 0, n)]).free())
+    expected = (
+        "CommError: the ranks would sum different gradients: rank 0 has buckets of 8 float64, "
+        f"rank {last} of 9 float64; build the same model on every rank"
+    )
+    assert group.gather(found) == [expected if last else ""] * group.size
+
+
+@pytest.mark.mpi
+def test_a_rank_that_cannot_begin_stops_all(group: Group) -> None:
+    last = group.size - 1
+    named = f"rank {last}: " if last else ""
+    dtype = np.float16 if group.rank == last else np.float32
+    found = raised(lambda: Exchange(group, [np.zeros(4, dtype)], [(0, 0, 4)]))
+    assert all(text.startswith(f"DtypeError: {named}a collective cannot add float16") for text in group.gather(found))
+    found = raised(lambda: Exchange(group, [np.zeros(4)], [(0, 0, 4)], "rabbit" if group.rank == last else "ring"))
+    assert all(
+        text.startswith(f"UsageError: {named}there is no all-reduce algorithm 'rabbit'") for text in group.gather(found)
+    )
