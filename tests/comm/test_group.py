@@ -1,0 +1,155 @@
+"""What a group does besides sums: values, arrays, groups from groups."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nnmpi.comm import wire
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, DtypeError, ShapeError
+
+VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_json_values_come_back_from_the_wire(value: object) -> None:
+    assert wire.decode(wire.encode(value), 0) == value
+
+
+def test_floats_that_are_no_numbers_come_back_too() -> None:
+    assert math.isnan(wire.decode(wire.encode(math.nan), 0))
+    assert wire.decode(wire.encode([math.inf, -math.inf]), 0) == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
+def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
+    text = wire.encode(value)
+    with pytest.raises(CommError, match="rank 5 sent what is not a JSON value"):
+        wire.decode(text, 5)
+
+
+@pytest.mark.mpi
+def test_gather_gives_all_values_to_all(group: Group) -> None:
+    gathered = [group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)]) for _ in range(2)]
+    expected = [[VALUES[(rank + other) % len(VALUES)] for rank in range(3)] for other in range(group.size)]
+    assert all(group.gather(gathered == [expected, expected]))
+
+
+@pytest.mark.mpi
+def test_gather_takes_texts_of_any_length(group: Group) -> None:
+    found = group.gather("ß" * (300_000 * (group.rank % 2) + group.rank))
+    right = [text == "ß" * (300_000 * (rank % 2) + rank) for rank, text in enumerate(found)]
+    assert all(all(every) for every in group.gather(right))
+
+
+@pytest.mark.mpi
+def test_share_gives_the_roots_value_to_all(group: Group) -> None:
+    for root in range(group.size):
+        value = {"root": root, "text": "ü" * 10_000}
+        found = group.share(value if group.rank == root else object(), root)
+        assert all(group.gather(found == value))
+
+
+@pytest.mark.mpi
+def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
+    guilty = group.size - 1
+    texts = []
+    for call in (
+        lambda: group.gather({1, 2} if group.rank == guilty else "fine"),
+        lambda: group.share({1, 2}, guilty),
+    ):
+        try:
+            call()
+            texts.append("")
+        except CommError as error:
+            texts.append(str(error))
+    expected = f"rank {guilty} sent what is not a JSON value"
+    assert all(all(expected in text for text in every) for every in group.gather(texts))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "bool", "complex64", "float16", "S3"])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (3, 4, 5)])
+def test_broadcast_takes_any_shape_and_dtype(group: Group, shape: tuple[int, ...], dtype: str) -> None:
+    root = group.size - 1
+    values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    array = values.copy() if group.rank == root else np.zeros(shape, dtype)
+    group.broadcast(array, root)
+    assert all(group.gather(bool(np.array_equal(array, values))))
+
+
+@pytest.mark.mpi
+def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
+    with pytest.raises(ShapeError, match="has gaps"):
+        group.broadcast(np.zeros((3, 4)).T)
+    with pytest.raises(DtypeError, match="Python objects"):
+        group.broadcast(np.array([None]))
+
+
+@pytest.mark.mpi
+def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
+    rank, size = group.rank, group.size
+    sums = group.sum_floats([rank, 0.5, -1.0])
+    largest = group.max_floats([rank, -rank, math.nan if rank == size - 1 else 0.0])
+    outcome = sums == [size * (size - 1) / 2, size * 0.5, -size] and largest[:2] == [size - 1, 0]
+    assert all(group.gather(outcome and math.isnan(largest[2])))
+    assert all(group.gather(group.sum_floats([]) == group.max_floats([]) == []))
+
+
+@pytest.mark.mpi
+def test_split_makes_groups_that_work_apart(group: Group) -> None:
+    half = group.split(group.rank % 2, key=-group.rank)
+    members = half.gather(group.rank)
+    expected = [rank for rank in reversed(range(group.size)) if rank % 2 == group.rank % 2]
+    array = np.full(10, group.rank, np.float32)
+    half.all_reduce(array, "ring")
+    outcome = members == expected and half.size == len(expected) and array[0] == array[9] == sum(expected)
+    half.free()
+    assert all(group.gather(bool(outcome)))
+
+
+@pytest.mark.mpi
+def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
+    node = group.node()
+    members = node.gather(group.rank)
+    outcome = group.rank in members and members == sorted(members) and 1 <= node.size <= group.size
+    roots = group.sum_floats([float(node.is_root)])[0]  # one root per node
+    node.free()
+    assert all(group.gather(outcome and 1 <= roots <= group.size))
+
+
+@pytest.mark.mpi
+def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> None:
+    """Both use the same tag, and every other rank starts them in the other order."""
+    other = group.duplicate()
+    arrays = [np.full(9, 1.0), np.full(9, 100.0)]
+    pair = [group.bind(arrays[0], "ring", 1), other.bind(arrays[1], "ring", 1)]
+    for pending in pair if group.rank % 2 else reversed(pair):
+        pending.start()
+    while not all([pending.poll() for pending in pair]):  # noqa: C419 - both must move on
+        pass
+    outcome = np.all(arrays[0] == group.size) and np.all(arrays[1] == 100 * group.size)
+    other.free()
+    assert all(group.gather(bool(outcome)))
+
+
+@pytest.mark.mpi
+def test_root_and_text_of_a_group(group: Group) -> None:
+    assert group.gather([group.is_root, repr(group)]) == [
+        [rank == 0, f"Group(rank {rank} of {group.size})"] for rank in range(group.size)
+    ]
+
+
+@pytest.mark.mpi
+def test_no_rank_leaves_a_barrier_before_all_have_come(group: Group, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = group.share(str(tmp_path_factory.mktemp("barrier")) if group.is_root else None)
+    mark = f"{folder}/{{}}"
+    with open(mark.format(group.rank), "w"):
+        pass
+    group.barrier()
+    seen = []
+    for rank in range(group.size):
+        with open(mark.format(rank)):
+            seen.append(rank)
+    assert group.gather(seen) == [list(range(group.size))] * group.size
