@@ -1,0 +1,53 @@
+"""The layers of the package, as a table, with the few exceptions and why they are there."""
+
+# A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "shard", "threads", "launcher"}),
+    frozenset({"backend"}),
+    frozenset({"tensor", "comm", "schedule", "optim", "data"}),
+    frozenset({"ops", "mesh"}),
+    frozenset({"nn"}),
+    frozenset({"models"}),
+    frozenset({"parallel"}),
+    frozenset({"compose", "plan"}),
+    frozenset({"train"}),
+)
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+
+# What these parts do not import although it lies below them.
+STRANGERS: dict[str, frozenset[str]] = {
+    "schedule": frozenset({"backend"}),
+    "nn": frozenset({"comm", "schedule", "mesh", "optim"}),
+    "models": frozenset({"comm", "schedule", "mesh", "optim"}),
+    "parallel": frozenset({"models"}),
+    "plan": frozenset({"tensor", "nn", "models", "parallel"}),
+}
+
+# One strategy per file, and none imports another.
+STRATEGIES = frozenset(f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "gossip", "tensor", "pipeline"))
+
+# Libraries that only one part knows.
+HOMES = {"mpi4py": "comm", "cupy": "backend", "cupyx": "backend"}
+
+# Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
+OPTIONAL = frozenset({"cupy", "cupyx", "matplotlib", "tensorboardX", "fcntl"})
+
+# Methods that are explained once, in the base class.
+INHERITED = frozenset({"forward", "backward"})
+
+# Imports inside functions that are not of an optional library.
+LATE_IMPORTS = {
+    ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
+}
+
+# Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
+TALKERS = frozenset({"train"})
+LAST_WORDS = frozenset({"nnmpi/comm/leave.py", "nnmpi/comm/start.py"})
+TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
+
+PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
+
+FILE_LINES = 400
+FUNCTION_LINES = 60

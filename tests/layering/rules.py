@@ -1,0 +1,251 @@
+"""The rules. Each takes the files and yields sentences, each beginning with file:line."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.layering import layers
+from tests.layering.cycles import find_cycle
+from tests.layering.source import PACKAGE, Import, Source, imports, part_of, read_tree
+
+MUTATORS = frozenset(
+    {
+        "append",
+        "extend",
+        "insert",
+        "add",
+        "update",
+        "setdefault",
+        "pop",
+        "popitem",
+        "remove",
+        "discard",
+        "clear",
+        "sort",
+    }
+)
+
+
+class Tree:
+    """All files of the package, with what they import."""
+
+    def __init__(self, root: Path) -> None:
+        self.sources = read_tree(root)
+        self.packages = frozenset(source.module for source in self.sources if source.is_init)
+        modules = frozenset(source.module for source in self.sources)
+        self.imports = {source.path: imports(source, modules) for source in self.sources}
+
+    def each_import(self) -> Iterator[tuple[Source, Import]]:
+        """Yield every import with its file."""
+        for source in self.sources:
+            for found in self.imports[source.path]:
+                yield source, found
+
+
+def violations(root: Path) -> list[str]:
+    """Return every breach of a rule by the package under `root`."""
+    tree = Tree(root)
+    return [sentence for rule in RULES for sentence in rule(tree)]
+
+
+def lower_layers_only(tree: Tree) -> Iterator[str]:
+    """A module imports only lower layers; the parts of one layer do not import one another."""
+    for source in tree.sources:
+        if source.part and source.part not in layers.LAYER_OF:
+            yield f"{source.path}:1: {source.part} is in no layer; add it to tests/layering/layers.py"
+    for source, found in _inside(tree):
+        own, other = source.part, part_of(found.target)
+        if own == other or not own or own not in layers.LAYER_OF or other not in layers.LAYER_OF:
+            continue
+        mine, theirs = layers.LAYER_OF[own], layers.LAYER_OF[other]
+        where = f"{source.path}:{found.line}: {own} (layer {mine}) imports {found.target} (layer {theirs})"
+        if theirs > mine:
+            yield f"{where}; a module imports only lower layers"
+        elif theirs == mine > 0:
+            yield f"{where}; the parts of one layer do not import one another"
+        elif other in layers.STRANGERS.get(own, ()):
+            yield f"{where}; {own} must not know {other}"
+
+
+def strategies_apart(tree: Tree) -> Iterator[str]:
+    """No parallel strategy imports another."""
+    for source, found in _inside(tree):
+        if source.module in layers.STRATEGIES and found.target in layers.STRATEGIES:
+            yield f"{source.path}:{found.line}: one strategy imports another, {found.target}; use a third file"
+
+
+def defining_module(tree: Tree) -> Iterator[str]:
+    """Inside the package the module that defines a name is imported, never a package's `__init__`."""
+    for source, found in _inside(tree):
+        if found.target in tree.packages and source.module != PACKAGE:
+            yield f"{source.path}:{found.line}: imports the package {found.target}; import the module that defines it"
+        elif source.is_init and source.part and not found.target.startswith(f"{source.module}."):
+            yield f"{source.path}:{found.line}: an __init__ exports only its own package, not {found.target}"
+
+
+def exports_named(tree: Tree) -> Iterator[str]:
+    """An `__init__` that imports something says in `__all__` what it exports."""
+    for source in tree.sources:
+        names = {ast.unparse(target) for node in source.tree.body for target in getattr(node, "targets", [])}
+        if source.is_init and any(_is_inside(found) for found in tree.imports[source.path]) and "__all__" not in names:
+            yield f"{source.path}:1: exports names without __all__"
+
+
+def packages_complete(tree: Tree) -> Iterator[str]:
+    """Every folder with code has an `__init__`, or it would be missing in the wheel."""
+    for source in tree.sources:
+        parent = source.module if source.is_init else source.module.rpartition(".")[0]
+        if parent not in tree.packages:
+            yield f"{source.path}:1: its folder has no __init__.py"
+
+
+def libraries_at_home(tree: Tree) -> Iterator[str]:
+    """mpi4py only in comm, cupy only in backend; pickle nowhere."""
+    for source, found in tree.each_import():
+        library = found.target.partition(".")[0]
+        home = layers.HOMES.get(library)
+        if home is not None and source.part != home:
+            yield f"{source.path}:{found.line}: imports {library}, which only {home}/ may"
+        if library in layers.PICKLES:
+            yield f"{source.path}:{found.line}: imports {library}; nothing is pickled, in files or messages"
+
+
+def imports_on_top(tree: Tree) -> Iterator[str]:
+    """Imports stand at the top of the file, except of optional libraries."""
+    for source, found in tree.each_import():
+        is_optional = found.target.partition(".")[0] in layers.OPTIONAL
+        if found.is_late and not is_optional and (source.path, found.target) not in layers.LATE_IMPORTS:
+            yield f"{source.path}:{found.line}: imports {found.target} inside a function; only optional libraries are"
+
+
+def talking_in_train(tree: Tree) -> Iterator[str]:
+    """Printing and reading the command line are the train command's business."""
+    for source, found in tree.each_import():
+        if found.target.partition(".")[0] in layers.TALKING_LIBRARIES and not _may_talk(source):
+            yield f"{source.path}:{found.line}: reads the command line ({found.target}); only train/ does"
+    for source in tree.sources:
+        for node in [] if _may_talk(source) or source.path in layers.LAST_WORDS else ast.walk(source.tree):
+            is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+            is_stream = isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "sys.stdout",
+                "sys.stderr",
+                "sys.argv",
+            )
+            if is_print or is_stream:
+                yield f"{source.path}:{node.lineno}: {ast.unparse(node)[:40]}: only train/ and __main__ files talk"
+
+
+def no_shared_state(tree: Tree) -> Iterator[str]:
+    """No `global`, and no list or dictionary of a module that its functions change."""
+    for source in tree.sources:
+        names = {ast.unparse(target) for node in source.tree.body for target in _assigned(node)}
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Global):
+                yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}; pass it as an argument"
+        for function in _functions(source.tree):
+            local = {ast.unparse(target) for node in ast.walk(function) for target in _assigned(node)}
+            for line, name in _changes(function):
+                if name in names - local:
+                    yield f"{source.path}:{line}: changes the module's {name}; no state is kept in modules"
+
+
+def short_enough(tree: Tree) -> Iterator[str]:
+    """Files and functions stay short; a function's docstring is not counted."""
+    for source in tree.sources:
+        lines = source.text.count("\n")
+        if lines > layers.FILE_LINES:
+            yield f"{source.path}:1: {lines} lines; a file has at most {layers.FILE_LINES}"
+        for function in _functions(source.tree):
+            length = _length(function)
+            if length > layers.FUNCTION_LINES:
+                where = f"{source.path}:{function.lineno}: {function.name}"
+                yield f"{where} has {length} lines; a function has at most {layers.FUNCTION_LINES}"
+
+
+def documented(tree: Tree) -> Iterator[str]:
+    """Every module, and every public class, function and method, has a docstring."""
+    for source in tree.sources:
+        if ast.get_docstring(source.tree) is None:
+            yield f"{source.path}:1: the module has no docstring"
+        for owner in [source.tree, *(node for node in source.tree.body if isinstance(node, ast.ClassDef))]:
+            for node in owner.body if not getattr(owner, "name", "").startswith("_") else []:
+                inherited = bool(getattr(owner, "bases", [])) and getattr(node, "name", "") in layers.INHERITED
+                if _needs_docstring(node) and not inherited and ast.get_docstring(node) is None:
+                    yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+
+
+def no_cycles(tree: Tree) -> Iterator[str]:
+    """No modules that import one another when they are loaded."""
+    edges = {source.module: set[str]() for source in tree.sources}
+    for source, found in _inside(tree):
+        if not found.is_late and not found.is_for_types and source.module != PACKAGE:
+            edges[source.module].add(found.target)
+    cycle = find_cycle(edges)
+    if cycle:
+        path = next(source.path for source in tree.sources if source.module == cycle[0])
+        yield f"{path}:1: imports itself in a circle: {' -> '.join(cycle)}"
+
+
+RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
+    lower_layers_only,
+    strategies_apart,
+    defining_module,
+    exports_named,
+    packages_complete,
+    libraries_at_home,
+    imports_on_top,
+    talking_in_train,
+    no_shared_state,
+    short_enough,
+    documented,
+    no_cycles,
+)
+
+
+def _inside(tree: Tree) -> Iterator[tuple[Source, Import]]:
+    """Yield the imports of the package's own modules."""
+    return ((source, found) for source, found in tree.each_import() if _is_inside(found))
+
+
+def _is_inside(found: Import) -> bool:
+    return found.target == PACKAGE or found.target.startswith(f"{PACKAGE}.")
+
+
+def _may_talk(source: Source) -> bool:
+    return source.part in layers.TALKERS or source.module.endswith("__main__")
+
+
+def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its docstring."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def _needs_docstring(node: ast.stmt) -> bool:
+    """Whether this is public; setters and overloads are explained where they are first defined."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+        return False
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return not any(name.endswith((".setter", "overload", "override")) for name in decorators)
+
+
+def _assigned(node: ast.AST) -> list[ast.expr]:
+    """Return the plain names that a statement binds."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target for target in targets if isinstance(target, ast.Name)]
+
+
+def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of everything that a function changes in place: x[i] = ..., x += ..., x.append(...)."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            yield node.lineno, ast.unparse(node.func.value)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield node.lineno, ast.unparse(node.value)

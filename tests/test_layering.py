@@ -1,0 +1,179 @@
+"""The package keeps the rules of tests/layering, and the rules notice what breaks them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.layering import layers
+from tests.layering.rules import violations
+
+ROOT = Path(__file__).parents[1]
+
+# A small package that keeps all rules.
+GOOD = {
+    "__init__.py": '"""All."""\n',
+    "errors.py": '"""Errors."""\n',
+    "tensor/__init__.py": '"""Tensors."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n',
+    "tensor/tape.py": '"""The tape."""\n\nimport nnmpi.errors\n\n\nclass Tape:\n    """A tape."""\n',
+    "nn/__init__.py": '"""Layers."""\n',
+    "nn/linear.py": '"""Linear."""\n\nfrom nnmpi.tensor.tape import Tape\n',
+}
+
+# What is added to it, the file that is to be blamed, its line, and words of the sentence.
+PLANTED = {
+    "upwards": (
+        {"tensor/up.py": '"""Up."""\n\nfrom nnmpi.nn.linear import Tape\n'},
+        "tensor/up.py:3",
+        "only lower layers",
+    ),
+    "upwards, for types": (
+        {"tensor/up.py": '"""Up."""\n\nif TYPE_CHECKING:\n    from nnmpi.nn import linear\n'},
+        "tensor/up.py:4",
+        "only lower layers",
+    ),
+    "upwards, relative": (
+        {"tensor/up.py": '"""Up."""\n\nfrom ..nn import linear\n'},
+        "tensor/up.py:3",
+        "only lower layers",
+    ),
+    "sideways": (
+        {"optim/__init__.py": '"""O."""\n', "optim/sgd.py": '"""S."""\n\nimport nnmpi.tensor.tape\n'},
+        "optim/sgd.py:3",
+        "one layer do not import one another",
+    ),
+    "a stranger": (
+        {"comm/__init__.py": '"""C."""\n', "comm/a.py": '"""A."""\n', "nn/b.py": '"""B."""\n\nimport nnmpi.comm.a\n'},
+        "nn/b.py:3",
+        "nn must not know comm",
+    ),
+    "no layer": ({"other/__init__.py": '"""O."""\n'}, "other/__init__.py:1", "is in no layer"),
+    "another strategy": (
+        {
+            "parallel/__init__.py": '"""P."""\n',
+            "parallel/data.py": '"""D."""\n',
+            "parallel/zero.py": '"""Z."""\n\nimport nnmpi.parallel.data\n',
+        },
+        "parallel/zero.py:3",
+        "one strategy imports another",
+    ),
+    "a package's __init__": (
+        {"nn/x.py": '"""X."""\n\nfrom nnmpi.tensor import Tape\n'},
+        "nn/x.py:3",
+        "the package nnmpi.tensor",
+    ),
+    "nnmpi itself": ({"nn/x.py": '"""X."""\n\nimport nnmpi\n'}, "nn/x.py:3", "the package nnmpi;"),
+    "an __init__ of others": (
+        {"nn/__init__.py": '"""N."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'},
+        "nn/__init__.py:3",
+        "exports only its own package",
+    ),
+    "an __init__ without __all__": (
+        {"nn/__init__.py": '"""N."""\n\nfrom nnmpi.nn.linear import Tape\n'},
+        "nn/__init__.py:1",
+        "without __all__",
+    ),
+    "no __init__": ({"ops/add.py": '"""Add."""\n'}, "ops/add.py:1", "no __init__.py"),
+    "mpi4py elsewhere": ({"nn/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'}, "nn/x.py:3", "only comm/ may"),
+    "cupy elsewhere": (
+        {"nn/x.py": '"""X."""\n\nimport importlib\n\nxp = importlib.import_module("cupy.cuda")\n'},
+        "nn/x.py:5",
+        "only backend/ may",
+    ),
+    "pickle": ({"nn/x.py": '"""X."""\n\nimport pickle\n'}, "nn/x.py:3", "nothing is pickled"),
+    "a late import": ({"nn/x.py": '"""X."""\n\n\ndef _f():\n    import json\n'}, "nn/x.py:5", "inside a function"),
+    "print": ({"nn/x.py": '"""X."""\n\nprint("hello")\n'}, "nn/x.py:3", "only train/ and __main__ files talk"),
+    "stdout": ({"nn/x.py": '"""X."""\n\nimport sys\n\nsys.stdout.write("")\n'}, "nn/x.py:5", "files talk"),
+    "a command line": ({"nn/x.py": '"""X."""\n\nimport argparse\n'}, "nn/x.py:3", "reads the command line"),
+    "global": ({"nn/x.py": '"""X."""\n\n\ndef _f():\n    global n\n    n = 1\n'}, "nn/x.py:5", "global n"),
+    "a changing table": (
+        {"nn/x.py": '"""X."""\n\nSEEN: dict[str, int] = {}\n\n\ndef _f(a):\n    SEEN[a] = 1\n'},
+        "nn/x.py:7",
+        "changes the module's SEEN",
+    ),
+    "a changing list": (
+        {"nn/x.py": '"""X."""\n\nSEEN = []\n\n\nclass _F:\n    def f(self):\n        SEEN.append(1)\n'},
+        "nn/x.py:8",
+        "changes the module's SEEN",
+    ),
+    "a long file": ({"nn/x.py": '"""X."""\n' + "\n" * layers.FILE_LINES}, "nn/x.py:1", "401 lines"),
+    "a long function": (
+        {"nn/x.py": '"""X."""\n\n\ndef _f():\n' + "    1\n" * layers.FUNCTION_LINES},
+        "nn/x.py:4",
+        "_f has 61 lines",
+    ),
+    "no docstring": ({"nn/x.py": "x = 1\n"}, "nn/x.py:1", "the module has no docstring"),
+    "a function without": ({"nn/x.py": '"""X."""\n\n\ndef f():\n    return 1\n'}, "nn/x.py:4", "f has no docstring"),
+    "a method without": (
+        {"nn/x.py": '"""X."""\n\n\nclass C:\n    """C."""\n\n    def m(self):\n        return 1\n'},
+        "nn/x.py:7",
+        "m has no docstring",
+    ),
+    "a circle": (
+        {"nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n', "nn/b.py": '"""B."""\n\nfrom nnmpi.nn import a\n'},
+        "nn/",
+        "in a circle",
+    ),
+}
+
+# What looks like a breach and is none.
+ALLOWED = {
+    "a late import of an optional library": {"backend/x.py": '"""X."""\n\n\ndef _f():\n    import cupy\n'},
+    "a module by way of its package": {"nn/x.py": '"""X."""\n\nfrom nnmpi.tensor import tape\n'},
+    "printing in train": {"train/x.py": '"""X."""\n\nprint("hello")\n'},
+    "the user's names": {"__init__.py": '"""All."""\n\nfrom nnmpi.nn.linear import Tape\n\n__all__ = ["Tape"]\n'},
+    "a local name like the module's": {"nn/x.py": '"""X."""\n\nx = []\n\n\ndef _f():\n    x = []\n    x.append(1)\n'},
+    "a circle for types only": {
+        "nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n',
+        "nn/b.py": '"""B."""\n\nif TYPE_CHECKING:\n    from nnmpi.nn import a\n',
+    },
+    "a long docstring": {"nn/x.py": '"""X."""\n\n\ndef f():\n    """F.' + "\n" * layers.FUNCTION_LINES + '    """\n'},
+}
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does not have."""
+    for name, text in files.items():
+        path = root / "nnmpi" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_package_keeps_the_rules() -> None:
+    found = violations(ROOT)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_small_package_keeps_them_too(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_breach_is_found(name: str, tmp_path: Path) -> None:
+    files, blamed, words = PLANTED[name]
+    write(tmp_path, GOOD | files)
+    found = violations(tmp_path)
+    assert len(found) == 1, found
+    assert found[0].startswith(f"nnmpi/{blamed}")
+    assert words in found[0]
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_is_not_found(name: str, tmp_path: Path) -> None:
+    files = ALLOWED[name]
+    write(
+        tmp_path,
+        GOOD | {f"{path.partition('/')[0]}/__init__.py": '"""P."""\n' for path in files if "/" in path} | files,
+    )
+    assert violations(tmp_path) == []
+
+
+def test_every_exception_is_needed() -> None:
+    for path, target in layers.LATE_IMPORTS:
+        text = (ROOT / path).read_text()
+        assert target in text, f"{path} does not import {target} any more; remove the exception"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_test_files_are_short_too(path: Path) -> None:
+    assert path.read_text().count("\n") <= layers.FILE_LINES
