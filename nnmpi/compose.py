@@ -172,11 +172,14 @@ class Worker:
         slots = self._slots()
         if slots.keys() != arrays.keys() or "steps" not in scalars:
             different = sorted(slots.keys() ^ arrays.keys())[:3]
-            raise CheckpointError(f"the optimizer's state does not fit: {', '.join(different) or 'steps'} missing or unknown")
+            raise CheckpointError(
+                f"the optimizer's state does not fit: {', '.join(different) or 'steps'} missing or unknown"
+            )
         for name, view in slots.items():
-            if view.shape != arrays[name].shape or view.dtype != arrays[name].dtype:
+            theirs = arrays[name]
+            if view.shape != theirs.shape or view.dtype != theirs.dtype:
                 raise CheckpointError(
-                    f"optimizer state {name} is {arrays[name].dtype} {arrays[name].shape}, not {view.dtype} {view.shape}"
+                    f"optimizer state {name} is {theirs.dtype} {theirs.shape}, not {view.dtype} {view.shape}"
                 )
         for name, view in slots.items():
             view[...] = self.backend.asarray(arrays[name])

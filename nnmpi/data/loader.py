@@ -15,7 +15,7 @@ from nnmpi.errors import ShapeError, UsageError
 
 @dataclass(frozen=True)
 class Cut:
-    """One microbatch: rows start..stop-1 of the rank's part, the first of which is row `first_row` of the global batch."""
+    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch."""
 
     start: int
     stop: int
@@ -122,9 +122,7 @@ class Loader:
         )
 
     def _batch(self, epoch_order: NDArray[np.int64], epoch: int, number: int) -> Batch:
-        ranges, global_rows = rows(
-            len(self.dataset), self.batch_size, number, self.rank, self.world, self.microbatches
-        )
+        ranges, global_rows = rows(len(self.dataset), self.batch_size, number, self.rank, self.world, self.microbatches)
         indices = np.concatenate([epoch_order[mine.start : mine.stop] for mine in ranges])
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:

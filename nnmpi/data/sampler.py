@@ -1,8 +1,10 @@
 """Who sees which sample when: pure functions of (seed, epoch, rank, world), so that every layout sees the same batches.
 
-order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
-rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
-rank 1        9 0 |     1 5 |   6
+    order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
+    rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
+    rank 1        9 0 |     1 5 |   6
+
+With microbatches each of these is cut first, and its pieces are shared out.
 """
 
 import numpy as np

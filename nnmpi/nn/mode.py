@@ -1,6 +1,6 @@
 """The mode in which a model runs: training or evaluation, and what randomness depends on.
 
-Outside of `training(...)` a model evaluates: dropout passes everything, batch normalization uses its running statistics.
+Outside of `training(...)` a model evaluates: dropout passes everything, batch normalization uses running statistics.
 
     with nn.training(seed=0, step=17, first_row=batch.first_row):
         loss = ...
@@ -34,7 +34,8 @@ class Mode:
     observe: Callable[[Any, Any], None] | None = None
 
 
-_mode: ContextVar[Mode] = ContextVar("nnmpi_mode", default=Mode())
+_EVALUATING = Mode()
+_mode: ContextVar[Mode] = ContextVar("nnmpi_mode", default=_EVALUATING)
 
 
 def current() -> Mode:

@@ -139,7 +139,8 @@ class Module:
             module.path = path
         parameters = dict(self.named_parameters())
         values = {
-            name: np.asarray(p.init(stream(seed, "init", name), p.declared), dtype=dtype) for name, p in parameters.items()
+            name: np.asarray(p.init(stream(seed, "init", name), p.declared), dtype=dtype)
+            for name, p in parameters.items()
         }
         values = {name: backend.asarray(value) for name, value in values.items()}
         for _, buffer in self.named_buffers():
@@ -166,7 +167,9 @@ class Module:
         entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
         if missing or unknown:
-            raise CheckpointError(f"the state does not fit the model: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+            raise CheckpointError(
+                f"the state does not fit the model: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}"
+            )
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:

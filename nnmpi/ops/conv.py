@@ -167,7 +167,9 @@ def conv2d(
         kernel, size = weight.shape[axis], x.shape[axis + 1]
         if out_size(size, kernel, stride[axis], padding[axis], dilation[axis]) < 1:
             reach = dilation[axis] * (kernel - 1) + 1
-            raise ShapeError(f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {padding[axis]}")
+            raise ShapeError(
+                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {padding[axis]}"
+            )
     return Conv2d(stride, padding, dilation, groups)(x, weight, bias)
 
 
@@ -198,4 +200,4 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
     if bias is not None and bias.shape != weight.shape[3:]:
         raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
     if x.dtype != weight.dtype:
-        raise DtypeError(f"conv2d of {x.dtype} images and {weight.dtype} weights would change a dtype silently; use astype")
+        raise DtypeError(f"conv2d of {x.dtype} images and {weight.dtype} weights would change a dtype; use astype")

@@ -50,7 +50,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "flatten images first"
         )
     if bias is not None and bias.shape != weight.shape[1:]:
-        raise ShapeError(f"linear's bias has shape {bias.shape}; the weight of shape {weight.shape} needs {weight.shape[1:]}")
+        raise ShapeError(
+            f"linear's bias has shape {bias.shape}; the weight of shape {weight.shape} needs {weight.shape[1:]}"
+        )
     if x.dtype != weight.dtype:
-        raise DtypeError(f"linear of {x.dtype} input and {weight.dtype} weight would change a dtype silently; use astype")
+        raise DtypeError(f"linear of {x.dtype} input and a {weight.dtype} weight would change a dtype; use astype")
     return Linear()(x, weight, bias)

@@ -2,8 +2,8 @@
 
 Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them, in the forward pass
 (counts, sums, sums of squares) and in the backward pass (the two sums of the derivative). Variances are put together as
-Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979): from each
-rank's centred sum of squares, in float64, so that nothing cancels.
+Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979): from
+each rank's centred sum of squares, in float64, so that nothing cancels.
 """
 
 from __future__ import annotations
@@ -155,4 +155,4 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: tuple[int, ...]) -> None:
     if x.ndim < 1 or not wanted or prod(wanted) == 0 or scale.shape != wanted or shift.shape != wanted:
-        raise ShapeError(f"{name} of shape {x.shape} does not fit a scale of {scale.shape} and a shift of {shift.shape}")
+        raise ShapeError(f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}")

@@ -17,7 +17,9 @@ def finite(array: Array) -> bool:
     return bool(namespace(array).isfinite(array).all())
 
 
-def explain(group: Group, model: Module, x: Array, loss: Callable[[], Tensor], step: int, value: float) -> DivergenceError:
+def explain(
+    group: Group, model: Module, x: Array, loss: Callable[[], Tensor], step: int, value: float
+) -> DivergenceError:
     """Return the error that says where the first value that is not finite came from. Collective.
 
     Args:
@@ -30,8 +32,8 @@ def explain(group: Group, model: Module, x: Array, loss: Callable[[], Tensor], s
     for rank, place in enumerate(places):
         if place is not None:
             return DivergenceError(
-                f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} on rank {rank}; "
-                "lower the learning rate, clip the gradients, or check the data"
+                f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} "
+                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data"
             )
     return DivergenceError(
         f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "

@@ -92,7 +92,9 @@ class Power(Function):
         to_a = to_b = None
         if self.needs[0]:
             zero = b == 0  # d/da of a ** 0 is 0, also where a is 0
-            lowered = a ** xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else a ** (b - 1 if b else 1)
+            lowered = (
+                a ** xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else a ** (b - 1 if b else 1)
+            )
             to_a = unbroadcast(grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
         if self.needs[1]:
             logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
@@ -195,6 +197,6 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
         DtypeError: when the condition is not boolean.
     """
     values = condition.data if isinstance(condition, Variable) else condition
-    if getattr(values, "dtype", None) != bool:
+    if not hasattr(values, "dtype") or values.dtype.kind != "b":
         raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
     return Where()(values, *operands("where", a, b))

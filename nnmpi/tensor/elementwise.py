@@ -1,4 +1,4 @@
-"""Elementwise operations of one operand: each is its function and its derivative, stated in terms of x or the result."""
+"""Elementwise operations of one operand: each is a function and its derivative, in terms of x or the result."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ class Clip(Function):
 class AsType(Function):
     """x in another dtype; the gradient goes back in the dtype of x."""
 
-    __slots__ = ("dtype",)
+    __slots__ = ("wanted",)
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
+    def __init__(self, wanted: Any) -> None:
+        self.wanted = wanted
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.dtype,)
-        return x.astype(self.dtype)
+        return x.astype(self.wanted)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (grad.astype(self.saved[0]),)

@@ -70,10 +70,12 @@ class Function:
         saved: what backward needs, set by `forward`; freed by the backward pass. Keep arrays nowhere else.
         edges: per input, the operation or leaf that its gradient goes to, or None. None altogether once used up.
         grad: the gradient of the output, while a backward pass is on its way.
-        shape: of the output.
+        shape, dtype: of the output.
     """
 
-    __slots__ = ("__weakref__", "edges", "grad", "needs", "owns_grad", "saved", "shape")
+    __slots__ = ("__weakref__", "dtype", "edges", "grad", "needs", "owns_grad", "saved", "shape")
+
+    dtype: np.dtype[Any]
 
     edges: tuple[Function | Variable | None, ...] | None
     grad: Array | None
@@ -94,7 +96,7 @@ class Function:
         """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a gradient.
 
         Raises:
-            GraphError: when no input is a tensor.
+            GraphError: when no input is a tensor, or this object stands in a graph already.
         """
         if _recording.get():
             self.needs = tuple([isinstance(x, Variable) and x.requires_grad for x in inputs])
@@ -116,7 +118,10 @@ class Function:
         A backward that returns this very array saves a copy (parameters' gradients live in flat storage).
         """
         edge = self.edges[i] if self.edges is not None else None
-        return edge.buffer if isinstance(edge, Variable) and edge.grad is None else None
+        if not isinstance(edge, Variable) or edge.grad is not None:
+            return None
+        # one leaf standing at two inputs gets two gradients, which cannot share one place
+        return edge.buffer if self.edges is not None and self.edges.count(edge) == 1 else None
 
     def add_grad(self, grad: Array) -> None:
         """Add one use's contribution to the gradient of the output. Never writes to an array that others may hold."""
@@ -133,6 +138,11 @@ class Function:
         self.saved = ()
 
     def _record(self, inputs: tuple[Any, ...], result: Tensor) -> None:
+        if hasattr(self, "edges"):
+            name = type(self).__name__
+            raise GraphError(
+                f"this {name} was applied before; a Function object is one application, so make another {name}"
+            )
         tape: Tape | None = None
         hooked = False
         edges: list[Function | Variable | None] = []
@@ -149,7 +159,8 @@ class Function:
         tape = Tape() if tape is None else tape.find()
         tape.hooked = tape.hooked or hooked
         tape.nodes.append(self)
-        self.edges, self.grad, self.owns_grad, self.shape = tuple(edges), None, False, result.data.shape
+        self.edges, self.grad, self.owns_grad = tuple(edges), None, False
+        self.shape, self.dtype = result.data.shape, result.data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape
 
 

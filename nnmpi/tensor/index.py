@@ -56,7 +56,9 @@ class TakeAlongAxis(Function):
         shape, dtype, indices = self.saved
         xp = namespace(grad)
         spread: Array = xp.zeros(shape, dtype=dtype)
-        places = [xp.arange(n).reshape([-1 if i == j else 1 for j in range(grad.ndim)]) for i, n in enumerate(grad.shape)]
+        places = [
+            xp.arange(n).reshape([-1 if i == j else 1 for j in range(grad.ndim)]) for i, n in enumerate(grad.shape)
+        ]
         places[self.axis] = indices
         xp.add.at(spread, tuple(places), grad)
         return spread, None

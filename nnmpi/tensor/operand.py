@@ -22,7 +22,9 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     dtype_a, dtype_b = _dtype(a), _dtype(b)
     if dtype_a is not None and dtype_b is not None:
         if dtype_a != dtype_b and dtype_a != bool and dtype_b != bool:
-            raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; convert one with astype")
+            raise DtypeError(
+                f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; convert one with astype"
+            )
         shape_a, shape_b = _values(a).shape, _values(b).shape
         if shape_a != shape_b:
             try:
@@ -52,9 +54,7 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
     if grad.shape == shape:
         return grad
     extra = grad.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
-    )
+    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     result: Array = grad.sum(axis=axes).reshape(shape)
     return result
 

@@ -130,7 +130,9 @@ def reshape(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
     """
     wanted = _numbers(shape)
     known = prod(n for n in wanted if n != -1)
-    fits = x.data.size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and x.data.size % known == 0
+    fits = (
+        x.data.size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and x.data.size % known == 0
+    )
     if not fits or any(n < -1 for n in wanted):
         raise ShapeError(f"reshape of {x.data.shape} ({x.data.size} elements) to {wanted} does not fit")
     return Reshape(wanted)(x)
@@ -211,7 +213,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     shapes, dtypes = [x.shape for x in tensors], {x.dtype for x in tensors}
     ndim = len(shapes[0])
     if len(dtypes) > 1:
-        raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype silently; convert with astype")
+        raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype")
     if not -ndim <= axis < ndim or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1:
         raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")
     return Concatenate(axis % ndim)(*tensors)

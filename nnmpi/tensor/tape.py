@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import GraphError, ShapeError
+from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def walk_back(root: Variable, seed: Array, retain: bool) -> None:
     Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the operation saved.
 
     Raises:
-        GraphError: when nothing was recorded for root, or it was used up by an earlier pass.
+        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass.
         ShapeError: when an operation returns a gradient of another shape than its input has.
+        DtypeError: when it returns one of another dtype.
     """
     if root.node is None or root.tape is None:
         root.add_grad(seed)
@@ -76,15 +77,14 @@ def walk_back(root: Variable, seed: Array, retain: bool) -> None:
         for i in range(last, -1, -1):
             node = nodes[i]
             grad = node.grad
-            if grad is None:
-                continue
-            node.grad = None
-            _pass_on(node, node.backward(grad))
-            for leaf in finals.get(node, ()):
-                if leaf.hook is not None:
+            if grad is not None:
+                node.grad = None
+                _pass_on(node, node.backward(grad))
+                if not retain:
+                    node.release()
+            for leaf in finals.get(node, ()):  # also where an operation above passed no gradient on to this one
+                if leaf.hook is not None and leaf.grad is not None:
                     leaf.hook(leaf)
-            if not retain:
-                node.release()
     finally:
         for node in nodes[: last + 1]:  # only an exception leaves any
             node.grad = None
@@ -96,10 +96,7 @@ def _position(nodes: list[Function], node: Function) -> int:
     for i in range(len(nodes) - 1, -1, -1):
         if nodes[i] is node:
             return i
-    raise GraphError(
-        "this graph was used up by an earlier backward pass; call backward(retain_graph=True) there, "
-        "or compute the loss again"
-    )
+    raise _used_up()
 
 
 def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
@@ -125,8 +122,7 @@ def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
 def _pass_on(node: Function, grads: tuple[Array | None, ...]) -> None:
     """Add what an operation's backward returned to its inputs' gradients."""
     edges = node.edges
-    if edges is None:
-        raise GraphError("this graph was used up by an earlier backward pass; compute the loss again")
+    assert edges is not None  # used-up operations are taken off the tape
     if len(grads) != len(edges):
         raise ShapeError(
             f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)} inputs; "
@@ -136,14 +132,22 @@ def _pass_on(node: Function, grads: tuple[Array | None, ...]) -> None:
         if edge is None or grad is None:
             continue
         if isinstance(edge, Variable):
-            if grad.shape != edge.data.shape:
-                raise _wrong_shape(node, grad.shape, edge.data.shape)
-            edge.add_grad(grad)
+            shape, dtype = edge.data.shape, edge.data.dtype
+        elif edge.edges is None:
+            raise _used_up()
         else:
-            if grad.shape != edge.shape:
-                raise _wrong_shape(node, grad.shape, edge.shape)
-            edge.add_grad(grad)
+            shape, dtype = edge.shape, edge.dtype
+        name = type(node).__name__
+        if grad.shape != shape:
+            raise ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
+        if grad.dtype != dtype:
+            raise DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
+        edge.add_grad(grad)
 
 
-def _wrong_shape(node: Function, grad: tuple[int, ...], values: tuple[int, ...]) -> ShapeError:
-    return ShapeError(f"{type(node).__name__}.backward returned a gradient of shape {grad} for an input of shape {values}")
+def _used_up() -> GraphError:
+    """Return the error for a graph, or a part of one, that an earlier backward pass has used up."""
+    return GraphError(
+        "this graph was used up by an earlier backward pass; call backward(retain_graph=True) there, "
+        "or compute the loss again"
+    )

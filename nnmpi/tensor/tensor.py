@@ -1,9 +1,9 @@
 """Tensor: an array that remembers how it was computed, with the operators of its mathematics.
 
-    x = Tensor([1.0, 2.0], requires_grad=True)
-    loss = (x * x).sum()
-    loss.backward()
-    x.grad                      # array([2., 4.], dtype=float32)
+x = Tensor([1.0, 2.0], requires_grad=True)
+loss = (x * x).sum()
+loss.backward()
+x.grad                      # array([2., 4.], dtype=float32)
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Tensor(Variable):
         xp = namespace(self.data)
         if grad is None:
             if self.data.size != 1:
-                raise ShapeError(f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to one number")
+                raise ShapeError(
+                    f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to one number"
+                )
             seed = xp.ones_like(self.data)
         else:
             values = grad.data if isinstance(grad, Variable) else grad

@@ -25,7 +25,8 @@ class Variable:
         node: the operation that computed it; None for a leaf.
         tape: the tape that the operation stands on; None for a leaf.
         buffer: where the first gradient of a pass is written (a view into flat storage), or None.
-        hook: called with this leaf when its gradient is final in a backward pass, or None.
+        hook: called with this leaf, once in every backward pass that gives it a gradient, as soon as that is final; or
+            None. Set it before the forward pass: operations look for it when they are recorded.
     """
 
     __slots__ = ("__weakref__", "buffer", "data", "grad", "hook", "node", "requires_grad", "tape")
