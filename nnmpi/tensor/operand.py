@@ -21,7 +21,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     a, b = _plain(a), _plain(b)
     dtype_a, dtype_b = _dtype(a), _dtype(b)
     if dtype_a is not None and dtype_b is not None:
-        if dtype_a != dtype_b and dtype_a != bool and dtype_b != bool:
+        if dtype_a != dtype_b and "b" not in (dtype_a.kind, dtype_b.kind):
             raise DtypeError(
                 f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; convert one with astype"
             )
