@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DtypeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import operands, real, unbroadcast
+from nnmpi.tensor.operand import check_broadcast, operands, real, unbroadcast
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class Power(Function):
         to_a = to_b = None
         if self.needs[0]:
             zero = b == 0  # d/da of a ** 0 is 0, also where a is 0
-            lowered = (
-                a ** xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else a ** (b - 1 if b else 1)
-            )
+            less = xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else b - 1 if b else 1
+            lowered = a**less
             to_a = unbroadcast(grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
         if self.needs[1]:
             logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
@@ -138,10 +137,11 @@ class Where(Function):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         condition, a, b = self.saved
-        return (
+        xp = namespace(grad)
+        return (  # no product with the condition: 0 * inf would be NaN
             None,
-            unbroadcast(grad * condition, a) if self.needs[1] else None,
-            unbroadcast(grad * ~condition, b) if self.needs[2] else None,
+            unbroadcast(xp.where(condition, grad, 0), a) if self.needs[1] else None,
+            unbroadcast(xp.where(condition, 0, grad), b) if self.needs[2] else None,
         )
 
 
@@ -194,9 +194,12 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     """Return a where `condition` (a boolean array or tensor) is True, b elsewhere.
 
     Raises:
-        DtypeError: when the condition is not boolean.
+        DtypeError: when the condition is not boolean, or a and b differ in dtype.
+        ShapeError: when the three do not broadcast.
     """
     values = condition.data if isinstance(condition, Variable) else condition
     if not hasattr(values, "dtype") or values.dtype.kind != "b":
         raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
-    return Where()(values, *operands("where", a, b))
+    a, b = operands("where", a, b)
+    check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
+    return Where()(values, a, b)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DtypeError, UsageError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import operands, real
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -185,21 +187,29 @@ def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tens
 
     Raises:
         UsageError: when neither bound is given, or low > high.
+        DtypeError: for a bound with a fraction and a tensor of integers.
     """
     if low is None and high is None:
         raise UsageError("clip needs at least one of low and high")
     if low is not None and high is not None and low > high:
         raise UsageError(f"clip with low {low} above high {high} leaves nothing")
-    return Clip(low, high)(x)
+    bounds = [None if bound is None else operands("clip", x, bound)[1] for bound in (low, high)]
+    return Clip(*bounds)(x)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:
     """Return x converted to a dtype; x itself when it has that dtype already.
 
     Raises:
-        DtypeError: for a tensor that needs a gradient and a dtype that has none (integers, booleans).
+        DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient and a dtype that can have
+            none (integers, booleans).
     """
-    wanted = namespace(x.data).dtype(dtype)
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError:
+        raise DtypeError(f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'") from None
+    if wanted.kind not in "fiub":
+        raise DtypeError(f"a tensor holds numbers, not {wanted}")
     if wanted == x.data.dtype:
         return x
     if x.requires_grad and wanted.kind != "f":

@@ -140,9 +140,7 @@ class Function:
     def _record(self, inputs: tuple[Any, ...], result: Tensor) -> None:
         if hasattr(self, "edges"):
             name = type(self).__name__
-            raise GraphError(
-                f"this {name} was applied before; a Function object is one application, so make another {name}"
-            )
+            raise GraphError(f"this {name} was applied before; each application needs a Function object of its own")
         tape: Tape | None = None
         hooked = False
         edges: list[Function | Variable | None] = []

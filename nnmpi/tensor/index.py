@@ -48,19 +48,22 @@ class TakeAlongAxis(Function):
         self.axis = axis
 
     def forward(self, x: Array, indices: Array) -> Array:
-        self.saved = (x.shape, x.dtype, indices)
-        result: Array = namespace(x).take_along_axis(x, indices, self.axis)
+        self.saved = (x.shape, x.dtype, self._places(x, indices))
+        result: Array = x[self.saved[2]]
         return result
 
+    def _places(self, x: Array, indices: Array) -> tuple[Array, ...]:
+        """Return index arrays for all axes of x that broadcast to the shape of the result."""
+        xp, ndim = namespace(x), x.ndim
+        places = [xp.arange(n).reshape([-1 if i == j else 1 for j in range(ndim)]) for i, n in enumerate(x.shape)]
+        places[self.axis] = indices
+        return tuple(places)
+
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, dtype, indices = self.saved
+        shape, dtype, places = self.saved
         xp = namespace(grad)
         spread: Array = xp.zeros(shape, dtype=dtype)
-        places = [
-            xp.arange(n).reshape([-1 if i == j else 1 for j in range(grad.ndim)]) for i, n in enumerate(grad.shape)
-        ]
-        places[self.axis] = indices
-        xp.add.at(spread, tuple(places), grad)
+        xp.add.at(spread, places, grad)
         return spread, None
 
 
@@ -81,11 +84,13 @@ def getitem(x: Tensor, key: Any) -> Tensor:
 def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
     """Return elements of x picked along one axis: result[i, j] = x[i, indices[i, j]] for axis 1 of two.
 
+    Along the other axes x and the indices must have the same length, or one of them length 1.
+
     Raises:
         DtypeError: when the indices are not integers.
         ShapeError: when the numbers of dimensions differ or an index is out of range.
     """
-    places = indices.data if isinstance(indices, Variable) else indices
+    places = indices.data if isinstance(indices, Variable) else namespace(x.data).asarray(indices)
     if places.dtype.kind not in "iu":
         raise DtypeError(f"take_along_axis needs integer indices, not {places.dtype}")
     ndim = x.data.ndim

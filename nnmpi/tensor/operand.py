@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.variable import Variable
 
 
@@ -21,21 +21,28 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     a, b = _plain(a), _plain(b)
     dtype_a, dtype_b = _dtype(a), _dtype(b)
     if dtype_a is not None and dtype_b is not None:
-        if dtype_a != dtype_b and "b" not in (dtype_a.kind, dtype_b.kind):
-            raise DtypeError(
-                f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; convert one with astype"
-            )
-        shape_a, shape_b = _values(a).shape, _values(b).shape
-        if shape_a != shape_b:
-            try:
-                np.broadcast_shapes(shape_a, shape_b)
-            except ValueError:
-                raise ShapeError(f"{name} of shapes {shape_a} and {shape_b}: they do not broadcast") from None
+        if dtype_a != dtype_b and dtype_a.kind != "b" and dtype_b.kind != "b":
+            raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
+        check_broadcast(name, _values(a).shape, _values(b).shape)
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
-    if isinstance(number, float) and dtype is not None and dtype.kind not in "fc":
+    kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"
+    if dtype is not None and dtype.kind not in kinds:
         raise DtypeError(f"{name} of a {dtype} tensor and {number} would change the dtype; convert with astype")
     return a, b
+
+
+def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
+    """Refuse shapes that do not broadcast.
+
+    Raises:
+        ShapeError: naming the operation and the shapes.
+    """
+    if len(set(shapes)) > 1:
+        try:
+            np.broadcast_shapes(*shapes)
+        except ValueError:
+            raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
 
 
 def real(name: str, x: Variable) -> Variable:
@@ -43,7 +50,10 @@ def real(name: str, x: Variable) -> Variable:
 
     Raises:
         DtypeError: for integers and booleans, whose result would have another dtype.
+        GraphError: when x is no tensor.
     """
+    if not isinstance(x, Variable):
+        raise GraphError(f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor")
     if x.data.dtype.kind != "f":
         raise DtypeError(f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')")
     return x
@@ -57,6 +67,18 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     result: Array = grad.sum(axis=axes).reshape(shape)
     return result
+
+
+def same_dtype(name: str, *inputs: Any) -> None:
+    """Refuse tensors and arrays of different dtypes; None stands for an input that is not there.
+
+    Raises:
+        DtypeError: naming the operation and the dtypes.
+    """
+    dtypes = [_dtype(x) for x in inputs if x is not None]
+    if any(dtype != dtypes[0] for dtype in dtypes):
+        words = ", ".join(map(str, dtypes))
+        raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
 
 
 def _plain(x: Any) -> Any:

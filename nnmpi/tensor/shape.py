@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from nnmpi.backend.array import Array, namespace
@@ -128,13 +129,11 @@ def reshape(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
     Raises:
         ShapeError: when the sizes do not hold x's elements.
     """
-    wanted = _numbers(shape)
+    wanted, size = _numbers(shape), x.data.size
     known = prod(n for n in wanted if n != -1)
-    fits = (
-        x.data.size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and x.data.size % known == 0
-    )
+    fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
     if not fits or any(n < -1 for n in wanted):
-        raise ShapeError(f"reshape of {x.data.shape} ({x.data.size} elements) to {wanted} does not fit")
+        raise ShapeError(f"reshape of {x.data.shape} ({size} elements) to {wanted} does not fit")
     return Reshape(wanted)(x)
 
 
@@ -146,13 +145,18 @@ def transpose(x: Tensor, *axes: int | Sequence[int]) -> Tensor:
     """
     ndim = x.data.ndim
     order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
-    if sorted(i % ndim if ndim else i for i in order) != list(range(ndim)):
+    if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
         raise ShapeError(f"transpose to {order} is no permutation of the {ndim} axes of shape {x.data.shape}")
     return Transpose(tuple(i % ndim for i in order))(x)
 
 
 def swapaxes(x: Tensor, a: int, b: int) -> Tensor:
-    """Return x with two axes exchanged."""
+    """Return x with two axes exchanged.
+
+    Raises:
+        ShapeError: when x has no such axis.
+    """
+    _check_axes(x, a, b)
     order = list(range(x.data.ndim))
     order[a], order[b] = order[b], order[a]
     return transpose(x, order)
@@ -168,13 +172,17 @@ def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     fits = len(wanted) >= x.data.ndim and all(
         n in (1, m) for n, m in zip(x.data.shape[::-1], wanted[::-1], strict=False)
     )
-    if not fits:
+    if not fits or any(m < 0 for m in wanted):
         raise ShapeError(f"shape {x.data.shape} does not broadcast to {wanted}")
     return BroadcastTo(wanted)(x)
 
 
 def expand_dims(x: Tensor, axis: int) -> Tensor:
-    """Return x with a new axis of length 1 at position `axis`."""
+    """Return x with a new axis of length 1 at position `axis`.
+
+    Raises:
+        ShapeError: when the result would have no such axis.
+    """
     shape = list(x.data.shape)
     if not -len(shape) - 1 <= axis <= len(shape):
         raise ShapeError(f"axis {axis} does not fit an array of {len(shape)} dimensions with one more")
@@ -220,7 +228,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Return tensors of one shape along a new axis."""
+    """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
     return concatenate([expand_dims(x, axis) for x in tensors], axis)
 
 
@@ -237,11 +245,24 @@ def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Ten
 
 
 def flip(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
-    """Return x reversed along an axis or several."""
-    return Flip(axis if isinstance(axis, tuple) else (axis,))(x)
+    """Return x reversed along an axis or several.
+
+    Raises:
+        ShapeError: when x has no such axis.
+    """
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    _check_axes(x, *axes)
+    return Flip(axes)(x)
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Accept both f(2, 3) and f((2, 3))."""
-    given = arguments[0] if len(arguments) == 1 and not isinstance(arguments[0], int) else arguments
-    return tuple(int(n) for n in given)
+    given = arguments[0] if len(arguments) == 1 and hasattr(arguments[0], "__iter__") else arguments
+    return tuple(index(n) for n in given)
+
+
+def _check_axes(x: Tensor, *axes: int) -> None:
+    ndim = x.data.ndim
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")

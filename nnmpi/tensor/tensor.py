@@ -1,14 +1,15 @@
 """Tensor: an array that remembers how it was computed, with the operators of its mathematics.
 
-x = Tensor([1.0, 2.0], requires_grad=True)
-loss = (x * x).sum()
-loss.backward()
-x.grad                      # array([2., 4.], dtype=float32)
+A gradient in three lines:
+
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    (x * x).sum().backward()
+    x.grad                      # array([2., 4.], dtype=float32)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,9 @@ class Tensor(Variable):
         if self.data.ndim == 0:
             raise ShapeError("a tensor without axes has no length")
         return len(self.data)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
         suffix = ", requires_grad=True" if self.requires_grad else ""
@@ -270,7 +274,7 @@ def _values(x: Any) -> Any:
 def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
         data = data.data
-    if is_array(data):
+    if is_array(data) and not isinstance(data, np.generic):
         array: Array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         array = np.asarray(data, dtype=dtype)
