@@ -108,12 +108,12 @@ class GeluTanh(Function):
 
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return Relu()(x)
+    return Relu()(real("relu", x))
 
 
 def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
     """Return x where it is positive and slope * x elsewhere."""
-    return LeakyRelu(slope)(real("leaky_relu", x))
+    return LeakyRelu(float(slope))(real("leaky_relu", x))
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ added into place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import index
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import Pair, bordered, out_size, tap, windows
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import same_dtype
 from nnmpi.tensor.tensor import Tensor
 
 COLUMNS_BYTES = 1 << 19  # of one block of columns: half of a usual second-level cache
@@ -158,7 +160,7 @@ def conv2d(
 
     Raises:
         ShapeError: when the shapes do not fit one another, or the kernel does not fit the image.
-        DtypeError: when x and weight differ in dtype.
+        DtypeError: when x, weight and bias differ in dtype.
         UsageError: for a stride or dilation below 1, a negative padding, or groups that do not divide the channels.
     """
     stride, padding, dilation = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
@@ -179,10 +181,14 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
     Raises:
         UsageError: when a value is below `least`, or there are not two.
     """
-    both = (value, value) if isinstance(value, int) else tuple(value)
-    if len(both) != 2 or any(not isinstance(v, int) or v < least for v in both):
+    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    try:
+        first, second = (index(v) for v in given)
+    except (TypeError, ValueError):  # no whole numbers, or not two of them
+        first = second = least - 1
+    if min(first, second) < least:
         raise UsageError(f"{name} is one whole number of at least {least}, or two, not {value!r}")
-    return both
+    return first, second
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
@@ -199,5 +205,4 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
         )
     if bias is not None and bias.shape != weight.shape[3:]:
         raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
-    if x.dtype != weight.dtype:
-        raise DtypeError(f"conv2d of {x.dtype} images and {weight.dtype} weights would change a dtype; use astype")
+    same_dtype("conv2d", x, weight, bias)

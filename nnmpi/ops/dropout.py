@@ -24,7 +24,7 @@ class Dropout(Function):
         xp = namespace(x)
         rows = x.shape[0] if x.ndim else 1
         bits = random_bits(xp, self.first_row, rows, prod(x.shape[1:]), self.key)
-        kept = (bits >= xp.uint32(round(self.rate * 2**32))).reshape(x.shape)
+        kept = (bits >= xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(x.shape)
         factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (factor,)
         result: Array = x * factor
@@ -49,4 +49,4 @@ def dropout(x: Tensor, rate: float, key: tuple[int, int], first_row: int = 0) ->
     """
     if not 0 <= rate < 1:
         raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
-    return x if rate == 0 else Dropout(rate, key, first_row)(real("dropout", x))
+    return x if rate == 0 else Dropout(float(rate), key, first_row)(real("dropout", x))

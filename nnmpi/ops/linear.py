@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import same_dtype
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -12,7 +15,7 @@ class Linear(Function):
     """x W + b, with the leading axes of x made into one, so that each product is one GEMM."""
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # not -1, which nothing can be divided by
         self.saved = (rows, weight, x.shape)
         y: Array = rows @ weight
         if bias is not None:
@@ -22,7 +25,7 @@ class Linear(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         rows, weight, shape = self.saved
         xp = namespace(grad)
-        grad = grad.reshape(-1, grad.shape[-1])
+        grad = grad.reshape(len(rows), weight.shape[1])
         to_x = (grad @ weight.T).reshape(shape) if self.needs[0] else None
         to_weight = xp.matmul(rows.T, grad, out=self.into(1)) if self.needs[1] else None
         to_bias = xp.sum(grad, axis=0, out=self.into(2)) if self.needs[2] else None
@@ -42,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError: when x has another number of features than the weight has rows.
-        DtypeError: when x and the weight differ in dtype.
+        DtypeError: when x, weight and bias differ in dtype.
     """
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ShapeError(
@@ -53,6 +56,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ShapeError(
             f"linear's bias has shape {bias.shape}; the weight of shape {weight.shape} needs {weight.shape[1:]}"
         )
-    if x.dtype != weight.dtype:
-        raise DtypeError(f"linear of {x.dtype} input and a {weight.dtype} weight would change a dtype; use astype")
+    same_dtype("linear", x, weight, bias)
     return Linear()(x, weight, bias)

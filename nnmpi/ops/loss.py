@@ -42,7 +42,7 @@ class CrossEntropy(Function):
         sums = probabilities.sum(axis=1)
         losses = xp.log(sums) - (picked if mean is None else (1 - self.smoothing) * picked + self.smoothing * mean)
         if kept is not None:
-            losses = losses * kept
+            losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
         count = len(rows) if kept is None else int(kept.sum())
         if self.needs[0]:
             probabilities /= sums[:, None]
@@ -65,7 +65,7 @@ class CrossEntropy(Function):
             grad = grad / max(count, 1)
         result *= grad.reshape(-1, 1)
         if kept is not None:
-            result *= kept[:, None]
+            result[~kept] = 0
         return result.reshape(shape), None
 
 
@@ -137,7 +137,7 @@ def cross_entropy(
             f"cross_entropy of logits {logits.shape} needs labels of shape {logits.shape[:-1]}, not {values.shape}"
         )
     _check_labels(values, logits.shape[-1], ignore_index)
-    return CrossEntropy(reduction, ignore_index, label_smoothing)(real("cross_entropy", logits), values)
+    return CrossEntropy(reduction, ignore_index, float(label_smoothing))(real("cross_entropy", logits), values)
 
 
 def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:

@@ -1,9 +1,9 @@
 """Normalization: over the batch (per channel), and over the features (per row).
 
-Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them, in the forward pass
-(counts, sums, sums of squares) and in the backward pass (the two sums of the derivative). Variances are put together as
-Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979): from
-each rank's centred sum of squares, in float64, so that nothing cancels.
+Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them, twice in the forward
+pass (counts and sums; then squared deviations from the mean that these give, so that nothing cancels) and once in the
+backward pass (the two sums of the derivative). A rank's squares move to the common mean as Chan, Golub and LeVeque have
+it ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import real, same_dtype
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
@@ -33,24 +33,20 @@ class BatchNorm(Function):
         self.eps, self.all_reduce = eps, all_reduce
 
     def _moments(self, rows: Array) -> tuple[Array, Array, float]:
+        """Return the mean and variance of each channel and the number of rows, over all ranks."""
         xp = namespace(rows)
         n, channels = rows.shape
-        if n:
-            mean = rows.mean(axis=0)
-            centred = rows - mean
-            squares = xp.einsum("ij,ij->j", centred, centred)
-        else:
-            mean = squares = xp.zeros(channels, dtype=rows.dtype)
+        mean = rows.mean(axis=0) if n else xp.zeros(channels, dtype=rows.dtype)
+        centred = rows - mean
+        squares = xp.einsum("ij,ij->j", centred, centred)
         if self.all_reduce is None:
             return mean, squares / max(n, 1), n
-        local = xp.empty(1 + 2 * channels, dtype=xp.float64)
-        wide = mean.astype(xp.float64)
-        local[0], local[1 : 1 + channels], local[1 + channels :] = n, n * wide, squares + n * wide * wide
-        total = self.all_reduce(local)
-        count = max(float(total[0]), 1.0)
-        wide = total[1 : 1 + channels] / count
-        variance = xp.maximum(total[1 + channels :] / count - wide * wide, 0)
-        return wide.astype(rows.dtype), variance.astype(rows.dtype), float(total[0])
+        ours = mean.astype(xp.float64)
+        total = self.all_reduce(xp.concatenate([xp.full(1, n, dtype=xp.float64), n * ours]))
+        count = float(total[0])
+        wide = total[1:] / max(count, 1.0)
+        variance = self.all_reduce(squares + n * (ours - wide) ** 2) / max(count, 1.0)
+        return wide.astype(rows.dtype), variance.astype(rows.dtype), count
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp = namespace(x)
@@ -125,16 +121,17 @@ def batch_norm(
         x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all ranks.
         scale, shift: (channels,).
         all_reduce: adds a float64 array up over the ranks and returns the sum; every rank must call it, even with
-            no rows of its own.
+            no rows of its own. Called twice here and, where x needs a gradient, once in backward.
 
     Returns:
         The result, and the batch's mean, variance (divisor n) and number of elements n per channel.
 
     Raises:
         ShapeError: when scale or shift do not fit x.
+        DtypeError: when x, scale and shift differ in dtype.
     """
     _check("batch_norm", x, scale, shift, x.shape[-1:])
-    function = BatchNorm(eps, all_reduce)
+    function = BatchNorm(float(eps), all_reduce)
     y = function(real("batch_norm", x), scale, shift)
     return y, *function.statistics
 
@@ -148,11 +145,13 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
 
     Raises:
         ShapeError: when scale or shift do not fit the last axes of x.
+        DtypeError: when x, scale and shift differ in dtype.
     """
     _check("layer_norm", x, scale, shift, x.shape[x.ndim - scale.ndim :])
-    return LayerNorm(eps)(real("layer_norm", x), scale, shift)
+    return LayerNorm(float(eps))(real("layer_norm", x), scale, shift)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: tuple[int, ...]) -> None:
     if x.ndim < 1 or not wanted or prod(wanted) == 0 or scale.shape != wanted or shift.shape != wanted:
         raise ShapeError(f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}")
+    same_dtype(name, x, scale, shift)
