@@ -1,0 +1,172 @@
+"""Trains an MLP 4-50-3 on iris with nnmpi and with PyTorch, on the same splits, over several seeds.
+
+    python benchmarks/accuracy/iris.py [--recipe plain|recommended|...] [--seeds 10] [--folds K] [--json FILE]
+
+A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two frameworks see the
+same rows in the same order and draw their first weights from the same distributions, but not the same weights.
+nnmpi's numbers are those of `python -m nnmpi.train` with the same options. PyTorch is left out if it is missing.
+
+With --folds, recipes are compared without the test rows: each seed's 120 training rows are cut into K parts, each of
+which is predicted by a network trained on the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from machine import facts
+
+from nnmpi import data, models, optim
+from nnmpi.backend.random import stream
+from nnmpi.comm.group import Group
+from nnmpi.comm.start import start
+from nnmpi.compose import Worker
+
+HIDDEN = 50
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the network is trained with Adam.
+
+    Attributes:
+        lr: the learning rate, where a schedule changes it the highest one.
+        cosine: whether the rate falls to 0 along half a cosine, or stays as it is.
+        normalize: whether each feature gets mean 0 and standard deviation 1 over the training rows.
+    """
+
+    epochs: int = 100
+    batch_size: int = 64
+    lr: float = 1e-3
+    cosine: bool = False
+    normalize: bool = False
+
+    def schedule(self, steps: int) -> optim.Schedule:
+        """Return the learning rate by step."""
+        return optim.Cosine(self.lr, steps) if self.cosine else optim.Constant(self.lr)
+
+
+RECIPES = {
+    "plain": Recipe(),
+    "recommended": Recipe(lr=0.01, cosine=True),
+    # what the recommended one was chosen from, by cross-validation
+    "normalized": Recipe(normalize=True),
+    "fast": Recipe(lr=0.01),
+    "fast-normalized": Recipe(lr=0.01, normalize=True),
+    "cosine-normalized": Recipe(lr=0.01, cosine=True, normalize=True),
+    "small-batches": Recipe(lr=0.003, cosine=True, batch_size=16),
+    "small-batches-normalized": Recipe(lr=0.003, cosine=True, batch_size=16, normalize=True),
+}
+
+
+class Trial:
+    """One split of the data, and nnmpi's loaders of it that both frameworks read.
+
+    Attributes:
+        train, test: loaders; the test's gives all rows at once.
+    """
+
+    def __init__(self, recipe: Recipe, train: data.Dataset, test: data.Dataset, seed: int) -> None:
+        self.recipe, self.seed = recipe, seed
+        transform = data.Normalize.fit(train) if recipe.normalize else None
+        self.train = data.Loader(train, recipe.batch_size, seed=seed, transform=transform, workers=0)
+        self.test = data.Loader(test, len(test), shuffle=False, transform=transform, workers=0)
+
+    def batches(self) -> Iterator[tuple[data.Batch, float]]:
+        """Yield every training batch with its learning rate, in the order of `nnmpi.train`."""
+        schedule = self.recipe.schedule(self.recipe.epochs * self.train.batches_per_epoch)
+        steps = itertools.count()
+        for epoch in range(self.recipe.epochs):
+            for batch in self.train.epoch(epoch):
+                yield batch, schedule(next(steps))
+
+    def run_nnmpi(self, group: Group) -> float:
+        """Return the test accuracy after training with nnmpi."""
+        dataset = self.train.dataset
+        model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(HIDDEN,)).initialize(seed=self.seed)
+        worker = Worker(model, optim.Adam(model.storage), group, seed=self.seed)
+        for batch, lr in self.batches():
+            worker.step(batch, lr=lr)
+        return worker.evaluate(self.test.epoch(0)).accuracy
+
+    def run_torch(self) -> float:
+        """Return the test accuracy after training with PyTorch."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        (features,), classes = self.train.dataset.sample_shape, self.train.dataset.classes
+        model = torch.nn.Sequential(
+            torch.nn.Linear(features, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, classes)
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        for batch, lr in self.batches():
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(torch.from_numpy(batch.x)), torch.from_numpy(batch.y))
+            torch.autograd.backward(loss)
+            optimizer.step()
+        (batch,) = self.test.epoch(0)
+        with torch.no_grad():
+            predicted = model(torch.from_numpy(batch.x)).argmax(1).numpy()
+        return float(np.mean(predicted == batch.y))
+
+
+def splits(seed: int, folds: int) -> Iterator[tuple[data.Dataset, data.Dataset]]:
+    """Yield the seed's training and test rows; with folds, each fold of the training rows in the place of the test."""
+    train, test = data.load("iris", seed=seed)
+    if not folds:
+        yield train, test
+        return
+    parts = np.array_split(stream(seed, "folds").permutation(len(train)), folds)
+    for i, part in enumerate(parts):
+        yield train.take(np.concatenate(parts[:i] + parts[i + 1 :])), train.take(part)
+
+
+def report(group: Group, recipe: Recipe, seeds: int, folds: int) -> dict[str, list[float]]:
+    """Print a line per seed and the means; return the accuracies of all seeds by framework."""
+    frameworks: dict[str, Callable[[Trial], float]] = {"nnmpi": lambda trial: trial.run_nnmpi(group)}
+    if find_spec("torch"):
+        frameworks["torch"] = Trial.run_torch
+    found: dict[str, list[float]] = {name: [] for name in frameworks}
+    print("seed" + "".join(f"{name:>10}" for name in frameworks))
+    for seed in range(seeds):
+        trials = [Trial(recipe, train, test, seed) for train, test in splits(seed, folds)]
+        for name, run in frameworks.items():
+            found[name].append(float(np.mean([run(trial) for trial in trials])))
+        print(f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in found.values()), flush=True)
+    print("mean" + "".join(f"{100 * np.mean(values):9.2f}%" for values in found.values()))
+    return found
+
+
+def main() -> None:
+    """Run one recipe with all seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=RECIPES, default="plain")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
+    parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
+    options = parser.parse_args()
+    recipe = RECIPES[options.recipe]
+    print(f"{options.recipe}: {recipe}")
+    found = report(start(), recipe, options.seeds, options.folds)
+    if options.json:
+        means = {name: float(np.mean(values)) for name, values in found.items()}
+        result = {
+            "machine": facts(),
+            "recipe": asdict(recipe),
+            "folds": options.folds,
+            "accuracy": found,
+            "mean": means,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
