@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nnmpi.errors import UsageError
 from nnmpi.models.cnn import image_shape
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
@@ -22,8 +23,10 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
     A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 gives ResNet-20.
 
     Raises:
-        UsageError: when samples are no images of at least 4 x 4 pixels.
+        UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of blocks below 1.
     """
+    if width < 1 or blocks < 1:
+        raise UsageError(f"resnet needs a width and blocks of at least 1, not {width} and {blocks}")
     _, _, channels = image_shape("resnet", sample_shape, 4)
     layers: list[Module] = [Conv2d(channels, width, 3, padding=1, bias=False), BatchNorm(width), ReLU()]
     features = width

@@ -13,13 +13,13 @@ A subclass assigns them in `__init__` and computes in `forward`:
                 x = layer(x)
             return x
 
-A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with `initialize`.
+Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with `initialize`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -74,13 +74,7 @@ class Module:
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules directly below this one, with their names here."""
-        for name, value in vars(self).items():
-            if isinstance(value, Module):
-                yield name, value
-            elif isinstance(value, list | tuple):
-                for i, item in enumerate(value):
-                    if isinstance(item, Module):
-                        yield f"{name}.{i}", item
+        yield from self._members(Module)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """Yield this module and all below it with their full names, parents first, in order of definition."""
@@ -104,11 +98,20 @@ class Module:
         """Return all parameters in order of definition."""
         return [parameter for _, parameter in self.named_parameters()]
 
+    def _members(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
+        """Yield this module's attributes of a kind, and those in its lists and tuples, with their names here."""
+        for name, value in vars(self).items():
+            if isinstance(value, kind):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                for i, item in enumerate(value):
+                    if isinstance(item, kind):
+                        yield f"{name}.{i}", item
+
     def _leaves(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
         for path, module in self.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, kind):
-                    yield (f"{path}.{name}" if path else name), value
+            for name, value in module._members(kind):
+                yield (f"{path}.{name}" if path else name), value
 
     def initialize(
         self,
@@ -117,7 +120,7 @@ class Module:
         backend: Backend | None = None,
         group: Callable[[str, Parameter], str] | None = None,
         allocate: Callable[[int, Any], Array] | None = None,
-    ) -> Module:
+    ) -> Self:
         """Give all parameters their first values, in flat storage, and return the model.
 
         The values depend on the seed and each parameter's full name alone, and are drawn in float64: every rank and
@@ -132,7 +135,7 @@ class Module:
         Raises:
             UsageError: for another dtype.
         """
-        if np.dtype(dtype) not in (np.float32, np.float64):
+        if dtype not in ("float32", "float64", np.float32, np.float64):
             raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
         backend = numpy_backend() if backend is None else backend
         for path, module in self.named_modules():

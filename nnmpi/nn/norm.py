@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from nnmpi.backend.array import namespace
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.init import Constant
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Buffer, Module
@@ -33,7 +33,7 @@ class BatchNorm(Module):
                 f"batch normalization of {channels} channels with momentum {momentum} and eps {eps} does not work; "
                 "channels must be at least 1, the momentum in 0..1, eps above 0"
             )
-        self.momentum, self.eps = momentum, eps
+        self.momentum, self.eps = float(momentum), float(eps)
         self.weight = Parameter((channels,), Constant(1.0))
         self.bias = Parameter((channels,), Constant(0.0))
         self.running_mean = Buffer((channels,), 0.0)
@@ -41,7 +41,15 @@ class BatchNorm(Module):
         self.all_reduce: AllReduce | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x normalized, of the same shape."""
+        """Return x normalized, of the same shape.
+
+        Raises:
+            ShapeError: when the last axis of x is not `channels` long.
+        """
+        if x.shape[-1:] != self.weight.shape:
+            raise ShapeError(
+                f"batch normalization of {self.weight.size} channels does not fit an array of shape {x.shape}"
+            )
         if not current().training:
             variance = self.running_variance.data
             inverse = 1 / namespace(variance).sqrt(variance + self.eps)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import ShapeError
+from nnmpi.errors import GraphError, ShapeError
 from nnmpi.tensor.parameter import Parameter
 
 ALIGNMENT_BYTES = 64
@@ -98,9 +98,15 @@ class FlatStorage:
         """Write zeros where no backward pass has written since `zero_grad`, so that the flat arrays hold the truth."""
         for span in self.spans:
             parameter = span.parameter
-            if parameter.grad is None and parameter.buffer is not None:
-                parameter.buffer[...] = 0
-                parameter.grad = parameter.buffer
+            if parameter.buffer is None or parameter.grad is parameter.buffer:
+                continue
+            parameter.buffer[...] = (
+                0 if parameter.grad is None else parameter.grad
+            )  # somebody may have set another array
+            parameter.grad = parameter.buffer
+
+    def __deepcopy__(self, memo: Any) -> FlatStorage:
+        raise GraphError("a copied model would not share its copied storage; build it again and use load_state")
 
     def split(self, buffer: int, flat: Array) -> dict[str, Array]:
         """Return views of a flat array laid out like data[buffer], shaped as the parameters and by their names."""
