@@ -45,24 +45,24 @@ class ModelConfig:
     model: Literal["mlp", "cnn", "resnet"] = "cnn"
     """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network."""
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the hidden layers of --model mlp, from the input on; none at all makes it linear."""
+    """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is linear."""
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
-    """Activation of the hidden layers of --model mlp."""
+    """Activation of the hidden layers of mlp."""
     dropout: float = 0.0
-    """Share of hidden values set to zero while training, for --model mlp."""
+    """Share of the hidden dense layers' values set to zero while training, for mlp and cnn."""
 
     def __post_init__(self) -> None:
-        """Check the values and that only an mlp is given an mlp's options."""
+        """Check the values and that the model knows the options given."""
         for width in self.hidden:
             require(width >= 1, f"--hidden has a layer of width {width}; give whole numbers, 1 or more")
         fraction("--dropout", self.dropout)
-        if self.model != "mlp":
-            for option, given in (
-                ("--hidden", self.hidden != (128, 64)),
-                ("--activation", self.activation != "relu"),
-                ("--dropout", self.dropout != 0),
-            ):
-                require(not given, f"{option} belongs to --model mlp and does nothing for --model {self.model}")
+        for option, given, models in (
+            ("--hidden", self.hidden != (128, 64), ("mlp", "cnn")),
+            ("--activation", self.activation != "relu", ("mlp",)),
+            ("--dropout", self.dropout != 0, ("mlp", "cnn")),
+        ):
+            known = " or ".join(models)
+            require(not given or self.model in models, f"{option} is for --model {known}, not for {self.model}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class DataConfig:
     """Share of the samples kept for the test, for data sets that come without a test set."""
     augment: Literal["none", "shift", "flip", "shift-flip"] = "none"
     """Random changes of the training images: shift by a few pixels, mirror left-right, or both."""
+    shift_pixels: int | None = None
+    """Largest shift in pixels (default: a twelfth of the image's shorter side, at least 1)."""
     normalize: bool = True
     """Shift and scale inputs by the training set's mean and standard deviation (per channel or column)."""
 
@@ -87,6 +89,9 @@ class DataConfig:
             0 < self.test_fraction < 1,
             f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
         )
+        if self.shift_pixels is not None:
+            at_least_one("--shift-pixels", self.shift_pixels)
+            require("shift" in self.augment, f"--shift-pixels does nothing for --augment {self.augment}; give shift")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import io
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ Without options it trains a small convolutional network on the bundled digits.""
 
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = (
-    *("model", "hidden", "activation", "dataset", "test_fraction", "normalize"),
+    *("model", "hidden", "activation", "dropout", "dataset", "test_fraction", "normalize"),
     *("batch_size", "optimizer", "dtype", "seed"),
 )
 
@@ -139,8 +138,3 @@ def _refuse_changes(config: Config, resumed: dict[str, Any]) -> None:
 def _shown(value: Any) -> str:
     """Return a value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def with_out(config: Config, out: Path) -> Config:
-    """Return the configuration with its run folder settled."""
-    return replace(config, run=replace(config.run, out=out, resume=None))

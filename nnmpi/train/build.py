@@ -1,0 +1,108 @@
+"""From a configuration to the parts of a run: model, optimizer, schedule and worker."""
+
+from functools import partial
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.compose import Worker
+from nnmpi.errors import UsageError
+from nnmpi.models.cnn import cnn
+from nnmpi.models.mlp import mlp
+from nnmpi.models.resnet import resnet
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim import names
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.schedule import Constant, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.train.config import Config, ModelConfig, OptimizationConfig
+from nnmpi.train.inputs import Inputs
+from nnmpi.train.report import Extent
+
+BYTES_PER_MIB = 2**20
+
+
+def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
+    """Return the model for samples of this shape, without values yet.
+
+    Raises:
+        UsageError: when the model does not take such samples.
+    """
+    if config.model == "mlp":
+        return mlp(sample_shape, classes, config.hidden, config.activation, config.dropout)
+    if config.model == "cnn":
+        return cnn(sample_shape, classes, config.hidden, config.dropout)
+    return resnet(sample_shape, classes)
+
+
+def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
+    """Return how long the run is."""
+    train_batches = inputs.train_loader.batches_per_epoch
+    steps = config.epochs * train_batches
+    if config.max_steps is not None:
+        steps = min(steps, config.max_steps)
+    return Extent(config.epochs, steps, train_batches, inputs.test_loader.batches_per_epoch)
+
+
+def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) -> Schedule:
+    """Return the learning rate as a function of the step.
+
+    Raises:
+        UsageError: when the warm-up leaves no step for what follows.
+    """
+    lr = linear_scaling(config.lr, batch_size, config.base_batch) if config.lr_scaling == "linear" else config.lr
+    warmup = round(config.warmup_epochs * extent.train_batches)
+    if warmup >= extent.steps:
+        raise UsageError(
+            f"--warmup-epochs {config.warmup_epochs} is {warmup} steps, but the run has only {extent.steps}; give less"
+        )
+    after: Schedule = Constant(lr)
+    if config.schedule == "step":
+        every = max(1, round(config.step_epochs * extent.train_batches))
+        after = StepDecay(lr, every, config.step_factor)
+    elif config.schedule == "cosine":
+        after = Cosine(lr, extent.steps - warmup)
+    return Warmup(warmup, after) if warmup else after
+
+
+def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimizer:
+    """Return the optimizer over a model's storage."""
+    sgd = config.optimizer == "sgd"
+    return names.build(
+        config.optimizer,
+        storage,
+        lr=config.lr,
+        momentum=config.momentum if sgd else None,
+        nesterov=config.nesterov if sgd else None,
+        weight_decay=config.weight_decay,
+    )
+
+
+def build_worker(config: Config, group: Group, inputs: Inputs, backend: Backend) -> Worker:
+    """Return the worker with an initialized model and its optimizer. Collective.
+
+    Raises:
+        UsageError: on all ranks, when the model does not take the data set's samples.
+    """
+    options, parallel = config.optimization, config.parallel
+    with agreed(group):
+        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+        optimizer = build_optimizer(options, model.storage)
+    smoothed = partial(cross_entropy, reduction="sum", label_smoothing=options.label_smoothing)
+    return Worker(
+        model,
+        optimizer,
+        group,
+        loss=smoothed,
+        evaluation_loss=partial(cross_entropy, reduction="sum"),
+        allreduce=parallel.allreduce,
+        bucket_bytes=BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB)),
+        overlap=parallel.overlap,
+        check=parallel.check_weights,
+        clip=options.clip,
+        seed=config.run.seed,
+        backend=backend,
+    )

@@ -1,0 +1,84 @@
+"""The lines above a run: what runs, on what, and what was chosen."""
+
+import os
+import platform
+
+import threadpoolctl
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.library import load_mpi
+from nnmpi.compose import Worker
+from nnmpi.train.config import Config, OptimizationConfig, ParallelConfig
+from nnmpi.train.inputs import Inputs
+from nnmpi.train.report import Extent
+
+
+def header(config: Config, group: Group, inputs: Inputs, backend: Backend, extent: Extent, worker: Worker) -> list[str]:
+    """Return the header. Collective: the ranks tell their nodes."""
+    options = config.optimization
+    nodes = sorted(set(group.gather(platform.node())))
+    train, test = inputs.train, inputs.test
+    shape = " x ".join(map(str, train.sample_shape))
+    named = [
+        f"layout: dp {group.size}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} ({', '.join(nodes[:4])}"
+        f"{', ...' if len(nodes) > 4 else ''})",
+        f"MPI: {mpi_library()}",
+        f"backend: {backend.name} on {backend.device}, {config.run.dtype}; {blas()}",
+        f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes",
+        f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
+        f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
+        f"model: {config.model.model}, {worker.model.storage.size:,} parameters; {_optimizer(options)}",
+        f"all-reduce: {_exchange(config.parallel, worker)}",
+        f"run folder: {config.run.out}",
+    ]
+    return [_aligned(line) for line in named]
+
+
+def mpi_library() -> str:
+    """Return the MPI library's name and version."""
+    name, version = load_mpi(os.environ).get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def blas() -> str:
+    """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its threads."""
+    found = [each for each in threadpoolctl.threadpool_info() if each.get("user_api") == "blas"]
+    if not found:
+        return "BLAS unknown"
+    first = found[0]
+    kind = f" for {first['architecture']}" if first.get("architecture") else ""
+    threads = count(first["num_threads"], "thread")
+    return f"{first['internal_api']} {first.get('version') or ''}{kind}, {threads} per rank"
+
+
+def count(n: int, singular: str, plural: str = "") -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{n} {singular if n == 1 else plural or singular + 's'}"
+
+
+def _optimizer(options: OptimizationConfig) -> str:
+    """Return the optimizer and what changes its learning rate, in words."""
+    words = [f"{options.optimizer}, learning rate {options.lr:g}"]
+    if options.schedule != "constant":
+        words.append(options.schedule)
+    if options.warmup_epochs:
+        words.append(f"warm-up {options.warmup_epochs:g} epochs")
+    return ", ".join(words)
+
+
+def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
+    """Return the buckets, the all-reduce algorithms that were chosen for them, and why."""
+    exchange = worker.parallel.exchange
+    if worker.group.size == 1:
+        return "none, one rank has nothing to add"
+    words = [count(len(exchange.buckets), "bucket")]
+    for choice in dict.fromkeys(exchange.choices):
+        words.append(f"{choice.algorithm} ({choice.reason})")
+    words.append("overlapped with the backward pass" if parallel.overlap else "after the backward pass")
+    return ", ".join(words)
+
+
+def _aligned(line: str) -> str:
+    name, _, text = line.partition(": ")
+    return f"{name + ':':<12} {text}"

@@ -1,0 +1,92 @@
+"""The data of a run: prepared once per node, loaded by every rank, and cut into batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.group import Group
+from nnmpi.data.catalogue import DOWNLOADED, load, prepare
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config, DataConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Data sets and loaders of one rank.
+
+    Attributes:
+        train, test: the whole sets.
+        batch_size: rows of a global batch, at most those of the training set.
+        train_loader, test_loader: this rank's part of every batch; the test's keeps the order and is not augmented.
+    """
+
+    train: Dataset
+    test: Dataset
+    batch_size: int
+    train_loader: Loader
+    test_loader: Loader
+
+
+def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[str], None]) -> Inputs:
+    """Return the inputs of this rank, after the first rank of each node has downloaded what is missing. Collective.
+
+    Args:
+        local_rank: this rank's number on its node.
+        say: called with a sentence when a transfer begins.
+
+    Raises:
+        UsageError: for an unknown data set, or options that do not fit it.
+        DataError: for files that cannot be had or are damaged.
+    """
+    data, run = config.data, config.run
+    downloads = data.dataset in DOWNLOADED and data.data_dir is None
+    with agreed(group):
+        if local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
+            prepare(data.dataset, data.data_dir, report=say)
+    with agreed(group):
+        train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
+        wanted = config.optimization.batch_size
+        batch_size = len(train) if wanted == "full" else min(wanted, len(train))
+        after = [Normalize.fit(train)] if data.normalize else []
+        changes = [*augmentations(data, train), *after]
+
+        def loader(dataset: Dataset, training: bool, transforms: list[Transform]) -> Loader:
+            return Loader(
+                dataset,
+                min(batch_size, len(dataset)),
+                seed=run.seed,
+                rank=group.rank,
+                world=group.size,
+                microbatches=config.optimization.grad_accum if training else 1,
+                shuffle=training,
+                transform=Compose(*transforms) if transforms else None,
+                dtype=run.dtype,
+            )
+
+        return Inputs(
+            train, test, batch_size, loader(train, True, changes), loader(test, False, list[Transform](after))
+        )
+
+
+def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:
+    """Return the random changes of training images that the options ask for.
+
+    Raises:
+        UsageError: when the samples are not images, or are shifted out of themselves.
+    """
+    if data.augment == "none":
+        return []
+    if len(train.sample_shape) != 3:
+        raise UsageError(
+            f"--augment {data.augment} is for images, but samples of {train.name} have shape {train.sample_shape}; "
+            "leave it away"
+        )
+    side = min(train.sample_shape[:2])
+    pixels = data.shift_pixels or max(1, side // 12)
+    if pixels >= side:
+        raise UsageError(f"--shift-pixels {pixels} moves images of {side} pixels away; give less than {side}")
+    found: list[Transform] = [Shift(pixels)] if "shift" in data.augment else []
+    return [*found, Flip()] if "flip" in data.augment else found
