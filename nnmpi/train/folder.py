@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.files import replace_durably
-from nnmpi.train.metrics import METRICS_FILE
+from nnmpi.train.metrics import METRICS_FILE, truncate_metrics
 from nnmpi.train.options import flatten
 from nnmpi.train.parse import CONFIG_FILE
 
@@ -75,11 +75,24 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(flatten(config), indent=1, allow_nan=False)
+            text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
             replace_durably(self.config, text.encode() + b"\n")
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
+
+    def cut(self, step: int) -> None:
+        """Remove the metrics after this step, so that a run that goes on from it writes each step once.
+
+        Raises:
+            CheckpointError: when metrics.jsonl is damaged or cannot be written.
+        """
+        try:
+            truncate_metrics(self.metrics, step)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.metrics} is damaged or cannot be written ({error}); move it away to go on without it"
+            ) from None
 
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:

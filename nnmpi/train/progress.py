@@ -48,6 +48,10 @@ class Pace:
         self._last = now
         return True
 
+    def restart(self) -> None:
+        """Start again: a line of another kind was just printed."""
+        self._last = self._clock()
+
 
 def duration(seconds: float) -> str:
     """Return a time for people: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""

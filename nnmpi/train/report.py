@@ -1,0 +1,85 @@
+"""What a run tells, in lines for people and in records for programs; both on rank 0 only."""
+
+from dataclasses import dataclass
+
+from nnmpi.compose import EvalReport, StepReport
+from nnmpi.train.progress import Console, Pace, percent
+from nnmpi.train.recorder import Recorder
+from nnmpi.train.state import State
+from nnmpi.train.totals import Totals
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a run is: its epochs, its updates, and the batches of an epoch of training and of the test data."""
+
+    epochs: int
+    steps: int
+    train_batches: int
+    test_batches: int
+
+    def passes(self, state: State) -> float:
+        """Return the passes over the training data so far, with the fraction of the present one."""
+        return state.epoch + state.batch / self.train_batches
+
+
+class Reporter:
+    """Prints and records.
+
+    Args:
+        print_every_s: least time between two printed lines of steps.
+    """
+
+    def __init__(self, extent: Extent, console: Console, recorder: Recorder, print_every_s: float) -> None:
+        self._extent, self._console, self._recorder = extent, console, recorder
+        self._pace = Pace(print_every_s)
+
+    def steps(self, state: State, last: StepReport, lr: float) -> None:
+        """Tell of the steps in the state's window, of which `last` was the last, with learning rate lr."""
+        window, passes = state.window, self._extent.passes(state)
+        self._recorder.write(
+            {
+                "kind": "train",
+                "global_step": state.step,
+                "epoch": passes,
+                "loss": window.loss,
+                "accuracy": window.accuracy,
+                "learning_rate": lr,
+                "grad_norm": last.grad_norm,
+                "samples_per_second": window.samples_per_second,
+                "compute_s": window.per_step(window.compute_s),
+                "sync_s": window.per_step(window.sync_s),
+                "input_s": window.per_step(window.input_s),
+            }
+        )
+        if self._pace.due():
+            self._console.say(
+                f"  step {state.step}/{self._extent.steps}, epoch {passes:.2f}: loss {window.loss:.4f}, "
+                f"accuracy {percent(window.accuracy)}, {window.samples_per_second:.0f} samples/s"
+            )
+
+    def epoch(self, number: int, totals: Totals, report: EvalReport | None) -> None:
+        """Tell of an epoch (from 1): its totals, and the evaluation after it if there was one."""
+        tested = f", test loss {report.loss:.4f}, test accuracy {percent(report.accuracy)}" if report else ""
+        self._console.say(
+            f"epoch {number}/{self._extent.epochs}: loss {totals.loss:.4f}, accuracy {percent(totals.accuracy)}"
+            f"{tested}, {totals.samples_per_second:.0f} samples/s",
+            f"  {totals.breakdown()}",
+        )
+        self._pace.restart()
+
+    def evaluation(self, kind: str, state: State, report: EvalReport) -> None:
+        """Record an evaluation: kind "eval" after an epoch, "test" at the end."""
+        seconds = max(report.seconds, 1e-9)
+        self._recorder.write(
+            {
+                "kind": kind,
+                "global_step": state.step,
+                "epoch": self._extent.passes(state),
+                "loss": report.loss,
+                "accuracy": report.accuracy,
+                "runtime": report.seconds,
+                "samples_per_second": report.samples / seconds,
+                "steps_per_second": self._extent.test_batches / seconds,
+            }
+        )

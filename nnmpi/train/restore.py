@@ -1,0 +1,86 @@
+"""Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose import Worker
+from nnmpi.errors import CheckpointError
+from nnmpi.train.checkpoint import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Checkpoint,
+    check_fit,
+    load_checkpoint,
+    save_checkpoint,
+)
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.recorder import Recorder
+from nnmpi.train.root import on_root
+from nnmpi.train.state import State
+
+
+def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
+    """Write a checkpoint of this state. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, when it cannot be written; older ones are intact.
+    """
+    arrays, scalars = worker.optimizer_state()
+    values = {**state.to_json(), "seed": worker.seed, "ranks": group.size, "optimizer": scalars}
+
+    def write() -> None:
+        try:
+            recorder.sync()
+            save_checkpoint(folder.checkpoints, Checkpoint(worker.model.state(), arrays, values), keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint of step {state.step} can be written into {folder.checkpoints} "
+                f"({error.strerror or error}); older ones are intact"
+            ) from None
+
+    on_root(group, write)
+
+
+def restore(worker: Worker, folder: RunFolder, group: Group) -> tuple[State, list[str]]:
+    """Give the worker the run's last good checkpoint; return the state, and what there is to say. Collective.
+
+    Without a checkpoint the worker stays as it is and the state is the start.
+
+    Raises:
+        CheckpointError: on all ranks, when none is whole or it does not fit the model.
+    """
+    own = (worker.model.state(), worker.optimizer_state()[0])
+    parts = [own]  # on rank 0 replaced by the checkpoint's; elsewhere the arrays that its values are written into
+
+    def read() -> dict[str, Any] | None:
+        loaded = load_checkpoint(folder.checkpoints)
+        if loaded is None:
+            return None
+        found, place, notices = loaded
+        check_fit(found.model, own[0], place / MODEL_FILE)
+        check_fit(found.optimizer, own[1], place / OPTIMIZER_FILE)
+        parts[0] = (dict(found.model), dict(found.optimizer))
+        return {"values": dict(found.state), "notices": [*notices, f"resuming from {place}"]}
+
+    answer: dict[str, Any] | None = on_root(group, read)
+    if answer is None:
+        return State(), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
+    values, notices = answer["values"], answer["notices"]
+    model, optimizer = (_broadcast(arrays, group) for arrays in parts[0])
+    worker.model.load_state(model)
+    worker.load_optimizer_state(optimizer, values["optimizer"])
+    if values["ranks"] != group.size:
+        notices.append(f"the run had {values['ranks']} ranks and goes on with {group.size}: equal up to rounding")
+    return State.from_json(values), notices
+
+
+def _broadcast(arrays: Mapping[str, Array], group: Group) -> dict[str, Array]:
+    """Return rank 0's arrays on every rank; the others give arrays of the same names, shapes and dtypes."""
+    copies = {name: np.array(arrays[name], order="C") for name in sorted(arrays)}
+    for array in copies.values():
+        group.broadcast(array)
+    return copies
