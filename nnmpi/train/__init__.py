@@ -1,0 +1,1 @@
+"""The train command and its parts: options, loop, metrics, checkpoints."""

@@ -1,0 +1,102 @@
+"""One run from its configuration to its last line: set up, train, tell the result."""
+
+import numpy as np
+
+from nnmpi.backend.select import select
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.group import Group
+from nnmpi.compose import EvalReport
+from nnmpi.errors import LayoutError
+from nnmpi.train.build import build_extent, build_schedule, build_worker
+from nnmpi.train.config import Config
+from nnmpi.train.curves import can_draw, draw
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.header import count, header
+from nnmpi.train.inputs import load_inputs
+from nnmpi.train.loop import Loop, Parts
+from nnmpi.train.progress import Console, duration, percent
+from nnmpi.train.recorder import Recorder
+from nnmpi.train.report import Reporter
+from nnmpi.train.restore import restore
+from nnmpi.train.root import on_root
+from nnmpi.train.state import State
+
+
+def run(config: Config, group: Group, console: Console) -> None:
+    """Train with this configuration, in the folder `config.run.out`. Collective.
+
+    Raises:
+        UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
+        DataError: for files that cannot be had or are damaged.
+        DivergenceError, CheckpointError, Stopped: see `Loop.run`.
+    """
+    # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
+    with np.errstate(all="ignore"):
+        _run(config, group, console)
+
+
+def _run(config: Config, group: Group, console: Console) -> None:
+    assert config.run.out is not None
+    folder, resuming = RunFolder(config.run.out), config.run.resume is not None
+    _check_layout(config, group)
+    if not resuming:
+        on_root(group, folder.check_free)
+    parts, lines = _set_up(config, group, folder, console)
+    state, notices = restore(parts.worker, folder, group) if resuming else (State(), [])
+
+    def occupy() -> None:
+        folder.create(config)
+        folder.cut(state.step)
+
+    on_root(group, occupy)
+    console.say(*lines, *notices)
+    with Recorder(folder if group.is_root else None, state.step) as recorder:
+        loop = Loop(parts, state, Reporter(parts.extent, console, recorder, config.run.print_every), recorder)
+        report = loop.run()
+    _tell(console, report, loop.state, folder)
+    if group.is_root:
+        _draw(console, folder)
+
+
+def _check_layout(config: Config, group: Group) -> None:
+    dp = config.parallel.dp
+    if dp not in ("auto", group.size):
+        raise LayoutError(
+            f"--dp {dp} does not fit the {count(group.size, 'rank')} of this run; start {dp} ranks "
+            f"(mpirun -n {dp}), or leave --dp away"
+        )
+
+
+def _set_up(config: Config, group: Group, folder: RunFolder, console: Console) -> tuple[Parts, list[str]]:
+    """Load the data and build everything; return it with the header. Collective."""
+    node = group.node()
+    local_rank = node.rank
+    node.free()
+    inputs = load_inputs(config, group, local_rank, console.say)
+    with agreed(group):
+        backend = select(config.run.backend, local_rank)
+        extent = build_extent(config.optimization, inputs)
+        schedule = build_schedule(config.optimization, extent, inputs.batch_size)
+    worker = build_worker(config, group, inputs, backend)
+    lines = header(config, group, inputs, backend, extent, worker)
+    return Parts(config.run, group, inputs, worker, schedule, extent, folder), lines
+
+
+def _tell(console: Console, report: EvalReport, state: State, folder: RunFolder) -> None:
+    """Print the result."""
+    best = f"; best epoch {state.best_epoch} with {percent(state.best_accuracy)}" if state.best_epoch else ""
+    console.say(
+        f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}) with the final weights{best}",
+        f"{count(state.step, 'step')} in {duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
+    )
+
+
+def _draw(console: Console, folder: RunFolder) -> None:
+    """Draw the curves if that is possible; a failure costs the curves, not the run."""
+    if not can_draw():
+        return console.say("no curves: matplotlib is not installed (pip install 'nnmpi[plot]')")
+    try:
+        draw(folder.metrics, folder.curves)
+    except (OSError, ValueError) as error:
+        return console.say(f"no curves: {error}")
+    return console.say(f"curves are in {folder.curves}")

@@ -1,0 +1,263 @@
+"""Runs in this process: what they leave behind, and that every option does what it says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import CheckpointError, DivergenceError, UsageError
+from nnmpi.train import restore, session
+from nnmpi.train.cli import main
+from nnmpi.train.metrics import read_metrics
+
+Train: TypeAlias = Callable[[str], Path]
+
+# Other programs read these.
+TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second"]
+TRAIN_KEYS += ["compute_s", "sync_s", "input_s"]
+EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "runtime", "samples_per_second", "steps_per_second"]
+
+
+@pytest.fixture
+def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains a small net on iris with more options and returns the run's folder; no curves, which take their time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    numbers = iter(range(1000))
+
+    def train(words: str) -> Path:
+        words = words if "--model" in words else f"--model mlp --dataset iris {words}"
+        out = tmp_path / f"run{next(numbers)}"
+        main([*words.split(), "--out", str(out)], group)
+        return out
+
+    return train
+
+
+def weights(run: Path) -> dict[str, Any]:
+    name = (run / "checkpoints" / "latest").read_text().strip()
+    return load_file(run / "checkpoints" / name / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    mine, theirs = weights(one), weights(other)
+    return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def rates(run: Path) -> list[float]:
+    return [each["learning_rate"] for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"]
+
+
+def test_metrics_have_their_keys(train: Train) -> None:
+    records = read_metrics(train("--epochs 3 --log-every 2") / "metrics.jsonl")
+    assert [each["kind"] for each in records] == ["train", "eval"] * 3 + ["test"]
+    assert [each["global_step"] for each in records] == [2, 2, 4, 4, 6, 6, 6]
+    for record in records:
+        assert list(record) == (TRAIN_KEYS if record["kind"] == "train" else EVAL_KEYS)
+        assert all(value is not None for value in record.values())
+    assert records[-1]["accuracy"] == records[-2]["accuracy"]
+    assert [each["epoch"] for each in records[:3]] == [1.0, 1.0, 2.0]
+
+
+def test_the_folder_holds_everything(train: Train) -> None:
+    run = train("--epochs 5 --keep 2")
+    assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000010"]
+    config = json.loads((run / "config.json").read_text())
+    assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
+
+
+def test_curves_and_events_are_made_where_their_libraries_are(
+    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboardX")
+    main(f"--model mlp --dataset iris --epochs 2 --out {tmp_path / 'run'}".split(), group)
+    assert (tmp_path / "run" / "curves" / "loss.png").stat().st_size > 1000
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert f"curves are in {tmp_path / 'run' / 'curves'}" in capsys.readouterr().out
+
+
+def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--epochs 1 --schedule cosine")
+    printed = capsys.readouterr().out
+    names = [line.split(":")[0] for line in printed.splitlines()[:8]]
+    assert names == ["layout", "MPI", "backend", "data", "batches", "model", "all-reduce", "run folder"]
+    for text in ("1 rank on 1 node", "numpy on CPU, float32", "120 training and 30 test samples", "9,091 parameters"):
+        assert text in printed
+    assert "step 1" in printed or "ms = compute" in printed
+    assert "with the final weights; best epoch 1 with" in printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hidden 9 --epochs 2",
+        "--activation tanh",
+        "--dropout 0.5",
+        "--test-fraction 0.5",
+        "--no-normalize",
+        "--epochs 3",
+        "--max-steps 3",
+        "--batch-size 17",
+        "--batch-size full",
+        "--optimizer sgd",
+        "--optimizer adamw",
+        "--lr 0.002",
+        "--weight-decay 0.1",
+        "--schedule cosine",
+        "--schedule step --step-epochs 0.5",
+        "--warmup-epochs 1",
+        "--lr-scaling linear --base-batch 32",
+        "--clip 0.01",
+        "--label-smoothing 0.1",
+        "--seed 1",
+        "--dtype float64",
+    ],
+)
+def test_options_that_change_the_weights(train: Train, words: str) -> None:
+    assert not same(train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words))
+
+
+@pytest.mark.parametrize("words", ["--momentum 0.9", "--momentum 0.9 --nesterov"])
+def test_momentum_changes_the_weights(train: Train, words: str) -> None:
+    before = "" if words == "--momentum 0.9" else " --momentum 0.9"
+    assert not same(train(f"--epochs 2 --optimizer sgd{before}"), train(f"--epochs 2 --optimizer sgd {words}"))
+
+
+@pytest.mark.parametrize("words", ["--augment shift", "--augment flip", "--augment shift-flip", "--model resnet"])
+def test_options_for_images_change_the_weights(train: Train, words: str) -> None:
+    base = "--dataset digits --max-steps 2 --batch-size 32"
+    assert not same(
+        train(f"--model cnn {base}"), train(f"{words} {base}" if "model" in words else f"--model cnn {base} {words}")
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--dp 1",
+        "--allreduce ring",
+        "--bucket-mb 0.001",
+        "--no-overlap",
+        "--check-weights",
+        "--backend numpy",
+        "--log-every 1",
+        "--print-every 0",
+        "--eval-every 0",
+        "--save-every 0",
+        "--save-steps 1",
+        "--keep 1",
+    ],
+)
+def test_options_that_must_not_change_the_weights(train: Train, words: str) -> None:
+    assert same(train("--epochs 2"), train(f"--epochs 2 {words}"))
+
+
+def test_parts_of_a_batch_give_the_same_update(train: Train) -> None:
+    whole, parts = (weights(train(f"--epochs 2 --dtype float64 {words}")) for words in ("", "--grad-accum 5"))
+    for name, array in whole.items():
+        np.testing.assert_allclose(parts[name], array, rtol=1e-9, atol=1e-12)
+
+
+def test_schedules_give_the_rates_they_promise(train: Train) -> None:
+    words = "--epochs 4 --log-every 1 --lr 0.1 "  # 8 steps, 2 per epoch
+    assert rates(train(words)) == [0.1] * 8
+    stepped = rates(train(words + "--schedule step --step-epochs 2 --step-factor 0.5"))
+    assert stepped == pytest.approx([0.1] * 4 + [0.05] * 4)
+    cosine = rates(train(words + "--schedule cosine --warmup-epochs 1"))
+    assert cosine[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+    assert cosine[2:] == sorted(cosine[2:], reverse=True)
+    scaled = rates(train(words + "--lr-scaling linear --base-batch 32"))
+    assert scaled == pytest.approx([0.2] * 8)
+
+
+def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> None:
+    run = train("--epochs 6 --eval-every 3 --save-every 4 --save-steps 5 --keep 9")
+    records = read_metrics(run / "metrics.jsonl")
+    assert [each["global_step"] for each in records if each["kind"] == "eval"] == [6, 12]
+    assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == ["05", "08", "10", "12"]
+    run = train("--epochs 6 --eval-every 0 --save-every 0")
+    assert [each["kind"] for each in read_metrics(run / "metrics.jsonl")] == ["train", "train", "test"]
+    assert len(list((run / "checkpoints").glob("step-*"))) == 1
+
+
+def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--epochs 2 --log-every 1 --print-every 0")
+    assert capsys.readouterr().out.count("  step ") >= 4
+    train("--epochs 2 --log-every 1 --print-every 1000")
+    assert ", epoch " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--model cnn --dataset iris", "needs images"),
+        ("--dataset irs", "data set 'irs' is unknown; did you mean iris"),
+        ("--dataset absent.csv", "absent.csv"),
+        ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
+        ("--model cnn --dataset digits --augment shift --shift-pixels 8", "--shift-pixels 8 moves images of 8 pixels"),
+        ("--epochs 2 --warmup-epochs 2", "--warmup-epochs 2.0 is 4 steps, but the run has only 4"),
+        ("--dp 2", "--dp 2 does not fit the 1 rank of this run; start 2 ranks"),
+        ("--data-dir here", "is bundled"),
+        ("--model cnn --dataset mnist --data-dir absent", "--data-dir absent does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    train: Train, tmp_path: Path, words: str, text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        train(words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
+        main(f"--model mlp --dataset iris --out {tmp_path / 'file' / 'run'}".split(), group)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = restore.save_checkpoint
+
+    def full(folder: Path, checkpoint: Any, keep: int) -> Path:
+        if checkpoint.state["step"] > 4:
+            raise OSError(28, "No space left on device")
+        return real(folder, checkpoint, keep)
+
+    monkeypatch.setattr(restore, "save_checkpoint", full)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):
+        train("--epochs 5")
+    assert (tmp_path / "run0" / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
+def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match="not finite"):
+        train("--optimizer sgd --lr 1e6 --epochs 9 --save-steps 1")
+    assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
+
+
+def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
+    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("--epochs 2")
+    before = read_metrics(run / "metrics.jsonl")
+    main(["--resume", str(run)], group)
+    after = read_metrics(run / "metrics.jsonl")
+    assert [(each["kind"], each["global_step"], each["loss"]) for each in after] == [
+        (each["kind"], each["global_step"], each["loss"]) for each in before
+    ]
+    main(["--resume", str(run), "--epochs", "3"], group)
+    records = read_metrics(run / "metrics.jsonl")
+    assert [(each["kind"], each["global_step"]) for each in records][-3:] == [("train", 6), ("eval", 6), ("test", 6)]
+    assert sum(each["kind"] == "test" for each in records) == 1
+    assert same(run, train("--epochs 3"))
+    assert f"resuming from {run}" in capsys.readouterr().out
