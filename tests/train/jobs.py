@@ -1,0 +1,59 @@
+"""Running the train command as a user does, in processes of its own, and killing it at bad moments."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.harness.job import Ending, mpirun, run
+
+LIMIT_S = 90.0
+ROOT = Path(__file__).parents[2]
+
+
+def train(folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False) -> Ending:
+    """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can be imported."""
+    start = mpirun(ranks) if ranks > 1 else []
+    command = [*start, sys.executable, "-m", "nnmpi.train", *words.split()]
+    environ = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return run(command, folder / "output", LIMIT_S, environ, is_lost=is_lost, cwd=folder)
+
+
+def processes(mark: str) -> list[int]:
+    """Return the processes with this text among their arguments: those of one job, if the text names its folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if mark in path.read_text(errors="replace") and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def send(number: signal.Signals, mark: str, only_ranks: bool = False) -> None:
+    """Send the signal to the job's processes; not to its mpirun with `only_ranks`."""
+    for process in processes(mark):
+        with suppress(OSError):
+            name = Path(f"/proc/{process}/comm").read_text()
+            if not (only_ranks and ("run" in name or "prte" in name)):
+                os.kill(process, number)
+
+
+def once(condition: Callable[[], bool], action: Callable[[], None], ends: bool) -> Callable[[], bool]:
+    """Return a callback for `train`: it does the action when the condition holds first, and says whether to end."""
+    done = False
+
+    def callback() -> bool:
+        nonlocal done
+        if not done and condition():
+            done = True
+            action()
+        return done and ends
+
+    return callback
+
+
+def lines(file: Path) -> int:
+    """Return how many lines the file has; 0 if there is none."""
+    return file.read_bytes().count(b"\n") if file.exists() else 0

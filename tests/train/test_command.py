@@ -1,0 +1,94 @@
+"""The command as a user starts it: what is printed once, and with which status it ends."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.train.jobs import lines, once, send, train
+
+
+def test_help_is_printed_once(tmp_path: Path) -> None:
+    ending = train(tmp_path, "--help", ranks=3)
+    assert ending.status == 0
+    assert ending.output.count("usage: python -m nnmpi.train") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "output"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--lr -1", "--lr is -1.0; give a finite number above 0"),
+        ("--dp 4", "--dp 4 does not fit the 3 ranks of this run"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path, words: str, sentence: str) -> None:
+    ending = train(tmp_path, words, ranks=3)
+    assert ending.status == 2
+    assert ending.output.count(sentence) == 1
+    assert "Traceback" not in ending.output
+    assert list(tmp_path.iterdir()) == [tmp_path / "output"]
+
+
+def test_a_loss_that_is_not_finite_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+    words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-steps 1 --out run"
+    ending = train(tmp_path, words, ranks=3)
+    assert ending.status == 1
+    assert ending.output.count("the first values that are not finite are in ") == 1
+    assert "Traceback" not in ending.output
+    assert "Warning" not in ending.output
+    assert "on rank " in ending.output
+    saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved[0] == "latest"
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() in saved
+
+
+def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path) -> None:
+    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2")
+    assert ending.status == 0
+    assert "1 rank on 1 node" in ending.output
+    assert [f"epoch {n}/2: " in ending.output for n in (1, 2, 3)] == [True, True, False]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("iris-mlp-")
+    assert json.loads((run / "config.json").read_text())["out"] == f"runs/{run.name}"
+
+
+def test_every_line_is_printed_once_on_several_ranks(tmp_path: Path) -> None:
+    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2 --out run", ranks=3)
+    assert ending.status == 0
+    printed = [line for line in ending.output.splitlines() if line]
+    assert len(printed) == len(set(printed))
+    assert "3 ranks on 1 node" in ending.output
+    assert "\x1b" not in ending.output
+    assert ending.output.count("test accuracy") == 3  # two epochs and the end
+
+
+def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
+        "    import nnmpi.data.dataset as module\n"
+        "    def fail(*_): raise ZeroDivisionError('a fault in a loader thread')\n"
+        "    module.Dataset.rows = fail\n"
+    )
+    ending = train(tmp_path, "--model mlp --dataset iris --no-normalize --out run", ranks=3)
+    assert ending.status not in (0, None)
+    assert ending.output.count("ZeroDivisionError: a fault in a loader thread") == 1
+    assert "rank 1 of 3" in ending.output
+    assert ending.seconds < 30
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(3, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_saves_the_last_whole_step(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+    run = tmp_path / f"run-{ranks}-{number}"
+    metrics = run / "metrics.jsonl"
+    callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), only_ranks=True), ends=False)
+    words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    ending = train(tmp_path, words, ranks, callback)
+    assert ending.status == 128 + number
+    assert ending.output.count(f"stopped by {number.name} after step ") == 1
+    assert f"go on with: python -m nnmpi.train --resume {run}" in ending.output
+    step = int(ending.output.split("after step ")[1].split(";")[0])
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", f"step-{step:08d}"]
+    assert lines(metrics) == step

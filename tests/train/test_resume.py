@@ -1,0 +1,120 @@
+"""A run that was killed and resumed ends with the same weights, bit for bit, as one that never stopped."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from nnmpi.train.metrics import read_metrics
+from tests.train.jobs import lines, once, send, train
+
+TIMES = ("samples_per_second", "steps_per_second", "runtime", "compute_s", "sync_s", "input_s")
+
+
+def last_checkpoint(run: Path) -> Path:
+    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    records = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (last_checkpoint(one) / name).read_bytes() == (last_checkpoint(other) / name).read_bytes(), name
+    assert without_times(one) == without_times(other)
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = (
+        "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --nesterov --lr 0.05 "
+        "--schedule cosine --warmup-epochs 1 --epochs 16 --batch-size 50 --save-steps 3 --log-every 1 --keep 2"
+    )
+    assert train(tmp_path, f"{words} --out {whole}", ranks=2).status == 0
+    moments = random.Random(7)
+    for attempt in range(3):
+        begin = f"{words} --out {broken}" if attempt == 0 else f"--resume {broken}"
+        wanted_lines = lines(broken / "metrics.jsonl") + moments.randrange(1, 40)
+
+        def kill(pause_s: float = moments.random() / 50) -> None:
+            time.sleep(pause_s)
+            send(signal.SIGKILL, str(broken))
+
+        ready = once(lambda least=wanted_lines: lines(broken / "metrics.jsonl") >= least, kill, ends=True)  # type: ignore[misc]
+        assert train(tmp_path, begin, ranks=2, is_lost=ready).status != 0, "the run ended before it was killed"
+    assert train(tmp_path, f"--resume {broken}", ranks=2).status == 0
+    assert_same_end(whole, broken)
+
+
+def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = "--model mlp --dataset iris --epochs 3000 --eval-every 0 --save-every 0 --log-every 1 --max-steps"
+    callback = once(lambda: lines(broken / "metrics.jsonl") > 3, lambda: send(signal.SIGKILL, str(broken)), ends=True)
+    assert train(tmp_path, f"{words} 6000 --out {broken}", is_lost=callback).status != 0
+    ending = train(tmp_path, f"--resume {broken} --max-steps 30")
+    assert ending.status == 0
+    assert "has no checkpoint yet: starting at the beginning" in ending.output
+    assert train(tmp_path, f"{words} 30 --out {whole}").status == 0
+    assert_same_end(whole, broken)
+
+
+def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Path) -> None:
+    words = "--model resnet --batch-size 100 --optimizer adamw"
+    assert train(tmp_path, f"{words} --max-steps 6 --out whole", ranks=2).status == 0
+    assert train(tmp_path, f"{words} --max-steps 4 --log-every 2 --out broken", ranks=2).status == 0
+    assert train(tmp_path, "--resume broken --max-steps 6", ranks=2).status == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (last_checkpoint(tmp_path / "whole") / name).read_bytes() == (
+            last_checkpoint(tmp_path / "broken") / name
+        ).read_bytes()
+    state = json.loads((last_checkpoint(tmp_path / "broken") / "state.json").read_text())
+    assert (state["step"], state["epoch"], state["batch"], state["seed"]) == (6, 0, 6, 0)
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1"
+    assert train(tmp_path, f"{words} --max-steps 12 --out whole").status == 0
+    assert train(tmp_path, f"{words} --max-steps 7 --out moved", ranks=2).status == 0
+    ending = train(tmp_path, "--resume moved --max-steps 12", ranks=3)
+    assert ending.status == 0
+    assert "the run had 2 ranks and goes on with 3: equal up to rounding" in ending.output
+    one, other = (load_file(last_checkpoint(tmp_path / run) / "model.safetensors") for run in ("whole", "moved"))
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
+    words = "--model mlp --dataset iris --epochs 4"
+    assert train(tmp_path, f"{words} --out run").status == 0
+    newest = last_checkpoint(tmp_path / "run")
+    weights = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(weights[:-8])
+    ending = train(tmp_path, "--resume run")
+    assert ending.status == 0
+    assert "an older checkpoint is used instead" in ending.output
+    assert "resuming from run/checkpoints/step-00000006" in ending.output
+    assert (newest / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--resume absent", "--resume absent: there is no run"),
+        ("--resume run --model cnn", "the run has --model mlp, which cannot become cnn"),
+        ("--out run", "--out run already holds a run (config.json); go on with it by --resume run"),
+    ],
+)
+def test_runs_are_not_mixed_up(tmp_path: Path, words: str, text: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"model": "mlp"}')
+    ending = train(tmp_path, words)
+    assert (ending.status, ending.output.count(text)) == (2, 1)
