@@ -13,7 +13,8 @@ A subclass assigns them in `__init__` and computes in `forward`:
                 x = layer(x)
             return x
 
-Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with `initialize`.
+Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with
+`initialize`.
 """
 
 from __future__ import annotations
