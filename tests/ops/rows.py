@@ -1,0 +1,138 @@
+"""The rows of the table for nnmpi.ops. Every operation there stands here: test_operations sees to it."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from nnmpi import ops
+from nnmpi.ops.loss import REDUCTIONS
+from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, rows
+from tests.tensor.draws import shape as draw_shape
+from tests.tensor.rows import unary
+
+
+def along_axis(function):
+    """Return a builder for softmax and its kind: any axis with elements, others may be empty."""
+
+    def build(draw: Draw) -> Case:
+        before, after = draw_shape(draw, most=1), draw_shape(draw, most=1)
+        axis = draw(st.sampled_from((len(before), -len(after) - 1)))
+        x = array(draw, anywhere, (*before, draw(st.integers(1, 4)), *after))
+        return Case(lambda t: function(t, axis), [x])
+
+    return build
+
+
+def linear_case(draw: Draw) -> Case:
+    """Rows of any leading shape, with and without bias, also no features at all."""
+    leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    shapes = [(*leading, i), (i, o), (o,)]
+    return Case(ops.linear, arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))]))
+
+
+def conv2d(draw: Draw) -> Case:
+    """Every option, different for rows and columns; also no image at all, and borders wider than the kernel."""
+    groups = draw(st.integers(1, 2))
+    c, o, n = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2))
+    padding = [draw(st.integers(0, 2)) for _ in range(2)]
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    h, w = (max(1, r - 2 * p) + draw(st.integers(0, 3)) for r, p in zip(reach, padding, strict=True))
+    shapes = [(n, h, w, c), (*kernel, c // groups, o), (o,)]
+    inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
+    options = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    return Case(lambda x, weight, bias=None: ops.conv2d(x, weight, bias, *options), inputs)
+
+
+def pooling(function):
+    """Return a builder for pooling with overlapping, separate and gapped windows, and with borders."""
+
+    def build(draw: Draw) -> Case:
+        kernel, stride = ([draw(st.integers(1, 3)) for _ in range(2)] for _ in range(2))
+        padding = [draw(st.integers(0, k // 2)) for k in kernel]
+        h, w = (max(1, k - 2 * p) + draw(st.integers(0, 3)) for k, p in zip(kernel, padding, strict=True))
+        x = array(draw, distinct, (draw(st.integers(0, 2)), h, w, draw(st.integers(1, 2))))
+        return Case(lambda t: function(t, tuple(kernel), tuple(stride), tuple(padding)), [x])
+
+    return build
+
+
+def batch_norm(draw: Draw) -> Case:
+    """The batch's own statistics; eps is large, or single rows would be too steep for differences."""
+    leading, channels = draw_shape(draw, least=1, most=2), draw(st.integers(1, 3))
+    inputs = arrays(draw, anywhere, [(*leading, channels), (channels,), (channels,)])
+    return Case(lambda x, scale, shift: ops.batch_norm(x, scale, shift, 0.1)[0], inputs)
+
+
+def layer_norm(draw: Draw) -> Case:
+    """One or two feature axes."""
+    leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=2, side=1)
+    inputs = arrays(draw, anywhere, [(*leading, *features), features, features])
+    return Case(lambda x, scale, shift: ops.layer_norm(x, scale, shift, 0.1), inputs)
+
+
+def cross_entropy(draw: Draw) -> Case:
+    """Every reduction, with smoothing and with labels that are ignored, perhaps all of them."""
+    rows_shape, classes = draw_shape(draw, most=2), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    labels, ignore = rng.integers(0, classes, rows_shape), draw(st.sampled_from((None, -1, 0)))
+    if ignore == -1:
+        labels = np.where(rng.random(rows_shape) < draw(st.sampled_from((0.5, 1.0))), -1, labels)
+    options = (draw(st.sampled_from(REDUCTIONS)), ignore, draw(st.sampled_from((0.0, 0.1))))
+    return Case(lambda x: ops.cross_entropy(x, labels, *options), [array(draw, anywhere, (*rows_shape, classes))])
+
+
+def error(function):
+    """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array."""
+
+    def build(draw: Draw) -> Case:
+        size, reduction = draw_shape(draw), draw(st.sampled_from(REDUCTIONS))
+        x, target = arrays(draw, anywhere, (size, size))
+        if draw(st.booleans()):
+            return Case(lambda a, b: function(a, b, reduction), [x, target])
+        return Case(lambda a: function(a, target.astype(a.dtype), reduction), [x])
+
+    return build
+
+
+def dropout_case(draw: Draw) -> Case:
+    """A mask that is fixed by its key."""
+    x, rate = array(draw, anywhere, draw_shape(draw)), draw(st.sampled_from((0.0, 0.3, 0.9)))
+    return Case(lambda t: ops.dropout(t, rate, (1, 2), 3), [x])
+
+
+def embedding_case(draw: Draw) -> Case:
+    """Rows picked any number of times."""
+    entries = draw(st.integers(1, 4))
+    indices = np.array(draw(st.lists(st.integers(0, entries - 1), max_size=6)), dtype=np.int32)
+    if draw(st.booleans()):
+        indices = indices.reshape(-1, 1)
+    return Case(
+        lambda table: ops.embedding(table, indices), [array(draw, anywhere, (entries, draw(st.integers(0, 3))))]
+    )
+
+
+OPS: list[Row] = [
+    *rows("ops.relu", one=unary(ops.relu, nonzero)),
+    *rows(
+        "ops.leaky_relu",
+        default=unary(ops.leaky_relu, nonzero),
+        slope=unary(lambda x: ops.leaky_relu(x, 0.3), nonzero),
+    ),
+    *rows("ops.sigmoid", one=unary(ops.sigmoid)),
+    *rows("ops.tanh", one=unary(ops.tanh)),
+    *rows("ops.silu", one=unary(ops.silu)),
+    *rows("ops.gelu", exact=unary(ops.gelu), tanh=unary(lambda x: ops.gelu(x, "tanh"))),
+    *rows("ops.softmax", any=along_axis(ops.softmax)),
+    *rows("ops.log_softmax", any=along_axis(ops.log_softmax)),
+    *rows("ops.linear", any=linear_case),
+    *rows("ops.conv2d", any=conv2d),
+    *rows("ops.max_pool2d", any=pooling(ops.max_pool2d)),
+    *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
+    *rows("ops.batch_norm", one_rank=batch_norm),
+    *rows("ops.layer_norm", any=layer_norm),
+    *rows("ops.cross_entropy", any=cross_entropy),
+    *rows("ops.mse", any=error(ops.mse)),
+    *rows("ops.binary_cross_entropy", any=error(ops.binary_cross_entropy)),
+    *rows("ops.dropout", any=dropout_case),
+    *rows("ops.embedding", any=embedding_case),
+]

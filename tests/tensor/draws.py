@@ -1,0 +1,116 @@
+"""Strategies that draw arrays for the table of operations: shapes with empty and single axes, awkward strides."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+Shape = tuple[int, ...]
+Domain = Callable[[np.random.Generator, Shape], np.ndarray]
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One application of an operation: function(*tensors), at float64 inputs where it has a derivative."""
+
+    function: Callable[..., Any]
+    inputs: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: of the test.
+        public: the function that it covers, by module and name: "tensor.exp".
+        cases: a strategy of cases.
+    """
+
+    name: str
+    public: str
+    cases: st.SearchStrategy[Case]
+
+
+def rows(public: str, **cases: Callable[[Draw], Case]) -> list[Row]:
+    """Return rows for one public function from functions that draw a case."""
+    return [
+        Row(f"{public}-{variant}", public, st.composite(lambda draw, build=build: build(draw))())
+        for variant, build in cases.items()
+    ]
+
+
+# ---------------------------------------------------------------- values: where an operation has a derivative
+def anywhere(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return numbers between -2 and 2."""
+    return rng.uniform(-2, 2, shape)
+
+
+def positive(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return numbers between 0.3 and 2."""
+    return rng.uniform(0.3, 2, shape)
+
+
+def nonzero(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return numbers of both signs that stay 0.3 away from 0."""
+    return rng.uniform(0.3, 2, shape) * rng.choice((-1.0, 1.0), shape)
+
+
+def distinct(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return numbers that differ by at least 0.05 from one another, so that which is the largest does not change."""
+    size = int(np.prod(shape))
+    return (rng.permutation(size).reshape(shape) - size // 2) * 0.05 + 0.01
+
+
+def between(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return numbers that are each 0.025 away from all of `distinct`."""
+    return distinct(rng, shape) + 0.025
+
+
+# ---------------------------------------------------------------- shapes and strides
+def shape(draw: Draw, least: int = 0, most: int = 3, side: int = 0) -> Shape:
+    """Draw a shape of `least` to `most` axes, each of `side` to 3 elements."""
+    return tuple(draw(st.lists(st.integers(side, 3), min_size=least, max_size=most)))
+
+
+def broadcasting(draw: Draw, count: int) -> list[Shape]:
+    """Draw shapes that broadcast: axes of one shape left out in front, or of length 1."""
+    whole = shape(draw)
+    shapes = []
+    for _ in range(count):
+        start = draw(st.integers(0, len(whole)))
+        shapes.append(tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in whole[start:]))
+    return shapes
+
+
+def axes_of(draw: Draw, ndim: int) -> int | tuple[int, ...] | None:
+    """Draw what reductions take as axis: all, one, or several, counted from either end."""
+    if ndim == 0 or draw(st.booleans()):
+        return None
+    chosen = draw(st.lists(st.integers(0, ndim - 1), min_size=1, unique=True))
+    signed = tuple(i - ndim if draw(st.booleans()) else i for i in chosen)
+    return signed[0] if len(signed) == 1 else signed
+
+
+def array(draw: Draw, domain: Domain, size: Shape) -> np.ndarray:
+    """Draw an array of a shape whose values come from a domain and lie in memory in some awkward way."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    return awkward(draw, domain(rng, size))
+
+
+def arrays(draw: Draw, domain: Domain, sizes: Sequence[Shape]) -> list[np.ndarray]:
+    """Draw several arrays. See `array`."""
+    return [array(draw, domain, size) for size in sizes]
+
+
+def awkward(draw: Draw, values: np.ndarray) -> np.ndarray:
+    """Return the values in other memory: axes in any order, run through backwards or with gaps, NaN in the gaps."""
+    order = draw(st.permutations(range(values.ndim)))
+    steps = [draw(st.sampled_from((1, 1, 2, -1, -2))) for _ in order]
+    memory = np.full([values.shape[i] * abs(step) for i, step in zip(order, steps, strict=True)], np.nan)
+    view = memory[(..., *(slice(None, None, step) for step in steps))].transpose(np.argsort(order).astype(int))
+    view[...] = values
+    return view

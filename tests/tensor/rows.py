@@ -1,0 +1,296 @@
+"""The rows of the table for nnmpi.tensor: every differentiable function there, as test_operations sees to."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi.tensor.matmul import matmul as matmul_
+from tests.tensor.draws import (
+    Case,
+    Draw,
+    Row,
+    anywhere,
+    array,
+    arrays,
+    axes_of,
+    between,
+    broadcasting,
+    distinct,
+    nonzero,
+    positive,
+    rows,
+)
+from tests.tensor.draws import shape as draw_shape
+
+
+def unary(function, domain=anywhere):
+    """Return a builder for an elementwise function of one tensor."""
+    return lambda draw: Case(function, [array(draw, domain, draw_shape(draw))])
+
+
+def binary(function, domain=anywhere):
+    """Return a builder for a function of two tensors that broadcast."""
+    return lambda draw: Case(function, arrays(draw, domain, broadcasting(draw, 2)))
+
+
+def extremum(function):
+    """Return a builder for two tensors that broadcast and are equal nowhere."""
+
+    def build(draw: Draw) -> Case:
+        a, b = broadcasting(draw, 2)
+        return Case(function, [array(draw, distinct, a), array(draw, between, b)])
+
+    return build
+
+
+def where(draw: Draw) -> Case:
+    """Two tensors and a condition, all broadcast."""
+    condition, a, b = broadcasting(draw, 3)
+    mask = array(draw, anywhere, condition) > 0
+    return Case(lambda x, y: arithmetic.where(mask, x, y), arrays(draw, anywhere, (a, b)))
+
+
+def where_number(draw: Draw) -> Case:
+    """A tensor and a number on either side."""
+    x = array(draw, anywhere, draw_shape(draw))
+    mask, left = np.asarray(x > 0.5), draw(st.booleans())
+    return Case(lambda t: arithmetic.where(mask, 1.5, t) if left else arithmetic.where(mask, t, 1.5), [x])
+
+
+def power_number(draw: Draw) -> Case:
+    """A tensor to the power of a number."""
+    exponent = draw(st.sampled_from((2, 3, 0, 1, -1, 0.5, 2.5, -1.5)))
+    domain = positive if exponent % 1 else nonzero
+    return Case(lambda x: arithmetic.power(x, exponent), [array(draw, domain, draw_shape(draw))])
+
+
+def matmul(draw: Draw) -> Case:
+    """Vectors, matrices and stacks of them."""
+    n, k, m = (draw(st.integers(0, 3)) for _ in range(3))
+    left, right = broadcasting(draw, 2) if draw(st.booleans()) else ((), ())
+    a = draw(st.sampled_from(((k,), (*left, n, k))))
+    b = draw(st.sampled_from(((k,), (*right, k, m))))
+    return Case(matmul_, arrays(draw, anywhere, (a, b)))
+
+
+def reduction(function, domain=anywhere, side=0, **options):
+    """Return a builder for a reduction over some axes."""
+
+    def build(draw: Draw) -> Case:
+        x = array(draw, domain, draw_shape(draw, side=side))
+        axis, keepdims = axes_of(draw, x.ndim), draw(st.booleans())
+        return Case(lambda t: function(t, axis, keepdims, **options), [x])
+
+    return build
+
+
+def variance_unbiased(draw: Draw) -> Case:
+    """The variance with n - 1 over an axis of at least two elements."""
+    x = array(draw, anywhere, (draw(st.integers(2, 4)), *draw_shape(draw, most=2)))
+    return Case(lambda t: reduce.variance(t, 0, correction=1), [x])
+
+
+def reshape(draw: Draw) -> Case:
+    """Another shape of the same number of elements, one size left open where it can be."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    wanted = list(draw(st.permutations(x.shape))) + [1] * draw(st.integers(0, 1))
+    i = draw(st.integers(0, len(wanted) - 1))
+    if all(n for j, n in enumerate(wanted) if j != i) and draw(st.booleans()):
+        wanted[i] = -1
+    return Case(lambda t: shape.reshape(t, wanted), [x])
+
+
+def transpose(draw: Draw) -> Case:
+    """Any order of the axes, counted from either end."""
+    x = array(draw, anywhere, draw_shape(draw))
+    order = [i - x.ndim if draw(st.booleans()) else i for i in draw(st.permutations(range(x.ndim)))]
+    return Case(lambda t: shape.transpose(t, order), [x])
+
+
+def swapaxes(draw: Draw) -> Case:
+    """Two axes, which may be the same."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    a, b = (draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2))
+    return Case(lambda t: shape.swapaxes(t, a, b), [x])
+
+
+def broadcast_to(draw: Draw) -> Case:
+    """New axes in front, and axes of length 1 stretched."""
+    whole = draw_shape(draw)
+    start = draw(st.integers(0, len(whole)))
+    x = array(draw, anywhere, tuple(1 if draw(st.booleans()) else n for n in whole[start:]))
+    return Case(lambda t: shape.broadcast_to(t, whole), [x])
+
+
+def expand_dims(draw: Draw) -> Case:
+    """A new axis anywhere."""
+    x = array(draw, anywhere, draw_shape(draw))
+    axis = draw(st.integers(-x.ndim - 1, x.ndim))
+    return Case(lambda t: shape.expand_dims(t, axis), [x])
+
+
+def squeeze(draw: Draw) -> Case:
+    """An axis of length 1 taken away."""
+    before, after = draw_shape(draw, most=2), draw_shape(draw, most=1)
+    x = array(draw, anywhere, (*before, 1, *after))
+    return Case(lambda t: shape.squeeze(t, len(before)), [x])
+
+
+def flatten(draw: Draw) -> Case:
+    """The last axes made into one."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    start = draw(st.integers(0, x.ndim))
+    return Case(lambda t: shape.flatten(t, start), [x])
+
+
+def concatenate(draw: Draw) -> Case:
+    """One to three tensors of different lengths along the axis; the first one comes again at the end."""
+    before, after = draw_shape(draw, most=1), draw_shape(draw, most=1)
+    lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    axis = draw(st.sampled_from((len(before), -len(after) - 1)))
+    inputs = arrays(draw, anywhere, [(*before, n, *after) for n in lengths])
+    return Case(lambda *tensors: shape.concatenate([*tensors, tensors[0]], axis), inputs)
+
+
+def stack(draw: Draw) -> Case:
+    """Tensors of one shape along a new axis."""
+    each = draw_shape(draw, most=2)
+    axis = draw(st.integers(-len(each) - 1, len(each)))
+    inputs = arrays(draw, anywhere, [each] * draw(st.integers(1, 3)))
+    return Case(lambda *tensors: shape.stack(tensors, axis), inputs)
+
+
+def pad(draw: Draw) -> Case:
+    """Borders of different widths."""
+    x = array(draw, anywhere, draw_shape(draw))
+    widths = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)]
+    return Case(lambda t: shape.pad(t, widths, 0.5), [x])
+
+
+def flip(draw: Draw) -> Case:
+    """One axis or several reversed."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    axes = draw(st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True))
+    axis = axes[0] - x.ndim if len(axes) == 1 else tuple(axes)
+    return Case(lambda t: shape.flip(t, axis), [x])
+
+
+def sliced(draw: Draw) -> Case:
+    """Slices of any step, integers, new axes and an ellipsis."""
+    x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
+    key = []
+    for n in x.shape:
+        whole = slice(draw(st.integers(-n, n)), draw(st.integers(-n, n)), draw(st.sampled_from((1, 2, -1, -2))))
+        key.append(draw(st.sampled_from((whole, slice(None), draw(st.integers(-n, n - 1))))))
+    if draw(st.booleans()):
+        key[-1] = Ellipsis
+    if draw(st.booleans()):
+        key.insert(draw(st.integers(0, len(key))), None)
+    return Case(lambda t: t[tuple(key)], [x])
+
+
+def picked(draw: Draw) -> Case:
+    """Integer arrays, which may name a place twice, beside slices."""
+    x = array(draw, anywhere, (3, *draw_shape(draw, least=1, most=2, side=1)))
+    first = np.array(draw(st.lists(st.integers(-3, 2), max_size=4)), dtype=int)
+    n = x.shape[1]
+    second = np.array([draw(st.integers(-n, n - 1)) for _ in first], dtype=int)
+    key = draw(st.sampled_from((first, (first, second), (first[:, None], second), (slice(None), second), (first, 0))))
+    return Case(lambda t: t[key], [x])
+
+
+def masked(draw: Draw) -> Case:
+    """A boolean mask over the first axes."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    depth = draw(st.integers(1, x.ndim))
+    mask = array(draw, anywhere, x.shape[:depth]) > 0
+    return Case(lambda t: t[mask], [x])
+
+
+def take_along_axis(draw: Draw) -> Case:
+    """Indices of x's shape but along one axis; other axes may be of length 1 on either side."""
+    side = draw_shape(draw, least=2, most=3, side=1)
+    axis = draw(st.integers(-len(side), len(side) - 1))
+    x_shape, i_shape = list(side), list(side)
+    i_shape[axis] = draw(st.integers(0, 4))
+    other = (axis + 1) % len(side)
+    stretched = draw(st.sampled_from((None, x_shape, i_shape)))
+    if stretched is not None:
+        stretched[other] = 1
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    indices = rng.integers(-side[axis], side[axis], i_shape)
+    return Case(lambda t: index.take_along_axis(t, indices, axis), [array(draw, anywhere, tuple(x_shape))])
+
+
+def through_longdouble(x):
+    """Return x, converted there and back."""
+    return elementwise.astype(elementwise.astype(x, np.longdouble), x.dtype)
+
+
+TENSOR: list[Row] = [
+    *rows("tensor.add", both=binary(arithmetic.add), number=unary(lambda x: 2 + x), twice=unary(lambda x: x + x)),
+    *rows(
+        "tensor.subtract", both=binary(arithmetic.subtract), number=unary(lambda x: 2 - x), twice=unary(lambda x: x - x)
+    ),
+    *rows(
+        "tensor.multiply",
+        both=binary(arithmetic.multiply),
+        number=unary(lambda x: x * -3),
+        twice=unary(lambda x: x * x),
+    ),
+    *rows(
+        "tensor.divide",
+        both=binary(arithmetic.divide, nonzero),
+        over=unary(lambda x: 2 / x, nonzero),
+        by=unary(lambda x: x / 4),
+        twice=unary(lambda x: x / x, nonzero),
+    ),
+    *rows(
+        "tensor.power",
+        both=binary(arithmetic.power, positive),
+        number=power_number,
+        base=unary(lambda x: 1.5**x),
+        twice=unary(lambda x: x**x, positive),
+    ),
+    *rows(
+        "tensor.maximum", both=extremum(arithmetic.maximum), number=unary(lambda x: arithmetic.maximum(x, 0.0), nonzero)
+    ),
+    *rows(
+        "tensor.minimum", both=extremum(arithmetic.minimum), number=unary(lambda x: arithmetic.minimum(0, x), nonzero)
+    ),
+    *rows("tensor.where", both=where, number=where_number),
+    *rows("tensor.negate", one=unary(elementwise.negate)),
+    *rows("tensor.exp", one=unary(elementwise.exp)),
+    *rows("tensor.log", one=unary(elementwise.log, positive)),
+    *rows("tensor.sqrt", one=unary(elementwise.sqrt, positive)),
+    *rows("tensor.absolute", one=unary(elementwise.absolute, nonzero)),
+    *rows("tensor.sin", one=unary(elementwise.sin)),
+    *rows("tensor.cos", one=unary(elementwise.cos)),
+    *rows("tensor.tanh", one=unary(elementwise.tanh)),
+    *rows(
+        "tensor.clip",
+        both=unary(lambda x: elementwise.clip(x, -0.2, 0.2), nonzero),
+        low=unary(lambda x: elementwise.clip(x, low=0.1), nonzero),
+        high=unary(lambda x: elementwise.clip(x, high=0), nonzero),
+    ),
+    *rows("tensor.astype", there_and_back=unary(through_longdouble)),
+    *rows("tensor.matmul", all=matmul, square=lambda draw: Case(lambda x: x @ x, [array(draw, anywhere, (3, 3))])),
+    *rows("tensor.total", axes=reduction(reduce.total)),
+    *rows("tensor.mean", axes=reduction(reduce.mean, side=1)),
+    *rows("tensor.variance", axes=reduction(reduce.variance, side=1), unbiased=variance_unbiased),
+    *rows("tensor.largest", axes=reduction(reduce.largest, distinct, side=1)),
+    *rows("tensor.smallest", axes=reduction(reduce.smallest, distinct, side=1)),
+    *rows("tensor.reshape", any=reshape),
+    *rows("tensor.transpose", any=transpose, reversed=unary(shape.transpose)),
+    *rows("tensor.swapaxes", any=swapaxes),
+    *rows("tensor.broadcast_to", any=broadcast_to),
+    *rows("tensor.expand_dims", any=expand_dims),
+    *rows("tensor.squeeze", any=squeeze),
+    *rows("tensor.flatten", any=flatten),
+    *rows("tensor.concatenate", any=concatenate),
+    *rows("tensor.stack", any=stack),
+    *rows("tensor.pad", any=pad),
+    *rows("tensor.flip", any=flip),
+    *rows("tensor.getitem", sliced=sliced, picked=picked, masked=masked),
+    *rows("tensor.take_along_axis", any=take_along_axis),
+]

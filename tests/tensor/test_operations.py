@@ -1,0 +1,219 @@
+"""One table of all differentiable operations: gradients, dtypes, and that no operation is missing from it."""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import nnmpi.ops
+import nnmpi.tensor
+from nnmpi.errors import DtypeError
+from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi.tensor.check import check_gradients
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from tests.ops.rows import OPS
+from tests.tensor.rows import TENSOR
+
+TABLE = [*TENSOR, *OPS]
+NAMES = [row.name for row in TABLE]
+WITHOUT_DERIVATIVE = {"tensor.check_gradients", "tensor.enable_grad", "tensor.no_grad", "tensor.recording"}
+
+
+def tensors(inputs, dtype="float64"):
+    """Return leaves that want gradients."""
+    return [Tensor(x.astype(dtype), requires_grad=True) for x in inputs]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+def test_gradients(row):
+    """Backward agrees with central differences for any shape, stride and broadcast."""
+
+    @settings(max_examples=20)
+    @given(row.cases)
+    def agree(case):
+        check_gradients(case.function, case.inputs, step=1e-5, rtol=1e-6, atol=1e-8)
+
+    agree()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+def test_strides_do_not_matter(row):
+    """Awkward strides give the values and gradients of a plain array, and nothing is read from between elements."""
+
+    @settings(max_examples=10)
+    @given(row.cases)
+    def same(case):
+        results = []
+        for inputs in (case.inputs, [np.ascontiguousarray(x).reshape(x.shape) for x in case.inputs]):
+            leaves = [Tensor(x, requires_grad=True) for x in inputs]
+            y = case.function(*leaves)
+            y.backward(np.linspace(1, 2, y.size).reshape(y.shape))
+            results.append([y.data, *[leaf.grad for leaf in leaves]])
+        for ours, plain in zip(*results, strict=True):
+            assert (ours is None) == (plain is None)
+            if ours is not None:
+                np.testing.assert_allclose(ours, plain, rtol=1e-12, atol=1e-12)
+
+    same()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_dtype_stays(row, dtype):
+    """What goes in as float32 comes out as float32, forward and backward, and means the same; so does float64."""
+
+    @settings(max_examples=5)
+    @given(row.cases)
+    def stays(case):
+        leaves = tensors(case.inputs, dtype)
+        y = case.function(*leaves)
+        assert y.dtype == dtype
+        assert type(y.data) is np.ndarray
+        wide = case.function(*tensors(case.inputs))
+        np.testing.assert_allclose(y.data, wide.data, rtol=1e-4, atol=1e-4)
+        y.backward(np.ones(y.shape, dtype))
+        for leaf in leaves:
+            assert leaf.grad.dtype == dtype
+            assert leaf.grad.shape == leaf.shape
+
+    stays()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+def test_dtypes_do_not_mix(row):
+    """One input of another dtype than the rest is refused, whichever it is."""
+
+    @settings(max_examples=5)
+    @given(row.cases)
+    def refused(case):
+        for odd in range(len(case.inputs) if len(case.inputs) > 1 else 0):
+            leaves = tensors(case.inputs)
+            leaves[odd] = Tensor(case.inputs[odd].astype("float32"))
+            with pytest.raises(DtypeError, match="float32"):
+                case.function(*leaves)
+
+    refused()
+
+
+def test_every_public_function_is_in_the_table():
+    """A new operation without a row fails here."""
+    public = {
+        f"{package.__name__.partition('.')[2]}.{name}"
+        for package in (nnmpi.tensor, nnmpi.ops)
+        for name in package.__all__
+        if inspect.isfunction(getattr(package, name))
+    }
+    assert public - WITHOUT_DERIVATIVE <= {row.public for row in TABLE}
+
+
+def test_every_function_of_the_families_is_in_the_table():
+    """So are the functions behind the operators, which nnmpi.tensor does not export."""
+    families = (arithmetic, elementwise, index, reduce, shape)
+    public = {
+        f"tensor.{name}"
+        for family in families
+        for name, value in vars(family).items()
+        if inspect.isfunction(value) and value.__module__ == family.__name__ and not name.startswith("_")
+    }
+    assert public - {"tensor.argmax"} <= {row.public for row in TABLE}
+
+
+def test_every_function_class_is_run_by_the_table():
+    """No derivative in the engine is without a test."""
+
+    def subclasses(kind):
+        for child in kind.__subclasses__():
+            yield child
+            yield from subclasses(child)
+
+    def run(row):
+        @settings(max_examples=5)
+        @given(row.cases)
+        def collect(case):
+            y = case.function(*tensors(case.inputs))
+            if y.tape is not None:
+                seen.update(type(node) for node in y.tape.find().nodes)
+
+        collect()
+
+    mine = {kind for kind in subclasses(Function) if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))}
+    seen = set()
+    for row in TABLE:
+        run(row)
+    assert {kind for kind in mine if not kind.__name__.startswith("_")} == seen
+
+
+def test_the_names_in_the_table_are_unique():
+    """Two rows of one name would hide one another in a report."""
+    assert len(set(NAMES)) == len(NAMES)
+
+
+BINARY = [arithmetic.add, arithmetic.subtract, arithmetic.multiply, arithmetic.divide, arithmetic.power]
+BINARY += [arithmetic.maximum, arithmetic.minimum, lambda a, b: arithmetic.where(np.array([True, False]), a, b)]
+NUMBERS = [2, 2.5, True, np.float64(2.5), np.float32(2.5), np.float16(2.5), np.int64(2), np.int8(2), np.bool_(True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}")
+def test_numbers_are_weak(dtype, number):
+    """A number of any kind takes the tensor's dtype, on either side."""
+    for function in BINARY:
+        for swapped in (False, True):
+            x = Tensor(np.array([1.5, 0.5], dtype), requires_grad=True)
+            y = function(number, x) if swapped else function(x, number)
+            y.sum().backward()
+            assert y.dtype == dtype
+            assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("number", [np.float64(0.25), np.float32(0.25), np.int64(1)])
+def test_options_are_weak(number):
+    """NumPy's numbers as options change no dtype either."""
+    x, one = Tensor(np.ones((2, 2), np.float32), requires_grad=True), Tensor(np.ones(2, np.float32))
+    results = [
+        elementwise.clip(x, low=number),
+        elementwise.clip(x, high=number),
+        nnmpi.ops.leaky_relu(x, number),
+        nnmpi.ops.batch_norm(x, one, one, number)[0],
+        nnmpi.ops.layer_norm(x, one, one, number),
+        shape.pad(x, [(1, 1), (0, 0)], number),
+    ]
+    if number < 1:
+        results.append(nnmpi.ops.cross_entropy(x, [0, 1], label_smoothing=number))
+        results.append(nnmpi.ops.dropout(x, number, (0, 0)))
+    for y in results:
+        assert y.dtype == np.float32
+        y.sum().backward()
+    assert x.grad.dtype == np.float32
+
+
+INTEGERS = [elementwise.exp, elementwise.log, elementwise.sqrt, elementwise.sin, elementwise.cos, elementwise.tanh]
+INTEGERS += [reduce.mean, reduce.variance, *(getattr(nnmpi.ops, name) for name in ("relu", "leaky_relu", "sigmoid"))]
+INTEGERS += [getattr(nnmpi.ops, name) for name in ("silu", "gelu", "softmax", "log_softmax")]
+INTEGERS += [lambda x: x / 2, lambda x: x**2, lambda x: x + 0.5, lambda x: elementwise.clip(x, 0.5)]
+INTEGERS += [lambda x: nnmpi.ops.cross_entropy(x, [0, 1]), lambda x: nnmpi.ops.dropout(x, 0.5, (0, 0))]
+INTEGERS += [lambda x: nnmpi.ops.mse(x, x), lambda x: nnmpi.ops.binary_cross_entropy(x, x)]
+INTEGERS += [lambda x: nnmpi.ops.max_pool2d(x.reshape(1, 2, 2, 1), 2)]
+
+
+@pytest.mark.parametrize("function", INTEGERS)
+def test_integers_become_no_floats(function):
+    """Where an integer's result would be another dtype, it is refused, and the dtype named."""
+    with warnings.catch_warnings(), pytest.raises(DtypeError, match="int64"):
+        function(Tensor(np.ones((2, 2), np.int64)))
+
+
+def test_integers_stay_integers():
+    """Where they need not change, they do not."""
+    x = Tensor(np.arange(4))
+    for y in (x + 1, 2 - x, x * x, -x, abs(x), x.sum(), x.max(), x.reshape(2, 2), x[1:], elementwise.clip(x, 1, 2)):
+        assert y.dtype == np.int64
+
+
+def test_booleans_become_no_integers():
+    """A mask plus a number is not a mask."""
+    with pytest.raises(DtypeError, match="bool"):
+        Tensor(np.ones(2, bool)) + 1
