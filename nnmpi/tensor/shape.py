@@ -241,7 +241,7 @@ def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Ten
     pairs = tuple((int(a), int(b)) for a, b in widths)
     if len(pairs) != x.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
         raise ShapeError(f"pad needs one non-negative (before, after) per axis of shape {x.data.shape}, not {pairs}")
-    return Pad(pairs, value)(x)
+    return Pad(pairs, value)(x) if pairs else x  # nothing goes around a single number
 
 
 def flip(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
