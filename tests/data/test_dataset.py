@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.errors import DataError, UsageError
+
+
+def table(n: int, classes: int = 3) -> Dataset:
+    return Dataset("made up", np.arange(2 * n, dtype=np.float32).reshape(n, 2), np.arange(n) % classes, classes)
+
+
+def test_rows_are_scaled_floats_of_the_dtype_asked_for() -> None:
+    data = Dataset("bytes", np.arange(256, dtype=np.uint8).reshape(-1, 1), np.zeros(256, np.int64), 1, 1 / 255)
+    for dtype in ("float32", "float64"):
+        rows = data.rows(np.array([255, 0, 51]), dtype)
+        assert rows.dtype == dtype
+        np.testing.assert_allclose(rows[:, 0], [1.0, 0.0, 0.2], rtol=1e-7)
+
+
+def test_rows_of_floats_are_copies() -> None:
+    data = table(4)
+    data.rows(np.array([0, 1]))[:] = 7
+    assert data.x[0, 0] == 0
+
+
+def test_rows_of_no_index_keep_the_sample_shape() -> None:
+    assert table(4).rows(np.array([], np.int64)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_label_out_of_range_is_named(label: int) -> None:
+    y = np.array([0, 1, label])
+    with pytest.raises(DataError, match=f"label {label} of sample 2 is not in 0..2"):
+        Dataset("made up", np.zeros((3, 2), np.float32), y, 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (np.zeros((3, 2), np.float64), np.zeros(3, np.int64)),
+        (np.zeros((3, 2), np.float32), np.zeros(3, np.int32)),
+        (np.zeros((3, 2), np.float32), np.zeros(2, np.int64)),
+        (np.zeros(3, np.float32), np.zeros(3, np.int64)),
+        (np.zeros((3, 2), np.float32), np.zeros((3, 1), np.int64)),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray) -> None:
+    with pytest.raises(DataError, match="made up: samples"):
+        Dataset("made up", x, y, 1)
+
+
+def test_class_names_must_be_as_many_as_classes() -> None:
+    with pytest.raises(DataError, match="1 class names for 2 classes"):
+        Dataset("made up", np.zeros((1, 2), np.float32), np.zeros(1, np.int64), 2, class_names=("one",))
+
+
+@pytest.mark.parametrize(("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)])
+def test_split_partitions_the_samples(n: int, fraction: float, tests: int) -> None:
+    train, test = split(table(n), fraction, seed=0)
+    assert len(test) == tests
+    assert sorted([*train.x[:, 0], *test.x[:, 0]]) == sorted(table(n).x[:, 0])
+    for part in (train, test):  # each label stays with its sample
+        np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 3)
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    first, again, other = (split(table(50), 0.2, seed)[1].x for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_split_refuses_fractions_without_sense(fraction: float) -> None:
+    with pytest.raises(UsageError, match="not between 0 and 1"):
+        split(table(10), fraction, 0)
+
+
+def test_split_refuses_a_single_sample() -> None:
+    with pytest.raises(DataError, match="1 samples cannot be split"):
+        split(table(1), 0.5, 0)
+
+
+def test_pair_must_have_samples_of_one_shape() -> None:
+    wide = Dataset("wide", np.zeros((3, 5), np.float32), np.zeros(3, np.int64), 1)
+    with pytest.raises(DataError, match=r"shape \(2,\) and test samples \(5,\)"):
+        check_pair(table(3), wide)
+    with pytest.raises(DataError, match="test part has no samples"):
+        check_pair(table(3), table(3).take(np.array([], np.int64)))

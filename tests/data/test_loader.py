@@ -1,0 +1,176 @@
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch, Cut, Loader
+from nnmpi.data.sampler import batch_indices
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift
+from nnmpi.errors import ShapeError, UsageError
+
+Threads = Callable[[], list[threading.Thread]]
+AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))
+
+
+def made_up(n: int = 23) -> Dataset:
+    x = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 1)).astype(np.uint8)
+    return Dataset("made up", x, np.arange(n) % 3, 3, 1 / 255)
+
+
+def test_batch_holds_what_the_sampler_says() -> None:
+    data = made_up()
+    loader = Loader(data, 10, seed=4, rank=1, world=3, dtype="float64")
+    batches = list(loader.epoch(2))
+    assert len(batches) == loader.batches_per_epoch == 3
+    for number, batch in enumerate(batches):
+        mine = batch_indices(23, 10, number, seed=4, epoch=2, rank=1, world=3)
+        np.testing.assert_array_equal(batch.indices, mine)
+        np.testing.assert_array_equal(batch.y, data.y[mine])
+        np.testing.assert_allclose(batch.x, data.x[mine] / 255, rtol=1e-15)
+        assert (batch.x.dtype, batch.y.dtype) == (np.float64, np.int64)
+        assert batch.x.flags.c_contiguous
+        assert (batch.epoch, batch.number, batch.global_rows) == (2, number, 10 if number < 2 else 3)
+        assert batch.first_row == (4 if number < 2 else 1)
+
+
+def joined(parts: list[list[Batch]], field: str) -> list[np.ndarray]:
+    return [np.concatenate([getattr(batch, field) for batch in batches]) for batches in zip(*parts, strict=True)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 8), st.integers(0, 2))
+def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoch: int) -> None:
+    data = made_up(n)
+
+    def batches(rank: int, world: int) -> list[Batch]:
+        return list(Loader(data, size, seed=1, rank=rank, world=world, transform=AUGMENT, workers=0).epoch(epoch))
+
+    serial = batches(0, 1)
+    parts = [batches(rank, world) for rank in range(world)]
+    for field in ("x", "y", "indices"):
+        for mine, whole in zip(joined(parts, field), serial, strict=True):
+            np.testing.assert_array_equal(mine, getattr(whole, field))
+    for rank_batches in parts:
+        for batch, whole in zip(rank_batches, serial, strict=True):
+            assert batch.global_rows == len(whole.y)
+            np.testing.assert_array_equal(whole.y[batch.first_row :][: len(batch.y)], batch.y)
+
+
+def test_cuts_say_where_the_microbatches_are() -> None:
+    """23 samples, batches of 10 in 3 microbatches of 4, 3, 3 rows; the last batch has 3 rows, one each."""
+    data = made_up()
+    whole = list(Loader(data, 10, workers=0).epoch(0))
+    batches = list(Loader(data, 10, rank=1, world=2, microbatches=3, workers=0).epoch(0))
+    assert batches[1].cuts == (Cut(0, 2, 2), Cut(2, 3, 6), Cut(3, 4, 9))
+    assert batches[2].cuts == (Cut(0, 0, 1), Cut(0, 0, 2), Cut(0, 0, 3))
+    for batch, serial in zip(batches, whole, strict=True):
+        assert batch.first_row == batch.cuts[0].first_row
+        for cut in batch.cuts:
+            there = slice(cut.first_row, cut.first_row + cut.stop - cut.start)
+            np.testing.assert_array_equal(batch.indices[cut.start : cut.stop], serial.indices[there])
+
+
+def test_rank_without_rows_gets_empty_arrays() -> None:
+    loader = Loader(made_up(9), 4, rank=3, world=4, transform=AUGMENT)
+    last = list(loader.epoch(0))[-1]
+    assert (last.x.shape, last.y.shape, last.indices.shape) == ((0, 4, 4, 1), (0,), (0,))
+    assert (last.x.dtype, last.global_rows, last.first_row) == (np.float32, 1, 1)
+
+
+@pytest.mark.parametrize("size", [23, 24, 10**9])
+def test_large_batch_size_gives_one_batch_of_everything(size: int) -> None:
+    (batch,) = Loader(made_up(), size).epoch(0)
+    assert sorted(batch.indices) == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_threads_change_nothing(workers: int) -> None:
+    def run(workers: int) -> list[Batch]:
+        return list(Loader(made_up(), 2, seed=3, transform=AUGMENT, workers=workers, prefetch=3).epoch(1))
+
+    for threaded, plain in zip(run(workers), run(0), strict=True):
+        np.testing.assert_array_equal(threaded.x, plain.x)
+        assert threaded.number == plain.number
+
+
+def test_start_skips_batches_and_changes_nothing_else() -> None:
+    loader = Loader(made_up(), 5, transform=AUGMENT)
+    whole, rest = list(loader.epoch(1)), list(loader.epoch(1, start=3))
+    assert [batch.number for batch in rest] == [3, 4]
+    for a, b in zip(whole[3:], rest, strict=True):
+        np.testing.assert_array_equal(a.x, b.x)
+    assert list(loader.epoch(1, start=5)) == []
+
+
+def test_without_shuffling_the_order_is_that_of_the_set() -> None:
+    indices = np.concatenate([batch.indices for batch in Loader(made_up(), 5, shuffle=False).epoch(7)])
+    np.testing.assert_array_equal(indices, np.arange(23))
+
+
+def test_exception_of_the_transform_reaches_the_consumer(prefetch_threads: Threads) -> None:
+    def fail(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+        if 7 in indices:
+            raise RuntimeError("seven")
+        return x
+
+    loader = Loader(made_up(), 5, shuffle=False, transform=fail, workers=2)
+    seen = []
+    with pytest.raises(RuntimeError, match="seven"):
+        for batch in loader.epoch(0):
+            seen.append(batch.number)
+    assert seen == [0]
+    assert prefetch_threads() == []
+
+
+def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
+    data, seen = made_up(), []
+
+    def watch(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+        seen.append((indices.tolist(), epoch, seed))
+        return x
+
+    batches = list(Loader(data, 10, seed=5, transform=watch, workers=0).epoch(4))
+    assert seen == [(batch.indices.tolist(), 4, 5) for batch in batches]
+
+
+def test_breaking_out_leaves_no_threads(prefetch_threads: Threads) -> None:
+    loader = Loader(made_up(), 1, workers=2)
+    for _ in range(20):
+        for _batch in loader.epoch(0):
+            break
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert prefetch_threads() == []
+
+
+def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
+    with pytest.raises(ShapeError, match="made 4 rows of float32 out of 5 rows of float32"):
+        list(Loader(made_up(), 5, transform=lambda x, *_: x[1:]).epoch(0))
+    with pytest.raises(ShapeError, match="made 5 rows of float64 out of 5 rows of float32"):
+        list(Loader(made_up(), 5, transform=lambda x, *_: x.astype(float)).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 0}, "batch size 0"),
+        ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
+        ({"rank": -1}, "rank -1 of 1"),
+        ({"workers": -1}, "-1 loader threads"),
+        ({"microbatches": 0}, "0 microbatches"),
+        ({"prefetch": 0}, "0 batches ahead"),
+        ({"dtype": "int64"}, "cannot be given as int64"),
+    ],
+)
+def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Loader(made_up(), **{"batch_size": 5, **options})

@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.data.npz import load_npz
+from nnmpi.errors import DataError
+
+X = np.arange(40, dtype=np.float64).reshape(20, 2)
+Y = np.arange(20) % 4
+
+
+def load(path: Path, **arrays: object) -> tuple:
+    np.savez(path / "a.npz", **arrays)
+    return load_npz(path / "a.npz", "a", seed=0, test_fraction=0.2)
+
+
+def test_x_and_y_are_split(tmp_path: Path) -> None:
+    train, test = load(tmp_path, x=X, y=Y)
+    assert (len(train), len(test), train.classes, train.x.dtype) == (16, 4, 4, np.float32)
+    for part in (train, test):
+        np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 4)
+
+
+def test_own_test_part_is_kept(tmp_path: Path) -> None:
+    train, test = load(tmp_path, x_train=X, y_train=Y[:, np.newaxis], x_test=X[:3], y_test=Y[:3].astype(np.uint8))
+    np.testing.assert_array_equal(train.x, X)
+    np.testing.assert_array_equal(test.y, [0, 1, 2])
+    assert test.classes == 4
+
+
+def test_training_part_alone_is_split(tmp_path: Path) -> None:
+    assert [len(part) for part in load(tmp_path, x_train=X, y_train=Y)] == [16, 4]
+
+
+def test_bytes_are_images_that_stay_bytes(tmp_path: Path) -> None:
+    train, _ = load(tmp_path, x=np.full((20, 4, 5), 255, np.uint8), y=Y)
+    assert (train.x.dtype, train.sample_shape) == (np.uint8, (4, 5, 1))
+    assert train.rows(np.array([0])).max() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({"x": X}, r"holds \['x'\]; needs x and y"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "must come together"),
+        ({"x": X, "y": Y[:-1]}, r"x \(20, 2\) and y \(19,\)"),
+        ({"x": X[:, 0], "y": Y}, r"x \(20,\) and y"),
+        ({"x": X, "y": Y + 0.0}, "y is float64; save the labels as whole numbers"),
+        ({"x": X, "y": Y - 1}, r"y\[0\] is -1, not a label in 0..2"),
+        ({"x": X * 1j, "y": Y}, "x is complex128; needs real numbers"),
+        ({"x": np.where(X == 7, np.nan, X), "y": Y}, r"x\[3, 1\] is nan"),
+        ({"x": X * 1e40, "y": Y}, r"x\[0, 1\] is inf"),
+        ({"x": X.astype(object), "y": Y}, "pickled objects"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": [9]}, r"y_test\[0\] is 9, not a label in 0..3"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:1, :1], "y_test": [1]}, r"shape \(2,\) and test samples \(1,\)"),
+        ({"x": X[:0], "y": Y[:0]}, r"x \(0, 2\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, object], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        load(tmp_path, **arrays)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 300, -5])
+def test_cut_file_is_named(tmp_path: Path, keep: int) -> None:
+    load(tmp_path, x=X, y=Y)
+    path = tmp_path / "a.npz"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"a\.npz: not an \.npz file, or cut off"):
+        load_npz(path, "a", seed=0, test_fraction=0.2)
+
+
+def test_altered_file_is_named(tmp_path: Path) -> None:
+    load(tmp_path, x=X, y=Y)
+    path = tmp_path / "a.npz"
+    content = bytearray(path.read_bytes())
+    content[250] ^= 0xFF  # among the values of x: the archive's own checksum finds it
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.npz: damaged"):
+        load_npz(path, "a", seed=0, test_fraction=0.2)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    with pytest.raises(DataError, match="pickled objects"):
+        load(tmp_path, x=np.array([Trap()], object), y=np.array([0]))
+    assert not (tmp_path / "sprung").exists()

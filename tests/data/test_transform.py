@@ -1,0 +1,143 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
+from nnmpi.errors import ShapeError, UsageError
+
+ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose(Shift(1), Flip(), Normalize(np.ones(3), np.full(3, 2.0)))]
+
+
+def images(rows: int = 24, side: int = 7, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).random((rows, side, side, channels), np.float32)
+
+
+def moved(image: np.ndarray, down: int, across: int) -> np.ndarray:
+    """Return the image moved, written out pixel by pixel."""
+    result = np.zeros_like(image)
+    height, width = image.shape[:2]
+    for row in range(height):
+        for column in range(width):
+            if 0 <= row + down < height and 0 <= column + across < width:
+                result[row, column] = image[row + down, column + across]
+    return result
+
+
+@pytest.mark.parametrize("transform", ALL, ids=repr)
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 24), max_size=5), epoch=st.integers(0, 3), order_seed=st.integers(0, 9))
+def test_every_sharding_sees_the_same_images(
+    transform: Transform, cuts: list[int], epoch: int, order_seed: int
+) -> None:
+    x = images()
+    indices = np.random.default_rng(order_seed).permutation(24)
+    whole = transform(x, np.arange(24), epoch, 5)[indices]
+    for part in np.split(indices, sorted(cuts)):
+        mine = transform(x[part], part, epoch, 5)
+        assert mine.shape == x[part].shape
+        np.testing.assert_array_equal(mine, whole[np.isin(indices, part)])
+
+
+@pytest.mark.parametrize("transform", ALL, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_stays_and_input_is_not_changed(transform: Transform, dtype: str) -> None:
+    x = images().astype(dtype)
+    kept = x.copy()
+    assert transform(x, np.arange(24), 0, 0).dtype == dtype
+    np.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.parametrize("transform", [Shift(2), Flip()], ids=repr)
+def test_augmentation_changes_with_epoch_and_seed(transform: Transform) -> None:
+    x, indices = images(), np.arange(24)
+    first = transform(x, indices, 0, 0)
+    assert not np.array_equal(first, transform(x, indices, 1, 0))
+    assert not np.array_equal(first, transform(x, indices, 0, 1))
+
+
+def test_shift_moves_whole_images_to_all_places() -> None:
+    x = images(rows=400, side=5, channels=2)
+    places = {(down, across): 0 for down in range(-2, 3) for across in range(-2, 3)}
+    for before, after in zip(x, Shift(2)(x, np.arange(400), 0, 0), strict=True):
+        matches = [place for place in places if np.array_equal(moved(before, *place), after)]
+        assert len(matches) == 1
+        places[matches[0]] += 1
+    assert min(places.values()) > 3
+
+
+def test_shift_by_nothing_changes_nothing() -> None:
+    np.testing.assert_array_equal(Shift(0)(images(), np.arange(24), 0, 0), images())
+
+
+def test_shift_further_than_the_image_is_allowed() -> None:
+    assert Shift(9)(images(side=2), np.arange(24), 0, 0).shape == (24, 2, 2, 3)
+
+
+def test_shift_refuses_negative_pixels() -> None:
+    with pytest.raises(UsageError, match="shift by -1"):
+        Shift(-1)
+
+
+def test_flip_mirrors_about_half_of_the_images() -> None:
+    x = images(rows=400)
+    flipped = 0
+    for before, after in zip(x, Flip()(x, np.arange(400), 0, 0), strict=True):
+        mirrored = np.array_equal(after, before[:, ::-1])
+        assert mirrored or np.array_equal(after, before)
+        flipped += mirrored
+    assert 150 < flipped < 250
+
+
+@pytest.mark.parametrize("transform", [Shift(2), Flip()], ids=repr)
+def test_augmenting_what_is_not_images_is_refused(transform: Transform) -> None:
+    with pytest.raises(ShapeError, match=r"shape \(4,\) are not images"):
+        transform(np.zeros((3, 4), np.float32), np.arange(3), 0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_fit_normalises_each_feature(rows: int) -> None:
+    x = (np.random.default_rng(0).normal(5, 3, (rows, 4))).astype(np.float32)
+    x[:, 2] = 0.1  # does not vary: only centred
+    data = Dataset("table", x, np.zeros(rows, np.int64), 1)
+    done = Normalize.fit(data)(data.rows(np.arange(rows), "float64"), np.arange(rows), 0, 0)
+    np.testing.assert_allclose(done.mean(0), 0, atol=1e-9)
+    np.testing.assert_allclose(done.std(0), [0, 0, 0, 0] if rows == 1 else [1, 1, 0, 1], atol=1e-9)
+
+
+def test_fit_normalises_each_channel_after_scaling() -> None:
+    x = np.random.default_rng(0).integers(0, 200, (5000, 3, 3, 2)).astype(np.uint8)
+    x[..., 1] //= 3
+    fitted = Normalize.fit(Dataset("images", x, np.zeros(5000, np.int64), 1, 1 / 255))
+    np.testing.assert_allclose(fitted.mean, (x / 255).mean((0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(fitted.std, (x / 255).std((0, 1, 2)), rtol=1e-12)
+
+
+def test_constant_channel_is_only_centred() -> None:
+    """7 / 255 has no exact float, so its mean over 5000 images is a little off: that is no spread."""
+    data = Dataset("images", np.full((5000, 3, 3, 1), 7, np.uint8), np.zeros(5000, np.int64), 1, 1 / 255)
+    fitted = Normalize.fit(data)
+    assert fitted.std == 1.0
+    assert np.abs(data.rows(np.arange(9), "float64") - fitted.mean).max() > 0
+
+
+def test_normalisation_of_other_shape_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"mean \(4,\) .* do not fit samples of shape \(3,\)"):
+        Normalize(np.zeros(4), np.ones(4))(np.zeros((2, 3)), np.arange(2), 0, 0)
+    with pytest.raises(ShapeError, match=r"do not fit samples of shape \(1,\)"):
+        Normalize(np.zeros(4), np.ones(4))(np.zeros((2, 1)), np.arange(2), 0, 0)
+
+
+def test_a_batch_takes_well_under_a_millisecond() -> None:
+    """About 0.08 ms on a core of 2020; a loop with a generator for each image takes over 1 ms."""
+    x, indices = images(rows=32, side=28, channels=1), np.arange(32)
+    transform = Compose(Shift(2), Flip(), Normalize(0.13, 0.31))
+    times_s = []
+    for _ in range(200):
+        began = time.perf_counter()
+        transform(x, indices, 0, 0)
+        times_s.append(time.perf_counter() - began)
+    assert min(times_s) < 0.5e-3
