@@ -5,6 +5,7 @@
 Format: https://www.cs.toronto.edu/~kriz/cifar.html. The Python version holds pickles and is not read.
 """
 
+import gzip
 import re
 import tarfile
 import zlib
@@ -69,12 +70,14 @@ def _read_archive(path: Path) -> dict[str, tuple[str, bytes]]:
     """Return (name for messages, content) of each batch in the official archive, read in one pass."""
     contents = {}
     try:
-        with tarfile.open(path, "r|gz") as archive:
+        with gzip.open(path) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for member in archive:
                 match = BATCH.fullmatch(Path(member.name).name)
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream:
                     contents[match[1]] = (f"{path}, {member.name}", stream.read())
+            while unpacked.read(1 << 20):  # to the end, where gz keeps its checksum
+                pass
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(f"{path}: not a whole tar.gz archive ({error}); get it again") from error
     return contents
