@@ -19,7 +19,11 @@ def bits(seed: int, epoch: int, indices: NDArray[np.int64], what: str) -> NDArra
     """Return 64 random bits for each sample index: (rows,) uint64. Independent of which other indices are asked for."""
     text = f"{int(seed)}\x1f{int(epoch)}\x1f{what}"
     start = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    z = indices.astype(np.uint64) * GAMMA + np.uint64(start)  # arrays of uint64 wrap around, as the algorithm wants
+    return mix(indices.astype(np.uint64) * GAMMA + np.uint64(start))
+
+
+def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return SplitMix64's output function of each state. Arrays of uint64 wrap around, as the algorithm wants."""
     z = (z ^ (z >> np.uint64(30))) * MIX_1
     z = (z ^ (z >> np.uint64(27))) * MIX_2
     return z ^ (z >> np.uint64(31))

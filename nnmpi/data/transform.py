@@ -71,7 +71,7 @@ class Normalize:
     def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
         """Return (x - mean) / std in the dtype of x."""
         mean, std = np.asarray(self.mean, x.dtype), np.asarray(self.std, x.dtype)
-        if np.broadcast_shapes(x.shape[1:], mean.shape, std.shape) != x.shape[1:]:
+        if not (_fits(mean.shape, x.shape[1:]) and _fits(std.shape, x.shape[1:])):
             raise ShapeError(f"mean {mean.shape} and std {std.shape} do not fit samples of shape {x.shape[1:]}")
         result: Array = x - mean
         result /= std
@@ -128,6 +128,12 @@ class Flip:
         result = x.copy()
         result[chosen] = x[chosen, :, ::-1]
         return result
+
+
+def _fits(shape: tuple[int, ...], sample_shape: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape broadcasts against a sample without enlarging it."""
+    sizes = zip(reversed(shape), reversed(sample_shape), strict=False)
+    return len(shape) <= len(sample_shape) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def _check_images(x: Array) -> None:
