@@ -70,7 +70,8 @@ class Site:
     """A web server whose answers are chosen by path: files[path] is sent in the manner of manners[path], in turn.
 
     Manners: "plain" (knows Range), "no range", "cut" (half of what was asked for, then the connection closes),
-    "stall" (half of it, then nothing), "silent" (no answer at all), "wrong range", "status 404" and other numbers. The last manner is kept.
+    "stall" (half of it, then nothing), "silent" (no answer at all), "wrong range", "status 404" and other numbers.
+    The last manner is kept.
     """
 
     def __init__(self) -> None:
