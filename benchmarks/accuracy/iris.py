@@ -1,12 +1,12 @@
 """Trains an MLP 4-50-3 on iris with nnmpi and with PyTorch, on the same splits, over several seeds.
 
-    python benchmarks/accuracy/iris.py [--recipe plain|recommended|...] [--seeds 10] [--folds K] [--json FILE]
+    python benchmarks/accuracy/iris.py [--recipes plain recommended] [--seeds 10] [--folds K] [--json FILE]
 
 A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two frameworks see the
 same rows in the same order and draw their first weights from the same distributions, but not the same weights.
 nnmpi's numbers are those of `python -m nnmpi.train` with the same options. PyTorch is left out if it is missing.
 
-With --folds, recipes are compared without the test rows: each seed's 120 training rows are cut into K parts, each of
+With --folds K, recipes are compared without the test rows: each seed's 120 training rows are cut into K parts, each of
 which is predicted by a network trained on the others.
 """
 
@@ -146,26 +146,22 @@ def report(group: Group, recipe: Recipe, seeds: int, folds: int) -> dict[str, li
 
 
 def main() -> None:
-    """Run one recipe with all seeds."""
+    """Run the recipes, each with all seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=RECIPES, default="plain")
+    parser.add_argument("--recipes", choices=[*RECIPES, "all"], nargs="+", default=["plain", "recommended"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
     parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
     options = parser.parse_args()
-    recipe = RECIPES[options.recipe]
-    print(f"{options.recipe}: {recipe}")
-    found = report(start(), recipe, options.seeds, options.folds)
+    group, results = start(), {}
+    for name in RECIPES if "all" in options.recipes else options.recipes:
+        print(f"{name}: {RECIPES[name]}")
+        found = report(group, RECIPES[name], options.seeds, options.folds)
+        means = {framework: float(np.mean(values)) for framework, values in found.items()}
+        results[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": found}
     if options.json:
-        means = {name: float(np.mean(values)) for name, values in found.items()}
-        result = {
-            "machine": facts(),
-            "recipe": asdict(recipe),
-            "folds": options.folds,
-            "accuracy": found,
-            "mean": means,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        written = {"machine": facts(), "folds": options.folds, "recipes": results}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":
