@@ -84,7 +84,7 @@ def same_dtype(name: str, *inputs: Any) -> None:
 def _plain(x: Any) -> Any:
     """Turn NumPy's scalars into Python numbers, which promote nothing, and lists into an error."""
     if isinstance(x, np.generic):
-        return x.item()
+        x = x.item()
     if isinstance(x, Variable | bool | int | float) or hasattr(x, "dtype"):
         return x
     raise DtypeError(f"{type(x).__name__} cannot stand beside a tensor; give a number, an array or a Tensor")
