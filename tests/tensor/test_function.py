@@ -1,0 +1,270 @@
+"""Functions written by users: what they may do, what they are told when they are wrong, and what they cannot spoil."""
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.nn.module import Module
+from nnmpi.tensor.function import Function, no_grad
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+def leaf(values, dtype="float64"):
+    """Return a leaf that wants a gradient."""
+    return Tensor(np.array(values, dtype), requires_grad=True)
+
+
+class Square(Function):
+    """The example at the head of function.py."""
+
+    def forward(self, x):
+        self.saved = (x,)
+        return x * x
+
+    def backward(self, grad):
+        (x,) = self.saved
+        return (2 * x * grad,)
+
+
+class Passes(Function):
+    """Any number of inputs, whose sum it is; backward returns what it is told to."""
+
+    def __init__(self, backward):
+        self.returned = backward
+
+    def forward(self, *inputs):
+        return sum(inputs[1:], inputs[0] * 1)
+
+    def backward(self, grad):
+        return self.returned(self, grad)
+
+
+def test_a_function_enters_the_graph():
+    """Among the engine's own operations, and twice."""
+    x = leaf([1.0, -2.0])
+    y = Square()(Square()(x * 3.0) + 1.0)
+    y.sum().backward()
+    np.testing.assert_allclose(x.grad, 2 * (9 * x.data**2 + 1) * 18 * x.data)
+
+
+def test_inputs_may_be_tensors_arrays_and_values():
+    """forward sees arrays and values, never tensors; only tensors that want one get a gradient."""
+    seen = []
+
+    class Scale(Function):
+        def forward(self, x, factor, name, other):
+            seen.extend((type(x), factor, name, type(other)))
+            self.saved = (factor,)
+            return x * factor
+
+        def backward(self, grad):
+            assert self.needs == (True, False, False, False)
+            return grad * self.saved[0], None, None, None
+
+    x = leaf([1.0, 2.0])
+    Scale()(x, 3.0, "a name", Tensor(np.ones(2))).sum().backward()
+    assert seen == [np.ndarray, 3.0, "a name", np.ndarray]
+    np.testing.assert_array_equal(x.grad, [3, 3])
+
+
+def test_needs_are_false_where_nothing_is_recorded():
+    """So that forward can save work; what it saves is dropped at once."""
+    square = Square()
+    with no_grad():
+        y = square(leaf([2.0]))
+    assert (square.needs, square.saved, y.requires_grad) == ((False,), (), False)
+
+
+def test_a_function_of_no_tensor_is_refused():
+    """There is nothing to record, and no way to know the library."""
+    with pytest.raises(GraphError, match="at least one Tensor"):
+        Square()(np.ones(2))
+
+
+def test_a_function_object_is_one_application():
+    """A second would overwrite what the first saved; without recording it may be used again."""
+    square, x = Square(), leaf([1.0])
+    square(x)
+    with pytest.raises(GraphError, match="this Square was applied before"):
+        square(x)
+    again = Square()
+    with no_grad():
+        assert again(x).item() == again(x).item() == 1
+
+
+def test_methods_that_are_missing():
+    """The message names the class."""
+
+    class Empty(Function):
+        pass
+
+    class Forward(Function):
+        def forward(self, x):
+            return x * 1
+
+    with pytest.raises(NotImplementedError, match="Empty defines no forward"):
+        Empty()(leaf([1.0]))
+    with pytest.raises(NotImplementedError, match="Forward defines no backward"):
+        Forward()(leaf([1.0])).backward()
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    """The Function and both shapes are named, for leaves and for results alike."""
+    for x in (leaf([1.0, 2.0]), leaf([1.0, 2.0]) * 2.0):
+        y = Passes(lambda self, grad: (grad[:1],))(x)
+        with pytest.raises(ShapeError, match=r"Passes.backward returned a gradient of shape \(1,\) .* shape \(2,\)"):
+            y.sum().backward()
+
+
+def test_a_gradient_of_another_dtype_is_refused():
+    """A float64 gradient would make everything below it float64, silently."""
+    for x in (leaf([1.0, 2.0], "float32"), leaf([1.0, 2.0], "float32") * 2.0):
+        y = Passes(lambda self, grad: (grad.astype("float64"),))(x)
+        with pytest.raises(DtypeError, match="Passes.backward returned a gradient of float64 .* float32"):
+            y.sum().backward()
+
+
+def test_a_wrong_number_of_gradients_is_refused():
+    """One per input, also for inputs that need none."""
+    y = Passes(lambda self, grad: (grad,))(leaf([1.0]), Tensor([1.0], dtype="float64"))
+    with pytest.raises(ShapeError, match="Passes.backward returned 1 gradients for 2 inputs"):
+        y.backward()
+
+
+def test_none_is_no_gradient():
+    """What is below gets none, and may be reached another way."""
+    x = leaf([1.0, 2.0])
+    h = x * 3.0
+    (Passes(lambda self, grad: (None,))(h) + h).sum().backward()
+    np.testing.assert_array_equal(x.grad, [3, 3])
+    z = leaf([1.0])
+    Passes(lambda self, grad: (None,))(z).backward()
+    assert z.grad is None
+
+
+# ---------------------------------------------------------------- arrays that are shared
+def test_the_same_array_returned_twice():
+    """Neither input's further uses write to the other's gradient."""
+    a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
+    h, k = a * 1.0, b * 1.0
+    y = Passes(lambda self, grad: (grad, grad))(h, k)
+    (y + h * 10.0 + k * 100.0 + h).sum().backward()
+    np.testing.assert_array_equal(a.grad, [12, 12])
+    np.testing.assert_array_equal(b.grad, [101, 101])
+
+
+def test_the_same_array_returned_for_two_leaves():
+    """Each leaf has an array of its own."""
+    a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
+    Passes(lambda self, grad: (grad, grad))(a, b).backward(np.ones(2))
+    a.grad += 5
+    np.testing.assert_array_equal(b.grad, [1, 1])
+
+
+def test_add_of_a_tensor_to_itself():
+    """Both of its gradients are one array."""
+    x = leaf([1.0, 2.0])
+    h = x * 1.0
+    y = h + h
+    (y + y).sum().backward()
+    np.testing.assert_array_equal(x.grad, [4, 4])
+
+
+def test_the_seed_is_never_written_to():
+    """Not by accumulation, and not by a leaf that takes it over."""
+    seed = np.ones(2)
+    seed.flags.writeable = False
+    x = leaf([1.0, 2.0])
+    h = x + 0.0
+    y = h + h
+    y.backward(seed, retain_graph=True)
+    y.backward(seed)
+    assert x.grad is not seed
+    np.testing.assert_array_equal(x.grad, [4, 4])
+
+
+def test_broadcast_views_are_copied():
+    """The gradient of a sum is a view without memory of its own; what accumulates there is not."""
+    x = leaf(np.ones((2, 3)))
+    (x.sum() + (x * 2.0).sum() + x.sum(axis=0).sum()).backward()
+    np.testing.assert_array_equal(x.grad, np.full((2, 3), 4.0))
+    assert x.grad.flags.writeable
+    assert 0 not in x.grad.strides
+
+
+def test_values_are_never_written_to():
+    """No operation changes its operands, whether their memory is read-only or not."""
+    x = leaf([1.0, 2.0])
+    x.data.flags.writeable = False
+    y = (x + x * 2.0) ** 2 - x.exp()
+    y.sum().backward()
+    np.testing.assert_array_equal(x.data, [1, 2])
+
+
+# ---------------------------------------------------------------- gradients in place
+class Weighted(Function):
+    """x * w with w's gradient computed where it belongs, if there is such a place."""
+
+    def forward(self, x, w):
+        self.saved = (x, w)
+        return x * w
+
+    def backward(self, grad):
+        x, w = self.saved
+        place = self.into(1)
+        to_w = grad * x if place is None else np.multiply(grad, x, out=place)
+        return grad * w, to_w
+
+
+class Holder(Module):
+    """One parameter of two elements, all ones."""
+
+    def __init__(self):
+        self.weight = Parameter((2,), lambda generator, shape: np.ones(shape))
+
+
+@pytest.fixture
+def weight():
+    """Return a parameter in flat storage."""
+    return Holder().initialize(dtype="float64").weight
+
+
+def test_a_gradient_computed_in_place(weight):
+    """The array that into() gave is the gradient, and lies in the flat storage."""
+    x = leaf([2.0, 3.0])
+    weight.buffer[...] = np.nan
+    Weighted()(x, weight).sum().backward()
+    assert weight.grad is weight.buffer
+    np.testing.assert_array_equal(weight.grad, [2, 3])
+
+
+def test_in_place_only_for_the_first_use(weight):
+    """Further uses, and further passes, add to it."""
+    x = leaf([2.0, 3.0])
+    for times in (1, 2):
+        (Weighted()(x, weight) + Weighted()(x * 10.0, weight)).sum().backward()
+        np.testing.assert_array_equal(weight.grad, times * 11 * x.data)
+        assert weight.grad is weight.buffer
+
+
+def test_not_in_place_where_one_parameter_stands_twice(weight):
+    """Two gradients cannot share one place."""
+    Weighted()(weight, weight).backward(np.array([1.0, 2.0]))
+    np.testing.assert_array_equal(weight.grad, [2, 4])
+
+
+def test_no_place_for_what_lies_nowhere(weight):
+    """Leaves without a buffer, results of operations, numbers, and inputs that want no gradient."""
+    places = []
+
+    class Looks(Function):
+        def forward(self, *inputs):
+            return inputs[0] * 1.0
+
+        def backward(self, grad):
+            places.extend(self.into(i) for i in range(4))
+            return (grad, None, None, None)
+
+    Looks()(leaf([1.0, 2.0]), weight * 1.0, 3.0, Tensor([1.0])).sum().backward()
+    assert places == [None] * 4

@@ -1,0 +1,140 @@
+"""Hooks: called once in a pass, when a leaf's gradient is final."""
+
+import numpy as np
+import pytest
+
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+
+
+class Passes(Function):
+    """x, whose backward notes its name."""
+
+    def __init__(self, name, log, gives=True):
+        self.name, self.log, self.gives = name, log, gives
+
+    def forward(self, x):
+        return x * 1.0
+
+    def backward(self, grad):
+        self.log.append(self.name)
+        return (grad if self.gives else None,)
+
+
+@pytest.fixture
+def log():
+    """Return the list in which a test notes what happens."""
+    return []
+
+
+@pytest.fixture
+def leaves(log):
+    """Return leaves a, b, c whose hooks note the name and the gradient's first element."""
+    made = {}
+    for name in "abc":
+        x = made[name] = Tensor(np.array([1.0, 2.0]), requires_grad=True)
+        x.hook = lambda leaf, name=name: log.append((name, float(leaf.grad[0])))
+    return made.values()
+
+
+def test_once_and_as_early_as_possible(leaves, log):
+    """A layer's hook is called before the layers below it go backward."""
+    a, b, c = leaves
+    h = Passes("first", log)(a)
+    h = Passes("second", log)(h * b)
+    (h * c).sum().backward()
+    assert log == [("c", 1), "second", ("b", 1), "first", ("a", 1)]
+
+
+def test_used_twice(leaves, log):
+    """Called after the last of its contributions, with their sum."""
+    a, b, _ = leaves
+    h = Passes("below", log)(a * 1.0)
+    y = Passes("above", log)(h * b)
+    (y * 5.0 + b * 7.0).sum().backward()
+    assert log == ["above", ("b", 12), "below", ("a", 5)]
+
+
+def test_used_twice_by_one_operation(leaves, log):
+    """Both operands of one multiplication."""
+    a, _, _ = leaves
+    (a * a).sum().backward()
+    assert log == [("a", 2)]
+
+
+def test_unused(leaves, log):
+    """A leaf above the root, or in no graph, is not called; nor is one in a part that the root does not see."""
+    a, b, c = leaves
+    h = a * 2.0
+    aside = (h * b).sum()
+    h.sum().backward()
+    assert log == [("a", 2)]
+    assert aside.requires_grad
+    assert c.grad is None
+
+
+def test_a_gradient_from_before(leaves, log):
+    """Accumulated gradients are final together; every pass calls once."""
+    a, _, _ = leaves
+    (a * 3.0).sum().backward()
+    (a * 3.0).sum().backward()
+    a.grad = None
+    (a * 3.0).sum().backward()
+    assert log == [("a", 3), ("a", 6), ("a", 3)]
+
+
+def test_retained(leaves, log):
+    """A pass over a retained graph calls again."""
+    a, _, _ = leaves
+    y = (a * 3.0).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert log == [("a", 3), ("a", 6)]
+
+
+def test_where_no_gradient_comes_down_one_way(leaves, log):
+    """The operation that would have been last passes nothing on: the gradient is final all the same."""
+    a, _, _ = leaves
+    low = a * 2.0
+    high = Passes("stops", log, gives=False)(low)
+    (high + a * 3.0).sum().backward()
+    assert log == ["stops", ("a", 3)]
+
+
+def test_where_no_gradient_comes_at_all(leaves, log):
+    """A leaf without a gradient has nothing to report; what its buffer holds is not this pass's."""
+    a, b, _ = leaves
+    (Passes("stops", log, gives=False)(a * 2.0) + b).sum().backward()
+    assert log == [("b", 1), "stops"]
+    assert a.grad is None
+
+
+def test_the_root_itself(leaves, log):
+    """A leaf that goes backward is final at once."""
+    a, _, _ = leaves
+    a.backward(np.array([4.0, 5.0]))
+    assert log == [("a", 4)]
+
+
+def test_graphs_that_meet(leaves, log):
+    """Hooks of both are known after they have met, whichever tape was the longer one."""
+    a, b, c = leaves
+    plain = Tensor(np.ones(2), requires_grad=True)
+    long = plain * 1.0 * 1.0 * 1.0
+    ((a * 2.0) + long + (b * 3.0)).sum().backward()
+    assert sorted(log) == [("a", 2), ("b", 3)]
+    log.clear()
+    (plain * 1.0 + c).sum().backward()
+    assert log == [("c", 1)]
+
+
+def test_an_exception_in_a_hook_comes_through(leaves):
+    """It ends the pass."""
+    a, _, _ = leaves
+
+    def fails(leaf):
+        raise ArithmeticError("on purpose")
+
+    a.hook = fails
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        (a * 2.0).sum().backward()

@@ -1,0 +1,170 @@
+"""The Tensor itself: what it is made of, its operators, and its words."""
+
+import operator
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.tensor.tensor import Tensor
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    [
+        (1.5, "float32"),
+        ([1.0, 2.0], "float32"),
+        ([[1, 2], [3, 4]], "int64"),
+        ([True, False], "bool"),
+        (np.float64(1.5), "float64"),
+        (np.float32(1.5), "float32"),
+        (np.ones(2), "float64"),
+        (np.ones(2, "uint8"), "uint8"),
+        (Tensor([1.0]), "float32"),
+    ],
+)
+def test_made_of(data, dtype):
+    """Python's floats become float32; what has a dtype keeps it. The values are an array in any case."""
+    x = Tensor(data)
+    assert x.dtype == dtype
+    assert type(x.data) is np.ndarray
+
+
+def test_arrays_are_kept():
+    """Not copied, unless a dtype is asked for that they have not."""
+    array = np.ones(2)
+    assert Tensor(array).data is array
+    assert Tensor(array, dtype="float64").data is array
+    assert Tensor(array, dtype="float32").dtype == np.float32
+    assert Tensor([1, 2], dtype="float64").dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Tensor(["a"]), "<U1"),
+        (lambda: Tensor([1j]), "complex128"),
+        (lambda: Tensor([None]), "object"),
+        (lambda: Tensor([1, 2], requires_grad=True), "int64 can have no gradient"),
+        (lambda: Tensor([True], requires_grad=True), "bool can have no gradient"),
+        (lambda: Tensor([1.0]) + [1.0], "list cannot stand beside a tensor"),
+        (lambda: Tensor([1.0]) * "a", "str cannot stand beside a tensor"),
+        (lambda: Tensor([1.0]) - np.complex128(1j), "complex cannot stand"),
+        (lambda: Tensor([1.0]) + np.ones(1), "add of float32 and float64"),
+        (lambda: np.ones(1) * Tensor([1.0]), "multiply of float64 and float32"),
+        (lambda: Tensor([1.0]).astype("U3"), "<U3"),
+        (lambda: Tensor([1.0]).astype("float33"), "'float33'"),
+        (lambda: Tensor([1.0], requires_grad=True).astype("int32"), "cannot become int32"),
+    ],
+)
+def test_refused_for_the_dtype(make, words):
+    """The message names what was given."""
+    with pytest.raises(DtypeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul],
+)
+def test_operators(function):
+    """Tensor with tensor, array and number, on both sides, are the array's."""
+    a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[5.0, 6.0], [7.0, 8.0]])
+    pairs = [(Tensor(a), Tensor(b)), (Tensor(a), b), (a, Tensor(b))]
+    numbers = [] if function is operator.matmul else [(Tensor(a), 2), (2.0, Tensor(b))]
+    for left, right in pairs + numbers:
+        result = function(left, right)
+        assert type(result) is Tensor
+        values = [x.data if isinstance(x, Tensor) else x for x in (left, right)]
+        np.testing.assert_allclose(result.data, function(*values), rtol=1e-15)
+
+
+@pytest.mark.parametrize("function", [operator.lt, operator.le, operator.gt, operator.ge])
+def test_comparisons_give_plain_arrays(function):
+    """They have no derivative."""
+    a, b = np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0])
+    for left, right in ((Tensor(a), Tensor(b)), (Tensor(a), b), (a, Tensor(b)), (Tensor(a), 2.0), (2.0, Tensor(b))):
+        values = [x.data if isinstance(x, Tensor) else x for x in (left, right)]
+        result = function(left, right)
+        assert type(result) is np.ndarray
+        np.testing.assert_array_equal(result, function(*values))
+
+
+def test_equality_is_identity():
+    """So that tensors can be keys."""
+    x, y = Tensor([1.0]), Tensor([1.0])
+    assert x != y
+    assert len({x, y, x}) == 2
+
+
+def test_methods_are_the_functions():
+    """Every method gives what NumPy gives."""
+    a = np.array([[1.0, 2.0, 4.0], [3.0, 0.5, 6.0]])
+    x = Tensor(a)
+    cases = [
+        (x.sum(), a.sum()),
+        (x.sum(0, keepdims=True), a.sum(0, keepdims=True)),
+        (x.mean(axis=(0, 1)), a.mean()),
+        (x.var(1, correction=1), a.var(1, ddof=1)),
+        (x.max(-1), a.max(-1)),
+        (x.min(0), a.min(0)),
+        (x.exp(), np.exp(a)),
+        (x.log(), np.log(a)),
+        (x.sqrt(), np.sqrt(a)),
+        (x.tanh(), np.tanh(a)),
+        (x.clip(1, 3), a.clip(1, 3)),
+        (x.astype("float32"), a.astype("float32")),
+        (x.reshape(3, 2), a.reshape(3, 2)),
+        (x.reshape((-1, 2)), a.reshape(3, 2)),
+        (x.reshape(np.int64(6)), a.reshape(6)),
+        (x.transpose(1, 0), a.T),
+        (x.transpose(), a.T),
+        (x.T, a.T),
+        (x.flatten(0), a.reshape(-1)),
+        (-x, -a),
+        (abs(-x), a),
+        (x[1, ::-1], a[1, ::-1]),
+        (x[Tensor([1, 0])], a[[1, 0]]),
+        (x[[1, 0]], a[[1, 0]]),
+        (x[x > 2], a[a > 2]),
+        (x[np.int64(1)], a[1]),
+    ]
+    for ours, expected in cases:
+        np.testing.assert_allclose(ours.data, expected, rtol=1e-7, strict=True)
+    assert x.argmax() == 5
+    np.testing.assert_array_equal(x.argmax(1), [2, 2])
+
+
+def test_properties():
+    """Shape, length and the like are the array's."""
+    x = Tensor(np.ones((2, 3), "float32"))
+    assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((2, 3), 2, 6, 2, np.float32)
+    assert x.numpy() is x.data
+
+
+def test_iteration_ends():
+    """Over rows, and unpacked; their gradients reach the whole."""
+    x = Tensor(np.array([[1.0, 2.0], [3.0, 4.0]]), requires_grad=True)
+    first, second = x
+    (first * 2.0 + second * 3.0).sum().backward()
+    np.testing.assert_array_equal(x.grad, [[2, 2], [3, 3]])
+    assert len(list(x)) == 2
+    with pytest.raises(ShapeError, match="without axes"):
+        list(Tensor(1.0))
+
+
+def test_one_number():
+    """A tensor of one element is a number, a truth value, and nothing else is."""
+    assert (Tensor([[2.5]]).item(), float(Tensor(2.5)), bool(Tensor([0.0])), bool(Tensor(1))) == (2.5, 2.5, False, True)
+    assert type(Tensor(3).item()) is int
+    for function in (Tensor.item, float, bool):
+        with pytest.raises(ShapeError, match=r"\(2,\) is no single number"):
+            function(Tensor([1.0, 2.0]))
+    with pytest.raises(ShapeError, match="without axes"):
+        len(Tensor(1.0))
+
+
+def test_repr():
+    """The values, the dtype, and whether it wants a gradient."""
+    assert repr(Tensor([1.0, 2.0])) == "Tensor([1., 2.], dtype=float32)"
+    assert repr(Tensor(np.array(1.0), requires_grad=True)) == "Tensor(1., dtype=float64, requires_grad=True)"

@@ -1,0 +1,192 @@
+"""What the basic operations give where the table does not look: at kinks and ties, beyond the range, and with NaN."""
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, GraphError, NnmpiError, ShapeError, UsageError
+from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi.tensor.matmul import matmul
+from nnmpi.tensor.tensor import Tensor
+
+
+def gradient(function, values):
+    """Return the gradient of the sum of function at some values."""
+    x = Tensor(np.array(values, float), requires_grad=True)
+    function(x).sum().backward()
+    return x.grad
+
+
+def zeros(*size):
+    """Return a tensor of zeros."""
+    return Tensor(np.zeros(size))
+
+
+# ---------------------------------------------------------------- conventions where there is no derivative
+def test_kinks():
+    """The documented choice at each."""
+    np.testing.assert_array_equal(gradient(elementwise.absolute, [-2, 0, 2]), [-1, 0, 1])
+    np.testing.assert_array_equal(gradient(lambda x: arithmetic.maximum(x, 0.0), [-1, 0, 1]), [0, 0.5, 1])
+    np.testing.assert_array_equal(gradient(lambda x: arithmetic.minimum(x, 0.0), [-1, 0, 1]), [1, 0.5, 0])
+    np.testing.assert_array_equal(gradient(lambda x: arithmetic.maximum(x, x), [-1, 0, 1]), [1, 1, 1])
+    np.testing.assert_array_equal(gradient(lambda x: elementwise.clip(x, -1, 1), [-2, 0, 2]), [0, 1, 0])
+
+
+def test_ties_share():
+    """The largest and smallest elements get equal parts, and the parts add up to one."""
+    np.testing.assert_array_equal(gradient(reduce.largest, [1, 3, 3, 3]), [0, 1 / 3, 1 / 3, 1 / 3])
+    np.testing.assert_array_equal(gradient(lambda x: reduce.smallest(x, 1), [[1, 1], [2, 1]]), [[0.5, 0.5], [0, 1]])
+
+
+def test_powers_of_zero():
+    """0 ** 2, 0 ** 1 and 0 ** 0 have derivatives; in the exponent they are taken as 0."""
+    for exponent, expected in ((2, 0), (1, 1), (0, 0)):
+        np.testing.assert_array_equal(gradient(lambda x, e=exponent: x**e, [0.0]), [expected])
+        np.testing.assert_array_equal(
+            gradient(lambda x, e=exponent: x ** Tensor(np.array([float(e)])), [0.0]), [expected]
+        )
+    np.testing.assert_array_equal(gradient(lambda e: Tensor(np.array([0.0])) ** e, [2.0]), [0])
+    np.testing.assert_array_equal(gradient(lambda x: x**2, [-3.0]), [-6])
+
+
+def test_where_hides_what_it_does_not_take():
+    """An infinite gradient in the branch not taken does not become NaN."""
+    x = Tensor(np.array([1.0, 2.0]), requires_grad=True)
+    y = arithmetic.where(np.array([True, False]), x, 0.0)
+    y.backward(np.array([3.0, np.inf]))
+    np.testing.assert_array_equal(x.grad, [3, 0])
+
+
+def test_nan_passes():
+    """An operation that met NaN says so."""
+    x = Tensor(np.array([1.0, np.nan, 2.0]))
+    for y in (
+        x + 1,
+        x * 0,
+        x.max(),
+        x.min(),
+        x.sum(),
+        x.clip(0, 1),
+        arithmetic.maximum(x, 3.0),
+        arithmetic.minimum(3.0, x),
+    ):
+        assert np.isnan(y.data).any()
+
+
+def test_sums_of_nothing():
+    """A sum without elements is 0; what has no value is refused."""
+    empty = zeros(0, 3)
+    np.testing.assert_array_equal(empty.sum(0).data, np.zeros(3))
+    assert empty.sum().item() == 0
+    for function in (reduce.mean, reduce.variance, reduce.largest, reduce.smallest):
+        with pytest.raises(ShapeError, match=r"\(0, 3\)"):
+            function(empty)
+        assert function(empty, 1).shape == (0,)
+
+
+def test_no_axes_is_not_all_axes():
+    """An empty tuple of axes reduces nothing."""
+    x = Tensor(np.array([[1.0, 2.0]]))
+    for function in (reduce.total, reduce.mean, reduce.largest, reduce.smallest):
+        np.testing.assert_array_equal(function(x, ()).data, x.data)
+
+
+def test_argmax_takes_the_first():
+    """As NumPy does."""
+    np.testing.assert_array_equal(reduce.argmax(Tensor([[1, 3, 3], [5, 5, 0]]), 1), [1, 0])
+
+
+def test_astype_to_its_own_dtype_is_itself():
+    """Nothing is recorded."""
+    x = Tensor([1.0], requires_grad=True)
+    assert x.astype("float32") is x
+    assert x.astype(np.float32) is x
+
+
+def test_moves_that_copy_nothing():
+    """Reshape, transpose and slices are views of the same memory."""
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    for y in (x.reshape(3, 2), x.T, x[1:], shape.expand_dims(x, 0), shape.broadcast_to(x, (4, 2, 3)), shape.flip(x, 0)):
+        assert np.shares_memory(x.data, y.data)
+
+
+# ---------------------------------------------------------------- what does not fit
+ONES = np.ones(3)
+SHAPES = [
+    (lambda: zeros(2, 3) + zeros(4), r"add of shapes \(2, 3\) and \(4,\)"),
+    (lambda: zeros(2) * np.ones(3), r"multiply of shapes \(2,\) and \(3,\)"),
+    (lambda: arithmetic.where(np.ones(4, bool), zeros(2), 1.0), r"where of shapes \(4,\) and \(2,\)"),
+    (lambda: arithmetic.where(np.ones(2, bool), zeros(2), zeros(3)), r"where of shapes \(2,\) and \(3,\)"),
+    (lambda: matmul(zeros(2, 3), zeros(2, 3)), "the inner sizes 3 and 2 differ"),
+    (lambda: matmul(zeros(3), zeros(2)), "the inner sizes 3 and 2 differ"),
+    (lambda: matmul(zeros(), zeros(2)), "at least one dimension"),
+    (lambda: zeros(2) @ 3.0, "use \\* for numbers"),
+    (lambda: matmul(zeros(2, 1, 3), zeros(3, 3, 1)), r"\(2, 1, 3\) and \(3, 3, 1\)"),
+    (lambda: reduce.total(zeros(2), 1), "axis 1 does not fit an array of 1 dimensions"),
+    (lambda: reduce.mean(zeros(2, 2), (0, -2)), r"axis \(0, -2\)"),
+    (lambda: reduce.variance(zeros(1), correction=1), "too few elements for correction 1"),
+    (lambda: shape.reshape(zeros(2, 3), 4), r"\(2, 3\) \(6 elements\) to \(4,\)"),
+    (lambda: shape.reshape(zeros(2, 3), -1, -1), r"to \(-1, -1\)"),
+    (lambda: shape.reshape(zeros(2, 3), -1, 4), r"to \(-1, 4\)"),
+    (lambda: shape.reshape(zeros(6), -2, -3), r"to \(-2, -3\)"),
+    (lambda: shape.reshape(zeros(0), -1, 0), r"to \(-1, 0\)"),
+    (lambda: shape.transpose(zeros(2, 3), 0, 0), r"\(0, 0\) is no permutation"),
+    (lambda: shape.transpose(zeros(2, 3), 0, 3), r"\(0, 3\) is no permutation"),
+    (lambda: shape.transpose(zeros(2, 3, 4), 3, 4, 5), r"\(3, 4, 5\) is no permutation"),
+    (lambda: shape.transpose(zeros(2, 3), 0), r"\(0,\) is no permutation"),
+    (lambda: shape.swapaxes(zeros(2, 3), 0, 2), "axis 2 does not fit an array of 2"),
+    (lambda: shape.flip(zeros(2, 3), -3), "axis -3 does not fit an array of 2"),
+    (lambda: shape.broadcast_to(zeros(2), (3,)), r"\(2,\) does not broadcast to \(3,\)"),
+    (lambda: shape.broadcast_to(zeros(1, 2), (2,)), r"\(1, 2\) does not broadcast to \(2,\)"),
+    (lambda: shape.broadcast_to(zeros(2), (-1, 2)), r"to \(-1, 2\)"),
+    (lambda: shape.expand_dims(zeros(2), 2), "axis 2 does not fit"),
+    (lambda: shape.squeeze(zeros(2, 1), 0), r"axis 0 of shape \(2, 1\)"),
+    (lambda: shape.squeeze(zeros(2, 1), 2), "axis 2"),
+    (lambda: shape.concatenate([]), "no tensors"),
+    (lambda: shape.concatenate([zeros(2, 3), zeros(2, 2)]), r"\(2, 3\), \(2, 2\)"),
+    (lambda: shape.concatenate([zeros(2, 3), zeros(2)]), r"\(2, 3\), \(2,\)"),
+    (lambda: shape.concatenate([zeros(2)], 1), "along axis 1"),
+    (lambda: shape.concatenate([zeros()]), "along axis 0"),
+    (lambda: shape.stack([zeros(2), zeros(3)]), "along axis 0"),
+    (lambda: shape.pad(zeros(2), [(0, -1)]), r"\(0, -1\)"),
+    (lambda: shape.pad(zeros(2, 2), [(0, 1)]), r"shape \(2, 2\)"),
+    (lambda: zeros(2)[2], r"index 2 does not fit shape \(2,\)"),
+    (lambda: zeros(2)[0, 0], "does not fit"),
+    (lambda: zeros(2)[np.array([0, 5])], "5"),
+    (lambda: zeros(2)[np.ones(3, bool)], "does not fit"),
+    (lambda: zeros(2)[0.5], "does not fit"),
+    (lambda: index.take_along_axis(zeros(2, 2), np.zeros(2, int), 0), r"\(2, 2\) by \(2,\)"),
+    (lambda: index.take_along_axis(zeros(2, 2), np.zeros((2, 2), int), 2), "along axis 2"),
+    (lambda: index.take_along_axis(zeros(2, 2), np.full((2, 1), 7), 1), "7"),
+    (lambda: index.take_along_axis(zeros(2, 2), np.zeros((3, 1), int), 1), "along axis 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), SHAPES)
+def test_shapes_that_do_not_fit(make, words):
+    """One sentence with the shapes, of the project's own class and of Python's."""
+    with pytest.raises(ShapeError, match=words) as caught:
+        make()
+    assert isinstance(caught.value, NnmpiError)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: elementwise.clip(zeros(2)), UsageError, "at least one of low and high"),
+        (lambda: elementwise.clip(zeros(2), 2, 1), UsageError, "low 2 above high 1"),
+        (lambda: arithmetic.where(ONES, zeros(3), 0.0), DtypeError, "boolean condition, not float64"),
+        (lambda: arithmetic.where(True, zeros(3), 0.0), DtypeError, "boolean condition, not bool"),
+        (lambda: matmul(zeros(2), np.ones(2, "float32")), DtypeError, "matmul of float64 and float32"),
+        (lambda: shape.concatenate([zeros(2), Tensor([1.0])]), DtypeError, r"concatenate of \['float32', 'float64'\]"),
+        (lambda: index.take_along_axis(zeros(2), np.ones(2), 0), DtypeError, "integer indices, not float64"),
+        (lambda: elementwise.exp(ONES), GraphError, "exp needs a Tensor, not ndarray"),
+        (lambda: reduce.total(ONES), GraphError, "at least one Tensor"),
+        (lambda: matmul(ONES, ONES), GraphError, "at least one Tensor"),
+    ],
+)
+def test_other_misuse(make, error, words):
+    """Likewise."""
+    with pytest.raises(error, match=words):
+        make()
