@@ -1,0 +1,202 @@
+"""Flat storage: parameters and gradients as views of long arrays, and what is known about them."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import GraphError, ShapeError
+from nnmpi.ops.linear import linear
+from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+SHAPES = {"a.weight": (3, 5), "a.bias": (5,), "b.weight": (5, 2), "b.bias": (2,), "scale": (), "none.weight": (0, 4)}
+
+
+def parameter(shape):
+    """Return an empty parameter."""
+    return Parameter(shape, lambda generator, size: np.zeros(size))
+
+
+def make(dtype="float32", group=None, allocate=np.zeros):
+    """Return a storage of some parameters, whose values count upwards."""
+    parameters = {name: parameter(shape) for name, shape in SHAPES.items()}
+    values = {name: np.arange(p.size, dtype=dtype).reshape(p.shape) + 1 for name, p in parameters.items()}
+    return FlatStorage(parameters, values, lambda n, kind: allocate(n, dtype=kind), group), parameters
+
+
+def by_kind(name, parameter):
+    """Return the optimizer group: weights, or the rest."""
+    return "weights" if name.endswith("weight") else "rest"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_and_gradients_are_views(dtype):
+    """What is written to the flat array is seen in the parameter, and the other way round."""
+    storage, parameters = make(dtype)
+    assert [len(storage.data), len(storage.grads), storage.groups] == [1, 1, ["default"]]
+    assert storage.data[0].dtype == storage.grads[0].dtype == dtype
+    for name, p in parameters.items():
+        assert p.name == name
+        assert (p.data.shape, p.buffer.shape, p.data.dtype) == (SHAPES[name], SHAPES[name], dtype)
+        if p.size:
+            assert np.shares_memory(p.data, storage.data[0])
+            assert np.shares_memory(p.buffer, storage.grads[0])
+        np.testing.assert_array_equal(p.data.ravel(), np.arange(p.size) + 1)
+    storage.data[0] *= 2
+    np.testing.assert_array_equal(parameters["b.bias"].data, [2, 4])
+    parameters["scale"].data[...] = 7
+    assert 7 in storage.data[0]
+    assert storage.size == 15 + 5 + 10 + 2 + 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_each_begins_at_a_multiple_of_the_alignment(dtype):
+    """They follow one another, do not overlap, and the gaps hold zeros."""
+    storage, _ = make(dtype)
+    itemsize, end = np.dtype(dtype).itemsize, 0
+    used = np.zeros(storage.data[0].size, bool)
+    for span in storage.spans:
+        assert span.start * itemsize % ALIGNMENT_BYTES == 0
+        assert end <= span.start <= end + ALIGNMENT_BYTES // itemsize
+        assert span.stop - span.start == span.parameter.size
+        used[span.start : span.stop] = True
+        end = span.stop
+    assert used.sum() == storage.size
+    np.testing.assert_array_equal(storage.data[0][~used], 0)
+
+
+def test_groups():
+    """One array each, in order of first appearance; spans stay in order of registration."""
+    storage, parameters = make(group=by_kind)
+    assert storage.groups == ["weights", "rest"]
+    assert [span.buffer for span in storage.spans] == [0, 1, 0, 1, 1, 0]
+    assert [span.parameter for span in storage.spans] == list(parameters.values())
+    assert [flat.size for flat in storage.data] == [flat.size for flat in storage.grads] == [32, 48]
+    for span in storage.spans:
+        assert span.parameter.size == 0 or np.shares_memory(storage.data[span.buffer], span.parameter.data)
+
+
+def test_the_allocator_is_asked_twice_per_group():
+    """For values and for gradients; what it gives is what is used."""
+    given = []
+
+    def allocate(n, dtype):
+        given.append(np.zeros(n, dtype))
+        return given[-1]
+
+    storage, _ = make(group=by_kind, allocate=allocate)
+    assert [id(a) for pair in zip(storage.data, storage.grads, strict=True) for a in pair] == [id(a) for a in given]
+
+
+def test_a_model_without_parameters():
+    """Nothing to store."""
+    storage = FlatStorage({}, {}, np.zeros)
+    assert (storage.data, storage.grads, storage.groups, storage.spans, storage.size) == ([], [], [], [], 0)
+    storage.zero_grad()
+    storage.finish_gradients()
+
+
+def test_values_of_another_shape_are_refused():
+    """The parameter is named."""
+    with pytest.raises(ShapeError, match=r"w got values of shape \(2,\), not \(3,\)"):
+        FlatStorage({"w": parameter((3,))}, {"w": np.zeros(2)}, lambda n, dtype: np.zeros(n, dtype))
+
+
+def test_split():
+    """Views of any flat array of that layout, by name and in the parameters' shapes; only that group's."""
+    storage, parameters = make(group=by_kind)
+    assert list(storage.split(0, storage.data[0])) == ["a.weight", "b.weight", "none.weight"]
+    assert list(storage.split(1, storage.data[1])) == ["a.bias", "b.bias", "scale"]
+    momentum = np.zeros_like(storage.data[0])
+    pieces = storage.split(0, momentum)
+    pieces["b.weight"][1, 1] = 5
+    assert momentum.sum() == 5
+    assert {name: piece.shape for name, piece in pieces.items()} == {name: SHAPES[name] for name in pieces}
+    for name, piece in storage.split(1, storage.data[1]).items():
+        np.testing.assert_array_equal(piece, parameters[name].data)
+
+
+# ---------------------------------------------------------------- gradients
+def test_gradients_are_written_in_place():
+    """Computed by whatever operation, in however many uses: the gradient is the view into the flat array."""
+    storage, p = make("float64")
+    storage.grads[0][...] = np.nan  # whatever was there
+    x = Tensor(np.ones((2, 3)))
+    h = linear(x, p["a.weight"], p["a.bias"])
+    y = linear(h, p["b.weight"], p["b.bias"]) * p["scale"] + (p["a.bias"] * p["a.bias"]).sum()
+    y.sum().backward()
+    for name in ("a.weight", "a.bias", "b.weight", "b.bias", "scale"):
+        assert p[name].grad is p[name].buffer
+        assert np.isfinite(p[name].grad).all()
+    np.testing.assert_array_equal(p["b.bias"].grad, [2, 2])
+    assert p["none.weight"].grad is None
+
+
+def test_a_second_pass_adds():
+    """Until the gradients are forgotten; then the next pass overwrites."""
+    storage, p = make("float64")
+    for expected in (1, 2):
+        (p["scale"] * 1.0).backward()
+        assert storage.split(0, storage.grads[0])["scale"] == expected
+    storage.zero_grad()
+    assert all(q.grad is None for q in p.values())
+    (p["scale"] * 5.0).backward()
+    assert storage.split(0, storage.grads[0])["scale"] == 5
+
+
+def test_finish_writes_zeros_where_no_pass_wrote():
+    """What was left there from the last step is gone, and what was written is kept."""
+    storage, p = make("float64")
+    storage.grads[0][...] = 9
+    storage.zero_grad()
+    p["b.bias"].sum().backward()
+    storage.finish_gradients()
+    pieces = storage.split(0, storage.grads[0])
+    for name, q in p.items():
+        assert q.grad is q.buffer
+        np.testing.assert_array_equal(pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name]))
+
+
+def test_finish_takes_over_gradients_set_by_hand():
+    """The flat arrays hold the truth, whoever wrote it."""
+    storage, p = make("float64")
+    p["a.bias"].grad = np.arange(5.0)
+    storage.finish_gradients()
+    np.testing.assert_array_equal(storage.split(0, storage.grads[0])["a.bias"], np.arange(5.0))
+    assert p["a.bias"].grad is p["a.bias"].buffer
+
+
+def test_copies_are_refused():
+    """A copied model's parameters would no longer lie in its storage."""
+    storage, _ = make()
+    with pytest.raises(GraphError, match="load_state"):
+        copy.deepcopy(storage)
+
+
+def test_spans_are_values():
+    """They compare by what they say."""
+    p = parameter((2,))
+    assert Span(p, 0, 0, 2) == Span(p, 0, 0, 2) != Span(p, 0, 2, 4)
+
+
+# ---------------------------------------------------------------- parameters
+def test_a_parameter_knows_its_shape_before_it_has_values():
+    """And says what to do to get some."""
+    p = parameter((2, 3))
+    assert (p.shape, p.size, p.requires_grad, repr(p)) == ((2, 3), 6, True, "Parameter(unnamed, shape=(2, 3))")
+    for use in (lambda: p.data, lambda: p.dtype, lambda: p * 2.0, lambda: linear(Tensor(np.ones((1, 2))), p), p.numpy):
+        with pytest.raises(
+            GraphError, match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first"
+        ):
+            use()
+    with pytest.raises(AttributeError, match="Parameter has no attribute 'colour'"):
+        _ = p.colour
+
+
+def test_a_parameter_with_values_names_itself():
+    """By its full name."""
+    _, p = make()
+    assert repr(p["b.bias"]) == "Parameter(b.bias, shape=(2,))"
+    assert p["scale"].size == 1
