@@ -1,0 +1,96 @@
+"""Activations and softmax: far from zero, at NaN, and what does not fit."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nnmpi import ops
+from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.tensor.tensor import Tensor
+
+FUNCTIONS = {
+    "relu": (ops.relu, lambda x: max(x, 0.0)),
+    "leaky_relu": (ops.leaky_relu, lambda x: x if x > 0 else 0.01 * x),
+    "tanh": (ops.tanh, math.tanh),
+    "sigmoid": (ops.sigmoid, lambda x: 1 / (1 + math.exp(-x)) if x > -700 else 0.0),
+    "silu": (ops.silu, lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0),
+    "gelu": (ops.gelu, lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2))),
+    "gelu tanh": (
+        lambda x: ops.gelu(x, "tanh"),
+        lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values(name, dtype):
+    """What the standard library gives, from 0 to where the function is flat, without overflow on either side."""
+    function, expected = FUNCTIONS[name]
+    points = np.array([0.0, 1e-3, 0.5, 1, 3, 8, 30, 1e3, 1e4], dtype)
+    x = Tensor(np.concatenate([points, -points]), requires_grad=True)
+    y = function(x)
+    exact = 1e-6 if dtype == "float32" else 1e-15
+    np.testing.assert_allclose(y.data, [expected(float(v)) for v in x.data], rtol=4 * exact, atol=4 * exact)
+    y.sum().backward()
+    assert np.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nan_is_not_hidden(name):
+    """NaN stays NaN."""
+    y = FUNCTIONS[name][0](Tensor(np.array([np.nan, 1.0])))
+    np.testing.assert_array_equal(np.isnan(y.data), [True, False])
+
+
+def test_kinks():
+    """The derivative at 0 is that of the negative side."""
+    for function, expected in ((ops.relu, [0, 0, 1]), (lambda x: ops.leaky_relu(x, 0.5), [0.5, 0.5, 1])):
+        x = Tensor(np.array([-1.0, 0.0, 1.0]), requires_grad=True)
+        function(x).sum().backward()
+        np.testing.assert_array_equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_softmax_of_large_logits(dtype):
+    """At 1e4 it is 0 or 1, its logarithm -2e4 or 0, and gradients are finite; rows add up to 1."""
+    for function, expected in ((ops.softmax, [[1, 0], [0.5, 0.5]]), (ops.log_softmax, [[0, -2e4], [-math.log(2)] * 2])):
+        x = Tensor(np.array([[1e4, -1e4], [1e4, 1e4]], dtype), requires_grad=True)
+        y = function(x)
+        np.testing.assert_allclose(y.data, expected, rtol=1e-6)
+        (y * np.array([1, 2], dtype)).sum().backward()
+        assert np.isfinite(x.grad).all()
+    rng = np.random.default_rng(0)
+    y = ops.softmax(Tensor(rng.standard_normal((3, 4, 5)).astype(dtype)), 1)
+    np.testing.assert_allclose(y.data.sum(1), np.ones((3, 5)), rtol=1e-6)
+
+
+def test_softmax_shows_nan():
+    """In its own row, and no other."""
+    for function in (ops.softmax, ops.log_softmax):
+        y = function(Tensor(np.array([[np.nan, 0.0], [1.0, 2.0]])))
+        np.testing.assert_array_equal(np.isnan(y.data), [[True, True], [False, False]])
+
+
+def test_masked_logits():
+    """-inf is probability 0."""
+    y = ops.softmax(Tensor(np.array([0.0, -np.inf, 0.0])))
+    np.testing.assert_array_equal(y.data, [0.5, 0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ops.softmax(Tensor(np.zeros((2, 0)))), ShapeError, r"axis -1 of shape \(2, 0\)"),
+        (lambda: ops.softmax(Tensor(np.zeros(2)), 1), ShapeError, "axis 1"),
+        (lambda: ops.log_softmax(Tensor(np.zeros(()))), ShapeError, r"shape \(\)"),
+        (lambda: ops.gelu(Tensor([1.0]), "erf"), UsageError, "'none' or 'tanh', not 'erf'"),
+        (lambda: ops.relu(Tensor([True])), DtypeError, "relu needs floating point, not bool"),
+        (lambda: ops.sigmoid(np.ones(2)), GraphError, "sigmoid needs a Tensor, not ndarray"),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        make()

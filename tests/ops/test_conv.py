@@ -1,0 +1,137 @@
+"""Convolution against plain loops over its definition, and what does not fit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops import conv
+from nnmpi.ops.conv import conv2d
+from nnmpi.tensor.tensor import Tensor
+
+
+def reference(x, weight, grad, stride, padding, dilation, groups):
+    """Return the convolution and, for a gradient of it, those of x and weight: one product after another."""
+    n, h, w, c = x.shape
+    kh, kw, per_group, o = weight.shape
+    size = [
+        (s + 2 * p - d * (k - 1) - 1) // t + 1
+        for s, k, t, p, d in zip((h, w), (kh, kw), stride, padding, dilation, strict=True)
+    ]
+    y, to_x, to_weight = np.zeros((n, *size, o)), np.zeros_like(x), np.zeros_like(weight)
+    for b, i, j, out, ki, kj, ci in itertools.product(*map(range, (n, *size, o, kh, kw, per_group))):
+        row, column = i * stride[0] + ki * dilation[0] - padding[0], j * stride[1] + kj * dilation[1] - padding[1]
+        channel = out // (o // groups) * per_group + ci
+        if 0 <= row < h and 0 <= column < w:
+            y[b, i, j, out] += x[b, row, column, channel] * weight[ki, kj, ci, out]
+            if grad is not None:
+                to_x[b, row, column, channel] += grad[b, i, j, out] * weight[ki, kj, ci, out]
+                to_weight[ki, kj, ci, out] += grad[b, i, j, out] * x[b, row, column, channel]
+    return y, to_x, to_weight
+
+
+def compare(sizes, kernel, stride, padding, dilation, groups):
+    """Compare conv2d with the reference, forward and backward."""
+    rng = np.random.default_rng(0)
+    n, h, w, c, o = sizes
+    arrays = rng.standard_normal((n, h, w, c)), rng.standard_normal((*kernel, c // groups, o)), rng.standard_normal(o)
+    x, weight, bias = (Tensor(a, requires_grad=True) for a in arrays)
+    y = conv2d(x, weight, bias, stride, padding, dilation, groups)
+    grad = rng.standard_normal(y.shape)
+    y.backward(grad)
+    expected, to_x, to_weight = reference(x.data, weight.data, grad, stride, padding, dilation, groups)
+    np.testing.assert_allclose(y.data, expected + bias.data, atol=1e-12)
+    np.testing.assert_allclose(x.grad, to_x, atol=1e-12)
+    np.testing.assert_allclose(weight.grad, to_weight, atol=1e-12)
+    np.testing.assert_allclose(bias.grad, grad.sum((0, 1, 2)), atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (2, 3)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 1), (3, 0)])
+@pytest.mark.parametrize("dilation", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_against_loops(kernel, stride, padding, dilation, groups):
+    """Every option with every other, different for rows and columns; borders wider than the kernel are among them."""
+    compare((2, 5, 6, 2, 4), kernel, stride, padding, dilation, groups)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "padding", "groups"),
+    [
+        ((1, 3, 4, 1, 2), (3, 4), (0, 0), 1),  # the kernel is the whole image
+        ((1, 2, 2, 1, 1), (5, 5), (2, 2), 1),  # the kernel is larger than the image
+        ((2, 4, 4, 3, 3), (3, 3), (1, 1), 3),  # each channel alone
+        ((2, 4, 4, 2, 6), (3, 3), (1, 1), 2),  # each channel alone, made into three
+        ((3, 1, 1, 2, 2), (1, 1), (0, 0), 1),  # single pixels
+        ((0, 4, 4, 2, 2), (3, 3), (1, 1), 1),  # no images
+    ],
+)
+def test_corners(sizes, kernel, padding, groups):
+    """Sizes at the edge of what works."""
+    compare(sizes, kernel, (1, 1), padding, (1, 1), groups)
+    compare(sizes, kernel, (2, 2), padding, (1, 1), groups)
+
+
+@pytest.mark.parametrize("images_each", [1, 2, 3, 100])
+def test_blocks_of_images(images_each, monkeypatch):
+    """However many images' columns are made at a time, and when the last block is shorter."""
+    monkeypatch.setattr(conv, "COLUMNS_BYTES", images_each * 4 * 4 * 9 * 2 * 8)
+    compare((5, 4, 4, 2, 2), (3, 3), (1, 1), (1, 1), (1, 1), 1)
+
+
+def test_one_number_means_both():
+    """For rows and columns."""
+    rng = np.random.default_rng(1)
+    x, weight = Tensor(rng.standard_normal((1, 6, 6, 1))), Tensor(rng.standard_normal((3, 3, 1, 1)))
+    one = conv2d(x, weight, stride=2, padding=1, dilation=2)
+    two = conv2d(x, weight, stride=(2, 2), padding=[1, 1], dilation=np.int64(2))
+    np.testing.assert_array_equal(one.data, two.data)
+
+
+def zeros(*shape):
+    """Return a tensor of zeros."""
+    return Tensor(np.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: conv2d(zeros(5, 5, 1), zeros(3, 3, 1, 2)), ShapeError, r"images .* not an array of shape \(5, 5, 1\)"),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1)), ShapeError, r"weight .* not \(3, 3, 1\)"),
+        (
+            lambda: conv2d(zeros(1, 5, 5, 3), zeros(3, 3, 1, 2)),
+            ShapeError,
+            r"\(\.\., \.\., 3, \.\.\), not \(3, 3, 1, 2\)",
+        ),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 2), zeros(3)), ShapeError, r"bias has shape \(3,\)"),
+        (lambda: conv2d(zeros(1, 2, 5, 1), zeros(3, 3, 1, 2)), ShapeError, "3 pixels does not fit a height of 2"),
+        (lambda: conv2d(zeros(1, 9, 4, 1), zeros(3, 3, 1, 2), dilation=2), ShapeError, "5 pixels .* width of 4"),
+        (
+            lambda: conv2d(zeros(1, 5, 5, 3), zeros(3, 3, 1, 2), groups=2),
+            UsageError,
+            "groups 2 does not divide 3 input",
+        ),
+        (lambda: conv2d(zeros(1, 5, 5, 2), zeros(3, 3, 1, 3), groups=2), UsageError, "2 input and 3 output"),
+        (lambda: conv2d(zeros(1, 5, 5, 2), zeros(3, 3, 1, 2), groups=0), UsageError, "groups 0"),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 1), stride=0), UsageError, "stride .* at least 1.* not 0"),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 1), stride=1.5), UsageError, "stride .* not 1.5"),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 1), padding=-1), UsageError, "padding .* at least 0"),
+        (lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 1), padding="same"), UsageError, "padding .* 'same'"),
+        (
+            lambda: conv2d(zeros(1, 5, 5, 1), zeros(3, 3, 1, 1), dilation=(1, 2, 3)),
+            UsageError,
+            r"dilation .* \(1, 2, 3\)",
+        ),
+        (
+            lambda: conv2d(zeros(1, 5, 5, 1), Tensor(np.zeros((3, 3, 1, 1), "float32"))),
+            DtypeError,
+            "conv2d of float64, float32",
+        ),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        make()

@@ -1,0 +1,100 @@
+"""Dropout: how much it drops, that the mean stays, and that the mask depends on its key and place alone."""
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.counter import key_pair
+from nnmpi.errors import DtypeError, UsageError
+from nnmpi.ops.dropout import dropout
+from nnmpi.shard import split
+from nnmpi.tensor.tensor import Tensor
+
+ROWS, COLUMNS = 200, 500
+
+
+def mask(rate, key, first_row=0, rows=ROWS):
+    """Return which elements of an array of ones are kept."""
+    return dropout(Tensor(np.ones((rows, COLUMNS))), rate, key, first_row).data != 0
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rate_is_right(rate, seed):
+    """Of 100,000 elements, within 4 standard deviations; so are single rows and columns, within 5."""
+    kept = mask(rate, key_pair("test", seed))
+    deviation = np.sqrt(rate * (1 - rate))
+    assert abs(kept.mean() - (1 - rate)) < 4 * deviation / np.sqrt(kept.size)
+    for axis, n in ((0, ROWS), (1, COLUMNS)):
+        assert np.abs(kept.mean(axis) - (1 - rate)).max() < 5 * deviation / np.sqrt(n)
+
+
+def test_what_is_kept_is_scaled():
+    """So that the mean stays; the gradient goes the same way."""
+    x = Tensor(np.random.default_rng(0).uniform(1, 2, (ROWS, COLUMNS)), requires_grad=True)
+    y = dropout(x, 0.25, (1, 2))
+    kept = y.data != 0
+    np.testing.assert_allclose(y.data, x.data * kept / 0.75, rtol=1e-15)
+    assert abs(y.data.mean() / x.data.mean() - 1) < 0.01
+    y.backward(np.full(y.shape, 3.0))
+    np.testing.assert_allclose(x.grad, kept * 4.0, rtol=1e-15)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 200, 300])
+def test_the_mask_is_the_same_under_any_sharding(parts):
+    """Rows know their place in the global batch; ranks without rows are no trouble."""
+    key = key_pair("dropout", 0, 3, "5")
+    pieces = [mask(0.4, key, part.start, len(part)) for part in split(ROWS, parts)]
+    np.testing.assert_array_equal(np.concatenate(pieces), mask(0.4, key))
+
+
+def test_the_mask_does_not_depend_on_shape_or_dtype():
+    """An image's mask is its flat row's; float32 drops what float64 drops."""
+    key, flat = (5, 6), np.ones((4, 24))
+    expected = dropout(Tensor(flat), 0.5, key).data
+    for shape in ((4, 2, 3, 4), (4, 24, 1)):
+        y = dropout(Tensor(flat.reshape(shape).astype("float32")), 0.5, key)
+        np.testing.assert_array_equal(y.data.reshape(4, 24), expected)
+
+
+def test_another_key_is_another_mask():
+    """Masks of different steps, layers and seeds agree as often as chance has it, and in no shifted place either."""
+    keys = [key_pair("dropout", *what) for what in ((0, 0, "1"), (0, 1, "1"), (0, 0, "2"), (1, 0, "1"), (0, 0, "11"))]
+    masks = [mask(0.5, key) for key in keys]
+    for i, one in enumerate(masks):
+        for j, other in enumerate(masks[:i]):
+            for shift in (0, 1, 2):
+                agree = (one[shift:] == other[: ROWS - shift]).mean()
+                assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(one.size - shift * COLUMNS), (i, j, shift)
+
+
+@pytest.mark.parametrize("rate", [np.nextafter(1, 0), 1 - 1e-12, 1e-12])
+def test_rates_close_to_the_ends(rate):
+    """The least and the largest probability that a float can say work."""
+    y = dropout(Tensor(np.ones((4, 4))), rate, (1, 2))
+    assert ((y.data == 0) == (rate > 0.5)).all()
+
+
+def test_a_rate_of_zero_is_nothing_at_all():
+    """The tensor itself."""
+    x = Tensor([1.0])
+    assert dropout(x, 0, (1, 2)) is x
+    assert dropout(x, 0.0, (1, 2)) is x
+
+
+def test_shapes_at_the_edge():
+    """A number, no rows, no columns."""
+    for shape in ((), (0,), (3,), (0, 4), (4, 0)):
+        assert dropout(Tensor(np.ones(shape)), 0.5, (1, 2)).shape == shape
+
+
+@pytest.mark.parametrize("rate", [1.0, 1, 1.5, -0.1, float("nan")])
+def test_no_probability(rate):
+    """The value is named."""
+    with pytest.raises(UsageError, match=rf"probability in \[0, 1\), not {rate}"):
+        dropout(Tensor([1.0]), rate, (1, 2))
+
+
+def test_integers_are_refused():
+    """They cannot be scaled."""
+    with pytest.raises(DtypeError, match="dropout needs floating point"):
+        dropout(Tensor([1, 2]), 0.5, (1, 2))

@@ -1,0 +1,87 @@
+"""The linear operation and the embedding: one parameter in two places, repeated rows, and what does not fit."""
+
+import numpy as np
+import pytest
+
+from nnmpi import ops
+from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.tensor.tensor import Tensor
+
+
+def zeros(*shape):
+    """Return a tensor of zeros."""
+    return Tensor(np.zeros(shape))
+
+
+def test_linear_is_x_times_w_plus_b():
+    """For leading axes of any kind, and a single row."""
+    rng = np.random.default_rng(0)
+    weight, bias = rng.standard_normal((3, 2)), rng.standard_normal(2)
+    for leading in ((), (4,), (4, 5), (0,), (2, 0)):
+        x = rng.standard_normal((*leading, 3))
+        y = ops.linear(Tensor(x), Tensor(weight), Tensor(bias))
+        np.testing.assert_allclose(y.data, x @ weight + bias, rtol=1e-13)
+
+
+def test_one_parameter_as_input_and_weight():
+    """Both of its gradients arrive, though one of them could be computed in place."""
+    rng = np.random.default_rng(0)
+    w, grad = rng.standard_normal((3, 3)), rng.standard_normal((3, 3))
+    p = Tensor(w, requires_grad=True)
+    p.buffer = np.zeros((3, 3))
+    ops.linear(p, p).backward(grad)
+    np.testing.assert_allclose(p.grad, grad @ w.T + w.T @ grad)
+
+
+def test_a_tied_embedding():
+    """One table to read words and to score them."""
+    rng = np.random.default_rng(0)
+    table = Tensor(rng.standard_normal((4, 3)), requires_grad=True)
+    table.buffer = np.full((4, 3), np.nan)
+    words = np.array([1, 1, 3])
+    grad = rng.standard_normal((3, 4))
+    h = ops.embedding(table, words)
+    ops.linear(h, table.T).backward(grad)
+    expected = grad.T @ table.data[words]
+    np.add.at(expected, words, grad @ table.data)
+    np.testing.assert_allclose(table.grad, expected)
+
+
+def test_repeated_rows_get_every_gradient():
+    """As many times as they are picked; the others get zeros, also where old values lay in the buffer."""
+    table = Tensor(np.zeros((4, 2)), requires_grad=True)
+    table.buffer = np.full((4, 2), np.nan)
+    ops.embedding(table, [[0, 2], [2, 2]]).sum().backward()
+    np.testing.assert_array_equal(table.grad[:, 0], [1, 0, 3, 0])
+    assert table.grad is table.buffer
+
+
+def test_indices_of_any_kind():
+    """Lists, tensors, any integers, none at all."""
+    table = Tensor(np.arange(6.0).reshape(3, 2))
+    for indices in ([2, 0], Tensor([2, 0]), np.array([2, 0], "uint8")):
+        np.testing.assert_array_equal(ops.embedding(table, indices).data, [[4, 5], [0, 1]])
+    assert ops.embedding(table, np.zeros((0, 3), int)).shape == (0, 3, 2)
+    assert ops.embedding(table, 1).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ops.linear(zeros(2, 4), zeros(3, 5)), ShapeError, r"\(\.\.\., 3\) .* not \(2, 4\); flatten"),
+        (lambda: ops.linear(zeros(), zeros(3, 5)), ShapeError, r"not \(\)"),
+        (lambda: ops.linear(zeros(2, 3), zeros(3)), ShapeError, r"weight of shape \(3,\)"),
+        (lambda: ops.linear(zeros(2, 3), zeros(3, 5), zeros(3)), ShapeError, r"bias has shape \(3,\).* needs \(5,\)"),
+        (lambda: ops.linear(zeros(2, 3), Tensor(np.zeros((3, 5), "float32"))), DtypeError, "float64, float32"),
+        (lambda: ops.linear(zeros(2, 3), zeros(3, 5), Tensor([0.0] * 5)), DtypeError, "float64, float64, float32"),
+        (lambda: ops.embedding(zeros(3, 2), [0.0]), DtypeError, "integer indices, not float64"),
+        (lambda: ops.embedding(zeros(3, 2), [True]), DtypeError, "integer indices, not bool"),
+        (lambda: ops.embedding(zeros(3), [0]), ShapeError, r"table .* shape \(3,\)"),
+        (lambda: ops.embedding(zeros(3, 2), [1, 3, 5]), ShapeError, r"index 3 is outside 0\.\.2"),
+        (lambda: ops.embedding(zeros(3, 2), [1, -1]), ShapeError, "index -1"),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        make()

@@ -1,0 +1,149 @@
+"""Losses: their definitions, their size limits, labels that count for nothing, and what does not fit."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
+from nnmpi.tensor.tensor import Tensor
+
+LOGITS = np.array([[1.0, 2.0, 0.5], [-1.0, 0.0, 3.0], [0.1, 0.2, 0.3]])
+LABELS = np.array([2, 0, 1])
+
+
+def run(loss, logits, *arguments, **options):
+    """Return the value and the gradient of the logits."""
+    x = Tensor(logits, requires_grad=True)
+    y = loss(x, *arguments, **options)
+    y.backward(np.ones(y.shape))
+    return y.data, x.grad
+
+
+def by_hand(row, label, smoothing=0.0):
+    """Return one row's cross-entropy from its definition."""
+    log_sum = math.log(sum(math.exp(v) for v in row))
+    target = [smoothing / len(row) + (1 - smoothing) * (i == label) for i in range(len(row))]
+    return sum(t * (log_sum - v) for t, v in zip(target, row, strict=True))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_by_hand(smoothing):
+    """Each reduction is what it says."""
+    expected = [by_hand(row, label, smoothing) for row, label in zip(LOGITS, LABELS, strict=True)]
+    for reduction, value in (("none", expected), ("sum", sum(expected)), ("mean", sum(expected) / 3)):
+        np.testing.assert_allclose(run(cross_entropy, LOGITS, LABELS, reduction, None, smoothing)[0], value, rtol=1e-14)
+
+
+def test_ignored_labels():
+    """They add nothing to value, count or gradient, whatever their logits are."""
+    labels = np.array([2, -7, 1])
+    wild = LOGITS.copy()
+    wild[1] = [np.nan, np.inf, -np.inf]
+    with np.errstate(invalid="ignore"):
+        value, grad = run(cross_entropy, wild, labels, ignore_index=-7)
+    kept, kept_grad = run(cross_entropy, LOGITS[[0, 2]], labels[[0, 2]])
+    np.testing.assert_allclose(value, kept, rtol=1e-15)
+    np.testing.assert_allclose(grad[[0, 2]], kept_grad, rtol=1e-15)
+    np.testing.assert_array_equal(grad[1], 0)
+
+
+def test_an_ignored_class():
+    """ignore_index may be one of the classes."""
+    value, grad = run(cross_entropy, LOGITS, LABELS, "none", 0)
+    assert value[1] == 0
+    assert (grad[1] == 0).all()
+    assert (value[[0, 2]] > 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing_counts(reduction):
+    """With all labels ignored, or no rows at all, the loss is 0 and not NaN."""
+    value, grad = run(cross_entropy, LOGITS, np.full(3, -1), reduction, -1)
+    assert value == 0
+    np.testing.assert_array_equal(grad, np.zeros((3, 3)))
+    value, grad = run(cross_entropy, np.zeros((0, 3)), np.zeros(0, int), reduction)
+    assert value == 0
+    assert grad.shape == (0, 3)
+    for loss in (mse, binary_cross_entropy):
+        assert run(loss, np.zeros((0, 3)), np.zeros((0, 3)), reduction)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_large_logits(dtype):
+    """At 1e4 on either side the losses and gradients are finite and right."""
+    big = np.array([[1e4, -1e4], [-1e4, 1e4]], dtype)
+    value, grad = run(cross_entropy, big, [0, 0], "none")
+    np.testing.assert_array_equal(value, [0, 2e4])
+    np.testing.assert_array_equal(grad, [[0, 0], [-1, 1]])
+    value, grad = run(binary_cross_entropy, big, np.array([[1, 1], [0, 0]], dtype), "none")
+    np.testing.assert_array_equal(value, [[0, 1e4], [0, 1e4]])
+    np.testing.assert_array_equal(grad, [[0, -1], [0, 1]])
+    value, _ = run(cross_entropy, np.full((1, 2), 1e4, dtype), [0], "none")
+    np.testing.assert_allclose(value, [math.log(2)], rtol=1e-6)
+
+
+def test_small_losses_are_not_rounded_to_zero():
+    """log(1 + e^-x) keeps its digits where e^-x is small beside 1."""
+    value, _ = run(binary_cross_entropy, np.array([40.0]), np.array([1.0]), "sum")
+    np.testing.assert_allclose(value, math.exp(-40), rtol=1e-12)
+
+
+def test_nan_is_not_hidden():
+    """A NaN logit makes the loss NaN."""
+    for loss, target in ((cross_entropy, [0]), (mse, np.zeros((1, 2))), (binary_cross_entropy, np.zeros((1, 2)))):
+        assert np.isnan(run(loss, np.array([[np.nan, 0.0]]), target)[0])
+
+
+def test_labels_of_any_kind():
+    """Lists, tensors and any integers; of a single row, a single number."""
+    expected = run(cross_entropy, LOGITS, LABELS)[0]
+    for labels in ([2, 0, 1], Tensor([2, 0, 1]), LABELS.astype("uint8"), LABELS.astype("int16")):
+        assert run(cross_entropy, LOGITS, labels, ignore_index=-100)[0] == expected
+    np.testing.assert_allclose(run(cross_entropy, LOGITS[0], 2)[0], by_hand(LOGITS[0], 2))
+
+
+def test_squared_and_binary_errors_by_hand():
+    """Each reduction is what it says."""
+    x, t = LOGITS, 1 / (1 + LABELS[:, None] + np.arange(3))
+    s = 1 / (1 + np.exp(-x))
+    for loss, each in ((mse, (x - t) ** 2), (binary_cross_entropy, -t * np.log(s) - (1 - t) * np.log(1 - s))):
+        for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean())):
+            np.testing.assert_allclose(run(loss, x, t, reduction)[0], expected, rtol=1e-12)
+
+
+X = Tensor(LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: cross_entropy(X, [0, 1]), ShapeError, r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)"),
+        (lambda: cross_entropy(X, np.eye(3, dtype=int)), ShapeError, r"not \(3, 3\)"),
+        (lambda: cross_entropy(Tensor(1.0), []), DtypeError, "integer labels, not float64"),
+        (lambda: cross_entropy(Tensor(1.0), 0), ShapeError, r"logits \(\)"),
+        (lambda: cross_entropy(Tensor(np.zeros((1, 0))), [0]), ShapeError, r"logits \(1, 0\)"),
+        (lambda: cross_entropy(X, [0, 3, 7]), ShapeError, r"label 3 at row 1 is outside 0\.\.2"),
+        (lambda: cross_entropy(X, [0, 1, -1]), ShapeError, "label -1 at row 2"),
+        (lambda: cross_entropy(X, [0, -1, -2], ignore_index=-1), ShapeError, "label -2 at row 2"),
+        (lambda: cross_entropy(X, [0.0, 1.0, 2.0]), DtypeError, "integer labels, not float64"),
+        (
+            lambda: cross_entropy(X, LABELS, "average"),
+            UsageError,
+            "'average' is unknown; choose one of mean, sum, none",
+        ),
+        (lambda: cross_entropy(X, LABELS, label_smoothing=1.0), UsageError, "label_smoothing .* not 1.0"),
+        (lambda: cross_entropy(X, LABELS, label_smoothing=-0.1), UsageError, "not -0.1"),
+        (lambda: mse(X, np.zeros(3)), ShapeError, r"mse of shapes \(3, 3\) and \(3,\)"),
+        (lambda: mse(X, np.zeros((3, 3), "float32")), DtypeError, "mse of float64 and a target of float32"),
+        (lambda: mse(X, X, "total"), UsageError, "'total'"),
+        (lambda: binary_cross_entropy(X, np.zeros((3, 1))), ShapeError, r"\(3, 3\) and \(3, 1\)"),
+        (lambda: binary_cross_entropy(X, np.zeros((3, 3), int)), DtypeError, "target of int64"),
+        (lambda: binary_cross_entropy(X, X, "total"), UsageError, "'total'"),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        make()

@@ -1,0 +1,182 @@
+"""Normalization: statistics over ranks equal those of the whole batch, and what does not fit."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.ops.norm import batch_norm, layer_norm
+from nnmpi.tensor.tensor import Tensor
+
+
+class Ranks:
+    """Ranks without MPI: each is run again and again until it knows what the others contribute to every sum.
+
+    A rank's n-th all-reduce returns the sum of what all ranks contributed to their n-th in the previous round; after as
+    many rounds as there are sums, all of them are right.
+    """
+
+    def __init__(self, run, parts, sums):
+        self.stored = [[] for _ in parts]
+        self.results: list[Any] = []
+        for _ in range(sums + 1):
+            now: list[list[Any]] = [[] for _ in parts]
+            self.results = [run(part, self.all_reduce(now[rank])) for rank, part in enumerate(parts)]
+            self.stored = now
+
+    def all_reduce(self, mine):
+        """Return the all-reduce of one rank, which also notes what it contributes."""
+
+        def reduce(array):
+            assert array.dtype == np.float64
+            number = len(mine)
+            mine.append(array.copy())
+            before = [theirs[number] for theirs in self.stored if len(theirs) > number]
+            return sum(before, np.zeros_like(array))
+
+        return reduce
+
+
+SHARES = [(4, 4), (5, 3), (8, 0), (0, 8), (1, 1, 6), (3, 0, 0, 5)]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_statistics_over_ranks_are_those_of_the_whole_batch(shares, dtype, offset):
+    """Results and gradients of x are the serial ones, row by row; scale's and shift's add up. Also without any rows."""
+    rng = np.random.default_rng(0)
+    x, grad = (rng.standard_normal((8, 2, 3)).astype(dtype) for _ in range(2))
+    x += np.asarray(offset, dtype)
+    scale, shift = (rng.uniform(0.5, 2, 3).astype(dtype) for _ in range(2))
+
+    def run(part, all_reduce):
+        leaves = [Tensor(a, requires_grad=True) for a in (x[part], scale, shift)]
+        y, mean, variance, count = batch_norm(*leaves, all_reduce=all_reduce)
+        y.backward(grad[part])
+        assert y.dtype == mean.dtype == variance.dtype == dtype
+        return y.data, *[leaf.grad for leaf in leaves], mean, variance, count
+
+    serial = run(slice(None), None)
+    stops = np.cumsum(shares)
+    parts = [slice(stop - share, stop) for share, stop in zip(shares, stops, strict=True)]
+    ranks = Ranks(run, parts, sums=3).results
+    tolerance = (1e-12 if dtype == "float64" else 2e-5) * (1 + offset)
+    for number in (0, 1):
+        whole = np.concatenate([result[number] for result in ranks])
+        np.testing.assert_allclose(whole, serial[number], atol=tolerance)
+    for number in (2, 3):
+        np.testing.assert_allclose(sum(result[number] for result in ranks), serial[number], atol=10 * tolerance)
+    for result in ranks:
+        np.testing.assert_allclose(result[4], serial[4], rtol=1e-6 if dtype == "float32" else 1e-13, atol=1e-7)
+        np.testing.assert_allclose(result[5], serial[5], rtol=1e-4 if dtype == "float32" else 1e-10)
+        assert result[6] == serial[6] == 16
+
+
+def test_nothing_cancels_far_from_zero():
+    """At a mean of 1e8 the variance over two ranks is still right to many digits."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 3)) + 1e8
+    one = Tensor(np.ones(3))
+    serial = batch_norm(Tensor(x), one, one)[0].data
+    ranks = Ranks(
+        lambda part, reduce: batch_norm(Tensor(x[part]), one, one, all_reduce=reduce)[0].data,
+        (slice(0, 5), slice(5, 8)),
+        2,
+    )
+    np.testing.assert_allclose(np.concatenate(ranks.results), serial, atol=1e-6)
+    np.testing.assert_allclose(serial, (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) + 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_every_rank_sums_as_often(needs):
+    """Twice forward, and once backward where x needs a gradient, whether a rank has rows or not: nobody waits alone."""
+    for rows in (0, 3):
+        calls = []
+
+        def all_reduce(array, calls=calls):
+            calls.append(array.shape)
+            return array + 1.0
+
+        x = Tensor(np.ones((rows, 2)), requires_grad=needs)
+        scale = Tensor(np.ones(2), requires_grad=True)
+        batch_norm(x, scale, scale, all_reduce=all_reduce)[0].sum().backward()
+        assert calls == [(3,), (2,), (4,)][: 3 if needs else 2]
+
+
+def test_one_parameter_as_scale_and_shift():
+    """Its gradients add up, though one of them could be computed in place."""
+    rng = np.random.default_rng(0)
+    x, p = Tensor(rng.standard_normal((4, 2))), Tensor(np.array([2.0, 3.0]), requires_grad=True)
+    p.buffer = np.zeros(2)
+    scale, shift = (Tensor(p.data, requires_grad=True) for _ in range(2))
+    grad = rng.standard_normal((4, 2))
+    batch_norm(x, p, p)[0].backward(grad)
+    batch_norm(x, scale, shift)[0].backward(grad)
+    np.testing.assert_allclose(p.grad, scale.grad + shift.grad)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_small_batches(rows):
+    """Without rows the result has none; one row is its own mean, and what is left is the shift."""
+    y, mean, variance, count = batch_norm(
+        Tensor(np.full((rows, 2), 5.0)), Tensor([1.0, 1.0], dtype="float64"), Tensor(np.array([3.0, 4.0]))
+    )
+    np.testing.assert_array_equal(y.data, np.array([[3, 4]] * rows).reshape(rows, 2))
+    np.testing.assert_array_equal(variance, [0, 0])
+    assert count == rows
+    assert (mean == 5 * rows).all()
+
+
+def test_normalized():
+    """Mean 0 and variance 1, over the batch or over the features."""
+    rng = np.random.default_rng(0)
+    x = Tensor(rng.uniform(3, 9, (50, 4, 6)))
+    one, zero = Tensor(np.ones(6)), Tensor(np.zeros(6))
+    y = batch_norm(x, one, zero)[0].data.reshape(-1, 6)
+    np.testing.assert_allclose([y.mean(0), y.var(0)], [np.zeros(6), np.ones(6)], atol=1e-5)
+    y = layer_norm(x, one, zero).data
+    np.testing.assert_allclose([y.mean(2), y.var(2)], [np.zeros((50, 4)), np.ones((50, 4))], atol=1e-4)
+
+
+def zeros(*shape):
+    """Return a tensor of zeros."""
+    return Tensor(np.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (
+            lambda: batch_norm(zeros(2, 3), zeros(2), zeros(3)),
+            ShapeError,
+            r"batch_norm of shape \(2, 3\) .* scale \(2,\)",
+        ),
+        (lambda: batch_norm(zeros(2, 3), zeros(3), zeros(1)), ShapeError, r"shift \(1,\)"),
+        (lambda: batch_norm(zeros(), zeros(), zeros()), ShapeError, r"shape \(\)"),
+        (lambda: batch_norm(zeros(2, 0), zeros(0), zeros(0)), ShapeError, r"shape \(2, 0\)"),
+        (
+            lambda: layer_norm(zeros(2, 3), zeros(2), zeros(2)),
+            ShapeError,
+            r"layer_norm of shape \(2, 3\) .* scale \(2,\)",
+        ),
+        (lambda: layer_norm(zeros(3), zeros(1, 3), zeros(1, 3)), ShapeError, r"scale \(1, 3\)"),
+        (lambda: layer_norm(zeros(3), zeros(), zeros()), ShapeError, r"scale \(\)"),
+        (lambda: layer_norm(zeros(2, 0), zeros(0), zeros(0)), ShapeError, r"shape \(2, 0\)"),
+        (
+            lambda: batch_norm(zeros(2, 3), zeros(3).astype("float32"), zeros(3)),
+            DtypeError,
+            "float64, float32, float64",
+        ),
+        (
+            lambda: layer_norm(zeros(2, 3), zeros(3), zeros(3).astype("float32")),
+            DtypeError,
+            "float64, float64, float32",
+        ),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the shapes or dtypes."""
+    with pytest.raises(error, match=words):
+        make()

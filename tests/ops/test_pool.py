@@ -1,0 +1,104 @@
+"""Pooling against plain loops over its definition, ties, NaN, and what does not fit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops.pool import avg_pool2d, max_pool2d
+from nnmpi.tensor.tensor import Tensor
+
+
+def reference(kind, x, grad, kernel, stride, padding):
+    """Return the pooled images and the gradient of x, window by window."""
+    n, h, w, c = x.shape
+    size = [(s + 2 * p - k) // t + 1 for s, k, t, p in zip((h, w), kernel, stride, padding, strict=True)]
+    y, to_x = np.zeros((n, *size, c)), np.zeros_like(x)
+    for b, i, j, channel in itertools.product(*map(range, (n, *size, c))):
+        top, left = i * stride[0] - padding[0], j * stride[1] - padding[1]
+        seen = [
+            (row, column)
+            for row in range(top, top + kernel[0])
+            for column in range(left, left + kernel[1])
+            if 0 <= row < h and 0 <= column < w
+        ]
+        values = [x[b, row, column, channel] for row, column in seen]
+        if kind is max_pool2d:
+            y[b, i, j, channel] = max(values)
+            row, column = seen[values.index(max(values))]
+            to_x[b, row, column, channel] += grad[b, i, j, channel]
+        else:
+            y[b, i, j, channel] = sum(values) / (kernel[0] * kernel[1])
+            for row, column in seen:
+                to_x[b, row, column, channel] += grad[b, i, j, channel] / (kernel[0] * kernel[1])
+    return y, to_x
+
+
+@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 2), (3, 2), (5, 4)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (3, 1), (4, 4)])
+@pytest.mark.parametrize("border", [False, True])
+def test_against_loops(kind, kernel, stride, border):
+    """Windows that overlap, touch, leave gaps, and lie half outside; values with many ties."""
+    rng = np.random.default_rng(0)
+    padding = (kernel[0] // 2, kernel[1] // 2) if border else (0, 0)
+    x = Tensor(rng.integers(-2, 3, (2, 5, 6, 2)).astype(float), requires_grad=True)
+    y = kind(x, kernel, stride, padding)
+    grad = rng.standard_normal(y.shape)
+    y.backward(grad)
+    expected, to_x = reference(kind, x.data, grad, kernel, stride, padding)
+    np.testing.assert_allclose(y.data, expected, atol=1e-14)
+    np.testing.assert_allclose(x.grad, to_x, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
+def test_the_stride_is_by_default_the_kernel(kind):
+    """And rows that no window covers are left out."""
+    x = Tensor(np.arange(25.0).reshape(1, 5, 5, 1))
+    np.testing.assert_array_equal(kind(x, 2).data, kind(x, (2, 2), (2, 2)).data)
+    assert kind(x, 2).shape == (1, 2, 2, 1)
+    assert kind(Tensor(np.zeros((0, 4, 4, 3))), 2).shape == (0, 2, 2, 3)
+
+
+def test_the_border_never_wins():
+    """Not against negative values, nor in float32; where all values are the least possible, the result is that."""
+    x = Tensor(np.full((1, 3, 3, 1), -1e30, "float32"))
+    assert (max_pool2d(x, 3, 1, 1).data == np.float32(-1e30)).all()
+    assert (max_pool2d(x * np.inf, 3, 1, 1).data == -np.inf).all()
+
+
+def test_nan_is_not_hidden():
+    """Every window that holds it is NaN, and no other."""
+    values = np.zeros((1, 4, 4, 1))
+    values[0, 1, 1, 0] = np.nan
+    for kind in (max_pool2d, avg_pool2d):
+        found = np.isnan(kind(Tensor(values), 2).data).ravel()
+        np.testing.assert_array_equal(found, [True, False, False, False])
+
+
+@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
+@pytest.mark.parametrize(
+    ("shape", "options", "error", "words"),
+    [
+        ((4, 4, 1), (2,), ShapeError, r"images .* not an array of shape \(4, 4, 1\)"),
+        ((1, 1, 4, 1), (2,), ShapeError, r"window of \(2, 2\) does not fit the height of images \(1, 1, 4, 1\)"),
+        ((1, 4, 1, 1), (2,), ShapeError, "the width"),
+        ((1, 4, 4, 1), (0,), UsageError, "kernel .* at least 1"),
+        ((1, 4, 4, 1), (2, 0), UsageError, "stride .* at least 1"),
+        ((1, 4, 4, 1), (2, 2, -1), UsageError, "padding .* at least 0"),
+        ((1, 4, 4, 1), (2, 2, 2), UsageError, r"padding \(2, 2\) is more than half of its kernel \(2, 2\)"),
+        ((1, 4, 4, 1), ((2, 2, 2),), UsageError, r"kernel .* \(2, 2, 2\)"),
+    ],
+)
+def test_what_does_not_fit(kind, shape, options, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        kind(Tensor(np.zeros(shape)), *options)
+
+
+@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
+def test_integers_are_refused(kind):
+    """They have no gradient, and their mean would be no integer."""
+    with pytest.raises(DtypeError, match=f"{kind.__name__} needs floating point, not int64"):
+        kind(Tensor(np.zeros((1, 4, 4, 1), "int64")), 2)
