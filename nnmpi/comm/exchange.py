@@ -22,6 +22,17 @@ from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, UsageError
 
+# Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen
+# 5: a step with buckets of 1 | 4 | 25 MB, native, lower decile in ms, summed at the end (and while backward runs).
+#
+#     2 ranks     Open MPI 5.0.11    26.6 | 25.8 | 25.3    (26.5 | 27.0 | 28.3)     without any exchange 23.5
+#                 MPICH 5.0.2        25.5 | 25.2 | 25.5    (26.5 | 26.1 | 25.6)                          23.2
+#     4 ranks     Open MPI           57.0 | 54.6 | 56.1    (60.7 | 60.4 | 60.1)                          48.4
+#                 MPICH               114 | 60.5 | 56.0    (59.5 | 56.5 | 57.2)                          46.7
+#
+# Small buckets suffer where ranks share cores; from 4 MB on the size makes no difference that can be told from noise,
+# and 4 MB leaves several buckets to send early on a real network. Inside a node nothing is gained by sending early: a
+# core that computes has no time to copy.
 BUCKET_BYTES = 4 * 2**20
 
 
