@@ -73,7 +73,13 @@ class Group:
     # ---- groups from groups ----
 
     def split(self, color: int, key: int = 0) -> "Group":
-        """Return the group of the ranks that gave the same color (0 or more), ordered by key, then by rank here."""
+        """Return the group of the ranks that gave the same color, ordered by key, then by rank here.
+
+        Raises:
+            UsageError: for a negative color.
+        """
+        if color < 0:
+            raise UsageError(f"color {color} is negative; number the groups from 0")
         return Group(self.comm.Split(color, key), private=True)
 
     def node(self) -> "Group":

@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi.comm import wire
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DtypeError, ShapeError
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 
 VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
 
@@ -107,6 +107,12 @@ def test_split_makes_groups_that_work_apart(group: Group) -> None:
     outcome = members == expected and half.size == len(expected) and array[0] == array[9] == sum(expected)
     half.free()
     assert all(group.gather(bool(outcome)))
+
+
+@pytest.mark.mpi
+def test_a_negative_color_is_refused(group: Group) -> None:
+    with pytest.raises(UsageError, match="color -1 is negative"):
+        group.split(-1)
 
 
 @pytest.mark.mpi

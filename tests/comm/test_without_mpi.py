@@ -3,20 +3,21 @@
 import subprocess
 import sys
 
-import pytest
-
 PURE = ["steps", "algorithms.registry", "replay", "prove", "choose", "buckets", "wire", "agree", "wording", "buffers"]
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_a_pure_module_needs_no_mpi(module: str) -> None:
-    program = f"import sys; sys.modules['mpi4py'] = None; import nnmpi.comm.{module}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+def imported_without_mpi(*modules: str) -> subprocess.CompletedProcess[str]:
+    """Import modules of nnmpi.comm in a process in which mpi4py cannot be imported."""
+    lines = ["import sys", "sys.modules['mpi4py'] = None", *(f"import nnmpi.comm.{module}" for module in modules)]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+
+
+def test_the_pure_modules_need_no_mpi() -> None:
+    done = imported_without_mpi(*PURE)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_module_that_needs_mpi_would_be_found() -> None:
-    program = "import sys; sys.modules['mpi4py'] = None; import nnmpi.comm.execute"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = imported_without_mpi("execute")
     assert done.returncode != 0
     assert "mpi4py" in done.stderr
