@@ -1,0 +1,206 @@
+"""The layers: what they compute in training and in evaluation, and what they refuse when they are made."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import nnmpi.nn
+from nnmpi import nn, ops
+from nnmpi.backend.counter import key_pair
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.nn.mode import Mode, current
+from nnmpi.tensor.tensor import Tensor
+
+IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
+ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
+    "Linear without bias": (lambda: nn.Linear(4, 3, bias=False), ROWS, lambda m, x: ops.linear(x, m.weight)),
+    "Conv2d": (
+        lambda: nn.Conv2d(4, 6, (3, 2), 2, (1, 0), 1, 2),
+        IMAGES,
+        lambda m, x: ops.conv2d(x, m.weight, m.bias, 2, (1, 0), 1, 2),
+    ),
+    "Conv2d without bias": (lambda: nn.Conv2d(4, 6, 3, bias=False), IMAGES, lambda m, x: ops.conv2d(x, m.weight)),
+    "MaxPool2d": (lambda: nn.MaxPool2d(3, 2, 1), IMAGES, lambda m, x: ops.max_pool2d(x, 3, 2, 1)),
+    "AvgPool2d": (lambda: nn.AvgPool2d(2), IMAGES, lambda m, x: ops.avg_pool2d(x, 2)),
+    "GlobalAvgPool2d": (nn.GlobalAvgPool2d, IMAGES, lambda m, x: x.mean((1, 2))),
+    "LayerNorm": (lambda: nn.LayerNorm(4), ROWS, lambda m, x: ops.layer_norm(x, m.weight, m.bias)),
+    "LayerNorm of two": (
+        lambda: nn.LayerNorm((6, 4), 0.1),
+        IMAGES,
+        lambda m, x: ops.layer_norm(x, m.weight, m.bias, 0.1),
+    ),
+    "ReLU": (nn.ReLU, ROWS, lambda m, x: ops.relu(x)),
+    "LeakyReLU": (lambda: nn.LeakyReLU(0.2), ROWS, lambda m, x: ops.leaky_relu(x, 0.2)),
+    "GELU": (nn.GELU, ROWS, lambda m, x: ops.gelu(x)),
+    "GELU tanh": (lambda: nn.GELU("tanh"), ROWS, lambda m, x: ops.gelu(x, "tanh")),
+    "SiLU": (nn.SiLU, ROWS, lambda m, x: ops.silu(x)),
+    "Tanh": (nn.Tanh, ROWS, lambda m, x: x.tanh()),
+    "Sigmoid": (nn.Sigmoid, ROWS, lambda m, x: ops.sigmoid(x)),
+    "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
+    "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
+    "Embedding": (lambda: nn.Embedding(7, 3), np.array([[0, 6], [3, 3]]), lambda m, x: ops.embedding(m.weight, x)),
+    "Dropout": (lambda: nn.Dropout(0.5), ROWS, lambda m, x: x),
+    "BatchNorm": (lambda: nn.BatchNorm(4), ROWS, lambda m, x: x * Tensor(np.float32(1 / np.sqrt(1 + 1e-5)))),
+    "Sequential": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), ROWS, lambda m, x: ops.relu(x).tanh()),
+    "Residual": (lambda: nn.Residual(nn.Tanh()), ROWS, lambda m, x: ops.relu(x.tanh() + x)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_operation(name):
+    """With its own parameters and options, outside of training; float32 stays float32."""
+    make, x, expected = LAYERS[name]
+    layer = make().initialize(seed=1)
+    y = layer(x)
+    assert y.dtype == np.float32
+    np.testing.assert_allclose(y.data, expected(layer, Tensor(x)).data, rtol=1e-6)
+
+
+def test_every_layer_is_here():
+    """A new one without a test fails."""
+    classes = {name for name in nnmpi.nn.__all__ if inspect.isclass(getattr(nnmpi.nn, name))}
+    assert classes - {"Module", "Buffer", "Constant", "Normal", "Uniform"} == {name.split()[0] for name in LAYERS}
+
+
+def test_activations_by_name():
+    """As options and configurations call them."""
+    made = {name: type(nn.activation(name)) for name in ("relu", "leaky-relu", "gelu", "silu", "tanh", "sigmoid")}
+    assert list(made.values()) == [nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Linear(0, 3), "at least 1 input and 1 output, not 0 and 3"),
+        (lambda: nn.Linear(3, 0), "not 3 and 0"),
+        (lambda: nn.Embedding(0, 3), "at least 1 entry and 1 feature, not 0 and 3"),
+        (lambda: nn.Conv2d(3, 4, 3, groups=2), "3 to 4 channels in 2 groups"),
+        (lambda: nn.Conv2d(0, 4, 3), "0 to 4 channels"),
+        (lambda: nn.Conv2d(3, 4, 0), "kernel .* at least 1"),
+        (lambda: nn.Conv2d(3, 4, 3, stride=0), "stride"),
+        (lambda: nn.Conv2d(3, 4, 3, padding=-1), "padding"),
+        (lambda: nn.Dropout(1.0), r"\[0, 1\), not 1.0"),
+        (lambda: nn.BatchNorm(0), "0 channels"),
+        (lambda: nn.BatchNorm(3, momentum=1.5), "momentum 1.5"),
+        (lambda: nn.BatchNorm(3, eps=0), "eps 0"),
+        (lambda: nn.LayerNorm(0), "over 0"),
+        (lambda: nn.LayerNorm(()), r"over \(\)"),
+        (lambda: nn.LayerNorm(3, eps=-1), "eps -1"),
+        (lambda: nn.activation("swish"), "'swish' is unknown; choose one of relu, leaky-relu"),
+    ],
+)
+def test_layers_that_make_no_sense(make, words):
+    """Refused when they are made."""
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_another_dtype_than_the_model_is_refused():
+    """In layers with parameters, in training and in evaluation."""
+    x = np.ones((2, 4))
+    for layer in (nn.Linear(4, 2), nn.BatchNorm(4), nn.LayerNorm(4)):
+        layer.initialize()
+        with pytest.raises(DtypeError, match="float64"):
+            layer(x)
+        with nn.training(), pytest.raises(DtypeError, match="float64"):
+            layer(x)
+
+
+# ---------------------------------------------------------------- modes
+def test_the_mode():
+    """Evaluation outside; blocks nest and end."""
+    assert current() == Mode()
+    with nn.training(seed=1, step=2, first_row=3):
+        assert current() == Mode(True, 1, 2, 3)
+        with nn.evaluation():
+            assert current() == Mode(False, 1, 2, 3)
+            with nn.training(5):
+                assert current() == Mode(True, 5)
+        assert current().training
+    assert not current().training
+
+
+def test_dropout_drops_in_training_only():
+    """By the key of run, step, layer and row."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.0)).initialize()
+    x = np.ones((40, 30), np.float32)
+    np.testing.assert_array_equal(model(x).data, x)
+    with nn.training(seed=4, step=9, first_row=7):
+        y = model[0](x)
+        expected = ops.dropout(Tensor(x), 0.5, key_pair("dropout", 4, 9, "0"), 7)
+        np.testing.assert_array_equal(y.data, expected.data)
+        assert not np.array_equal(model[1](x).data, y.data)
+        np.testing.assert_array_equal(model[2](x).data, x)
+        with nn.evaluation():
+            np.testing.assert_array_equal(model(x).data, x)
+    for other in ({"seed": 5, "step": 9}, {"seed": 4, "step": 10}):
+        with nn.training(**other, first_row=7):
+            assert not np.array_equal(model[0](x).data, y.data)
+    with nn.training(seed=4, step=9, first_row=17):
+        np.testing.assert_array_equal(model[0](x[10:]).data, y.data[10:])
+
+
+# ---------------------------------------------------------------- batch normalization
+def test_running_statistics():
+    """They move by the momentum, with the unbiased variance, in training only, and are used in evaluation only."""
+    layer = nn.BatchNorm(4, momentum=0.25).initialize(dtype="float64")
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)) * 2 + 1
+    layer(x)
+    np.testing.assert_array_equal(layer.running_mean.data, np.zeros(4))
+    with nn.training():
+        trained = layer(x)
+    flat = x.reshape(-1, 4)
+    np.testing.assert_allclose(layer.running_mean.data, 0.25 * flat.mean(0))
+    np.testing.assert_allclose(layer.running_variance.data, 0.75 + 0.25 * flat.var(0, ddof=1))
+    mean, variance = layer.running_mean.data.copy(), layer.running_variance.data.copy()
+    np.testing.assert_allclose(layer(x).data, (x - mean) / np.sqrt(variance + 1e-5))
+    np.testing.assert_allclose(trained.data, (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5))
+    np.testing.assert_array_equal(layer.running_mean.data, mean)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_running_statistics_of_small_batches(rows):
+    """No rows change nothing; one row has no unbiased variance and brings its 0 in."""
+    layer = nn.BatchNorm(2, momentum=0.5).initialize()
+    with nn.training():
+        layer(np.full((rows, 2), 4, np.float32))
+    assert (layer.running_mean.data == 2 * rows).all()
+    assert (layer.running_variance.data == (0.5 if rows else 1)).all()
+
+
+def test_running_statistics_are_those_of_all_ranks():
+    """With an all-reduce the buffers are the global batch's, on every rank; a rank without rows has them too."""
+    x = np.random.default_rng(0).standard_normal((6, 2))
+    serial = nn.BatchNorm(2).initialize(dtype="float64")
+    with nn.training():
+        serial(x)
+    parts = (x[:6], x[6:])
+    contributions = [
+        np.concatenate([[6.0], x.sum(0)]),
+        ((x - x.mean(0)) ** 2).sum(0),
+    ]
+    for part in parts:
+        layer = nn.BatchNorm(2).initialize(dtype="float64")
+        totals = iter(contributions)
+        layer.all_reduce = lambda array, totals=totals: next(totals)
+        with nn.training():
+            layer(part)
+        np.testing.assert_allclose(layer.running_mean.data, serial.running_mean.data)
+        np.testing.assert_allclose(layer.running_variance.data, serial.running_variance.data)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 5), (4, 4, 3), (4,)])
+def test_other_channels_are_refused(shape):
+    """Also in evaluation, where broadcasting would hide them."""
+    layer = nn.BatchNorm(4).initialize()
+    if shape == (4,):
+        assert layer(np.ones(4, np.float32)).shape == (4,)
+        return
+    with pytest.raises(ShapeError, match="4 channels does not fit an array of shape"):
+        layer(np.ones(shape, np.float32))
+    with nn.training(), pytest.raises(ShapeError, match="4 channels"):
+        layer(np.ones(shape, np.float32))

@@ -1,0 +1,245 @@
+"""The module tree: names, shared parts, edits from outside, and what is said about mistakes."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from nnmpi.errors import GraphError, ShapeError, UsageError
+from nnmpi.nn.activation import ReLU
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.mode import observed
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.norm import BatchNorm
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+def zeros(generator, shape):
+    """Initialize with zeros."""
+    return np.zeros(shape)
+
+
+class Twice(Module):
+    """The example at the head of module.py."""
+
+    def __init__(self, features):
+        self.first = Linear(features, features)
+        self.rest = [ReLU(), Linear(features, features)]
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.rest:
+            x = layer(x)
+        return x
+
+
+class Everything(Module):
+    """Parameters, buffers and modules as attributes and in lists, among what is none of them."""
+
+    def __init__(self):
+        self.size = 3
+        self.scale = Parameter((), zeros)
+        self.nothing = None
+        self.body = Twice(2)
+        self.parts = (Linear(2, 1), "text", BatchNorm(2))
+        self.steps = [Parameter((1,), zeros), 7, Parameter((2,), zeros)]
+        self.seen = Buffer((2,), 5.0)
+        self.offset = Parameter((2,), zeros)
+
+
+class Shares(Module):
+    """One layer under two names, and one parameter in two layers."""
+
+    def __init__(self):
+        self.a = Linear(2, 2)
+        self.b = Linear(2, 2, bias=False)
+        self.b.weight = self.a.weight
+        self.again = self.a
+
+    def forward(self, x):
+        return self.again(self.b(self.a(x)))
+
+
+def test_full_names():
+    """Paths of attributes and numbers; a module's own parameters first, then its modules' in order of definition."""
+    model = Everything()
+    assert [name for name, _ in model.named_modules()] == [
+        "",
+        "body",
+        "body.first",
+        "body.rest.0",
+        "body.rest.1",
+        "parts.0",
+        "parts.2",
+    ]
+    assert [name for name, _ in model.named_parameters()] == [
+        "scale",
+        "steps.0",
+        "steps.2",
+        "offset",
+        "body.first.weight",
+        "body.first.bias",
+        "body.rest.1.weight",
+        "body.rest.1.bias",
+        "parts.0.weight",
+        "parts.0.bias",
+        "parts.2.weight",
+        "parts.2.bias",
+    ]
+    assert [name for name, _ in model.named_buffers()] == ["seen", "parts.2.running_mean", "parts.2.running_variance"]
+    assert model.parameters() == [parameter for _, parameter in model.named_parameters()]
+
+
+def test_names_are_known_after_initialize():
+    """To parameters and to modules."""
+    model = Everything().initialize()
+    for name, parameter in model.named_parameters():
+        assert parameter.name == name
+    for name, module in model.named_modules():
+        assert module.path == name
+
+
+def test_a_sequence_names_by_number():
+    """And is a list: length, items, slices of the same objects."""
+    model = Sequential(Linear(2, 3), ReLU(), Sequential(Linear(3, 1, bias=False)))
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.0.weight"]
+    assert len(model) == 3
+    assert isinstance(model[1], ReLU)
+    part = model.slice(1, 3)
+    assert [part[0], part[1]] == [model[1], model[2]]
+    assert len(model.slice(2, 2)) == 0
+    for start, stop in ((-1, 2), (2, 1), (0, 4)):
+        with pytest.raises(UsageError, match=rf"slice {start}\.\.{stop} .* 3 modules"):
+            model.slice(start, stop)
+
+
+def test_slices_compute_what_the_whole_computes():
+    """One after another, with the weights of the whole."""
+    model = Sequential(Linear(2, 3), ReLU(), Linear(3, 2)).initialize(seed=1)
+    x = np.ones((4, 2), np.float32)
+    np.testing.assert_array_equal(model.slice(1, 3)(model.slice(0, 1)(x)).data, model(x).data)
+
+
+def test_shared_parts_stand_once():
+    """By their first name, with the sum of their gradients, in the storage once."""
+    model = Shares().initialize(dtype="float64")
+    assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
+    assert [name for name, _ in model.named_modules()] == ["", "a", "b", "again"]
+    assert model.storage.size == 6
+    x = Tensor(np.array([[1.0, 2.0]]))
+    model(x).sum().backward()
+    weight, bias = (Tensor(p.data.copy(), requires_grad=True) for p in model.parameters())
+    h = (x @ weight + bias) @ weight
+    (h @ weight + bias).sum().backward()
+    np.testing.assert_allclose(model.a.weight.grad, weight.grad)
+    np.testing.assert_allclose(model.a.bias.grad, bias.grad)
+    assert model.a.weight.grad is model.a.weight.buffer
+
+
+def test_replace():
+    """Anywhere in the tree: attributes, items of lists, items of sequences; only that place."""
+    model = Sequential(Residual(Twice(2), Linear(2, 2)), Shares())
+    for path in ("0.body.first", "0.body.rest.1", "0.shortcut", "1.again", "1", "0.body"):
+        before = dict(model.named_modules())
+        new = Twice(2)
+        model.replace(path, new)
+        after = dict(model.named_modules())
+        assert model.get(path) is after[path] is new
+        elsewhere = [name for name in before if name != path and not name.startswith(path + ".")]
+        assert all(after[name] is before[name] for name in elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda m: m.get("body.second"), "no module 'body.second'; there are '', 'body', 'body.first'"),
+        (lambda m: m.replace("body.second", ReLU()), "no module 'body.second'"),
+        (lambda m: m.replace("", ReLU()), "model itself cannot be replaced"),
+        (lambda m: m.replace("parts.0", ReLU()), "Everything has no child 'parts.0' that can be replaced"),
+        (lambda m: m.set_child("scale", ReLU()), "no child 'scale'"),
+        (lambda m: Sequential(ReLU()).set_child("1", ReLU()), "1 modules has no module '1'"),
+        (lambda m: Sequential(ReLU()).set_child("a", ReLU()), "no module 'a'"),
+    ],
+)
+def test_modules_that_are_not_there(use, words):
+    """The message names what there is."""
+    with pytest.raises(UsageError, match=words):
+        use(Everything())
+
+
+def test_a_new_layer_has_no_values_until_the_model_is_initialized_again():
+    """Its forward says so."""
+    model = Sequential(Linear(2, 2), ReLU()).initialize()
+    model.replace("0", Linear(2, 3))
+    with pytest.raises(GraphError, match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first"):
+        model(np.ones((1, 2), np.float32))
+    assert model.initialize()(np.ones((1, 2), np.float32)).shape == (1, 3)
+
+
+def test_before_initialize():
+    """Forward, storage and state say what to call."""
+    model = Twice(2)
+    for use in (lambda: model(np.ones((1, 2), np.float32)), lambda: model.storage, model.state):
+        with pytest.raises(GraphError, match=r"call model.initialize\(seed=0\) first"):
+            use()
+
+
+def test_attributes_that_are_not_there():
+    """As Python says it."""
+    with pytest.raises(AttributeError, match="Twice has no attribute 'second'"):
+        _ = Twice(2).second
+    with pytest.raises(NotImplementedError, match="Module defines no forward"):
+        Module()(1)
+
+
+def test_arrays_become_tensors():
+    """Among the inputs of any module; the rest is passed as it is."""
+
+    class Looks(Module):
+        def forward(self, *inputs):
+            return inputs
+
+    array, tensor = np.ones(2), Tensor([1.0])
+    first, *rest = Looks()(array, tensor, "text", None)
+    assert type(first) is Tensor
+    assert first.data is array
+    assert rest == [tensor, "text", None]
+
+
+def test_observers_see_every_module():
+    """In the order in which they end, inside the block only."""
+    model = Sequential(Linear(2, 2), Residual(Linear(2, 2))).initialize()
+    seen = []
+    with observed(lambda module, result: seen.append((module.path, result.shape))):
+        model(np.ones((3, 2), np.float32))
+    model(np.ones((3, 2), np.float32))
+    assert seen == [("0", (3, 2)), ("1.body", (3, 2)), ("1", (3, 2)), ("", (3, 2))]
+
+
+def test_zero_grad():
+    """The next pass starts anew."""
+    model = Linear(2, 1).initialize()
+    for _ in range(2):
+        model.zero_grad()
+        model(np.ones((1, 2), np.float32)).sum().backward()
+        np.testing.assert_array_equal(model.weight.grad, [[1], [1]])
+
+
+def test_an_initialized_model_is_not_copied():
+    """Its copy would train without its storage."""
+    with pytest.raises(GraphError, match="build it again and use load_state"):
+        copy.deepcopy(Linear(2, 2).initialize())
+
+
+def test_residual():
+    """relu(body(x) + shortcut(x)); without a shortcut, x itself; shapes must fit."""
+    body, shortcut = Linear(2, 2), Linear(2, 2)
+    x = np.array([[1.0, -2.0]], np.float32)
+    for block in (Residual(body, shortcut), Residual(body)):
+        block.initialize(seed=3)
+        around = x if block.shortcut is None else shortcut(x).data
+        np.testing.assert_allclose(block(x).data, np.maximum(body(x).data + around, 0), rtol=1e-6)
+    with pytest.raises(ShapeError, match="add of shapes"):
+        Residual(Linear(2, 3)).initialize()(x)

@@ -1,0 +1,205 @@
+"""Initial values, which depend on seed and name alone, and states, which fit or are refused."""
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.nn.activation import ReLU
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.conv import Conv2d
+from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
+from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+
+
+def model():
+    """Return a small model with parameters and buffers."""
+    return Sequential(Linear(3, 4), BatchNorm(4), ReLU(), Linear(4, 2))
+
+
+class Named(Module):
+    """Layers by name, in the order given."""
+
+    def __init__(self, **layers):
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+
+# ---------------------------------------------------------------- initial values
+def test_the_same_seed_gives_the_same_values():
+    """Bit by bit, again and again; another seed gives others; every parameter has its own."""
+    one, two, other = (model().initialize(seed).state() for seed in (3, 3, 4))
+    for name in one:
+        assert one[name].tobytes() == two[name].tobytes()
+    assert not np.array_equal(one["0.weight"], other["0.weight"])
+    assert not np.array_equal(one["0.weight"].ravel()[:4], one["3.weight"].ravel()[:4])
+
+
+def test_values_do_not_depend_on_the_rest_of_the_model():
+    """Not on the order of its layers, nor on other layers that were replaced: only on seed and full name."""
+    one = Named(a=Linear(3, 4), b=Conv2d(1, 2, 3), c=Embedding(5, 2)).initialize(seed=1).state()
+    two = Named(c=Embedding(7, 2), b=Conv2d(1, 2, 3), x=Linear(9, 9), a=Linear(3, 4)).initialize(seed=1).state()
+    for name in ("a.weight", "a.bias", "b.weight", "b.bias"):
+        np.testing.assert_array_equal(one[name], two[name])
+    first = Sequential(Linear(3, 4), ReLU(), Linear(4, 2)).initialize(seed=1)
+    before = first.state()
+    first.replace("0", Sequential(Linear(3, 8), Linear(8, 4)))
+    after = first.initialize(seed=1).state()
+    np.testing.assert_array_equal(before["2.weight"], after["2.weight"])
+
+
+def test_float32_values_are_float64_values_rounded():
+    """Both precisions start from the same draw."""
+    narrow, wide = model().initialize(5, "float32").state(), model().initialize(5, "float64").state()
+    for name, values in narrow.items():
+        assert (values.dtype, wide[name].dtype) == (np.float32, np.float64)
+        np.testing.assert_array_equal(values, wide[name].astype("float32"))
+
+
+def test_known_values_stay_the_same():
+    """A run of today can be repeated tomorrow: these are the first numbers of seed 0."""
+    state = Sequential(Linear(2, 2)).initialize(seed=0, dtype="float64").state()
+    expected = [[0.09577951063329504, 0.31386454612264947], [0.591714823274075, 0.35212811135422895]]
+    np.testing.assert_allclose(state["0.weight"], expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int32", "bfloat16", "nonsense", float, None, object])
+def test_dtypes_that_are_not_supported(dtype):
+    """One sentence that says which are."""
+    with pytest.raises(UsageError, match="is not supported; choose float32 or float64"):
+        model().initialize(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype("float64")])
+def test_dtypes_by_any_name(dtype):
+    """Everything is of that dtype: values, gradients, buffers, results."""
+    made = model().initialize(dtype=dtype)
+    assert {values.dtype for values in made.state().values()} == {np.dtype("float64")}
+    assert {flat.dtype for flat in made.storage.data + made.storage.grads} == {np.dtype("float64")}
+    assert made(np.ones((2, 3))).dtype == np.float64
+
+
+def test_initialize_returns_the_model_and_may_be_repeated():
+    """The second time starts over, in new storage."""
+    made = model()
+    assert made.initialize(seed=1) is made
+    first, storage = made.state(), made.storage
+    made[0].weight.data[...] = 7
+    made[1].running_mean.data[...] = 7
+    assert made.initialize(seed=1).storage is not storage
+    for name, values in made.state().items():
+        np.testing.assert_array_equal(values, first[name])
+
+
+def test_groups_and_allocator_reach_the_storage():
+    """Optimizer groups by name; memory from wherever it is asked for, also on a backend's terms."""
+    asked = []
+
+    def allocate(elements, dtype):
+        asked.append((elements, np.dtype(dtype)))
+        return np.zeros(elements, dtype)
+
+    made = model().initialize(group=lambda name, parameter: name.partition(".")[0], allocate=allocate)
+    assert made.storage.groups == ["0", "1", "3"]
+    assert asked == [(32, np.float32)] * 6
+    calls = []
+    base = numpy_backend()
+    backend = Backend("numpy", CountedNumpy(calls), base.device, base.to_host, base.synchronize)
+    model().initialize(backend=backend)
+    assert {"asarray", "zeros"} <= set(calls)
+
+
+class CountedNumpy:
+    """NumPy, noting which functions were asked for."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(np, name)
+
+
+def test_initializers():
+    """Their spread is what they say."""
+    rng = np.random.default_rng(0)
+    values = Uniform(0.5)(rng, (10_000,))
+    assert abs(values).max() < 0.5
+    assert abs(values.std() - 0.5 / np.sqrt(3)) < 0.01
+    assert abs(Normal(0.3)(rng, (10_000,)).std() - 0.3) < 0.01
+    assert (Constant(2.5)(rng, (3,)) == 2.5).all()
+    assert fan_in(16) == Uniform(0.25)
+    assert kaiming(8) == Normal(0.5)
+    assert fan_in(0) == Uniform(1.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "bounds"),
+    [
+        (Linear(16, 200), {"weight": 1 / 4, "bias": 1 / 4}),
+        (Conv2d(4, 300, (2, 2), groups=2), {"weight": 1 / np.sqrt(8), "bias": 1 / np.sqrt(8)}),
+    ],
+)
+def test_layers_start_within_one_over_the_root_of_their_inputs(layer, bounds):
+    """Close to the bound and not beyond it."""
+    for name, bound in bounds.items():
+        values = abs(layer.initialize(dtype="float64").state()[name])
+        assert 0.95 * bound < values.max() <= bound
+
+
+# ---------------------------------------------------------------- states
+def test_there_and_back():
+    """A state is a copy of everything, and puts everything back, buffers too."""
+    made = model().initialize(seed=1)
+    with training():
+        made(np.random.default_rng(0).standard_normal((5, 3)).astype("float32"))
+    state = made.state()
+    assert list(state) == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_variance",
+    ]  # fmt: skip
+    kept = {name: values.copy() for name, values in state.items()}
+    for flat in made.storage.data:
+        flat[...] = 7
+    made[1].running_mean.data[...] = 7
+    other = model().initialize(seed=2)
+    other.load_state(kept)
+    for name, values in state.items():
+        np.testing.assert_array_equal(values, kept[name])  # a copy: nothing above reached it
+        np.testing.assert_array_equal(other.state()[name], values)
+    assert np.shares_memory(other[0].weight.data, other.storage.data[0])
+    assert not np.array_equal(kept["1.running_mean"], np.zeros(4))
+
+
+def test_arrays_of_any_order_are_loaded():
+    """Also transposed ones and views."""
+    made = model().initialize(seed=1)
+    state = {name: np.asfortranarray(values) for name, values in made.state().items()}
+    other = model().initialize(seed=2)
+    other.load_state(state)
+    for name, values in made.state().items():
+        np.testing.assert_array_equal(other.state()[name], values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"0.weight": None}, r"missing \['0.weight'\], unknown nothing"),
+        ({"4.weight": np.zeros(1)}, r"missing nothing, unknown \['4.weight'\]"),
+        ({"1.running_mean": None, "x": np.zeros(1)}, r"missing \['1.running_mean'\], unknown \['x'\]"),
+        ({"3.weight": np.zeros((2, 4), "float32")}, r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)"),
+        ({"3.bias": np.zeros(2)}, r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model"),
+        ({"1.running_variance": np.zeros((1, 4), "float32")}, r"1.running_variance is float32 \(1, 4\)"),
+    ],
+)
+def test_states_that_do_not_fit(change, words):
+    """Each mismatch is named, and nothing is changed."""
+    made = model().initialize(seed=1)
+    before = made.state()
+    state = {**model().initialize(seed=2).state(), **change}
+    with pytest.raises(CheckpointError, match=words):
+        made.load_state({name: values for name, values in state.items() if values is not None})
+    for name, values in made.state().items():
+        np.testing.assert_array_equal(values, before[name])
