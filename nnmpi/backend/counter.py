@@ -10,6 +10,8 @@ from types import ModuleType
 
 from nnmpi.backend.array import Array
 
+ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
+
 
 def key_pair(*parts: str | int) -> tuple[int, int]:
     """Return two 32-bit keys from names and numbers."""
@@ -21,11 +23,12 @@ def key_pair(*parts: str | int) -> tuple[int, int]:
 def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int, key: tuple[int, int]) -> Array:
     """Return 32 random bits for each place of a (rows, columns) array, as uint32.
 
-    bits[r, c] = mix(mix(c + key[0]) ^ mix(first_row + r + key[1])), all modulo 2 ** 32.
+    bits[r, c] = mix(mix(c + key[0]) ^ mix(mix(first_row + r + key[1]) + ODD)), all modulo 2 ** 32. Were rows and
+    columns mixed alike, the places with c + key[0] = r + key[1] would all get mix(0).
     """
     across = _mix(xp, xp.arange(columns, dtype=xp.uint32) + xp.uint32(key[0]))
     start = (first_row + key[1]) & 0xFFFFFFFF
-    down = _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start))
+    down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start)) + xp.uint32(ODD))
     return _mix(xp, across[None, :] ^ down[:, None])
 
 

@@ -38,7 +38,7 @@ _SERIES = (
 def erf(x: Array) -> Array:
     """Return the error function of x, elementwise, in the dtype of x (Clenshaw's recurrence for the series above)."""
     xp = namespace(x)
-    size = abs(x)
+    size = xp.minimum(abs(x), 100)  # it is 1 long before; the square of a larger number may be beyond the range
     t = 2 / (2 + size)
     u = 2 * t - 1
     terms = _SERIES if x.dtype.itemsize > 4 else _SERIES[:13]  # float32 ends at 1e-8
