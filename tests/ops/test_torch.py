@@ -10,6 +10,7 @@ from nnmpi.tensor import index
 from nnmpi.tensor.tensor import Tensor
 
 torch = pytest.importorskip("torch")
+torch.set_num_threads(1)  # the arrays are small, and other tests want the cores
 functional = torch.nn.functional
 
 

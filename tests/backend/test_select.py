@@ -1,0 +1,103 @@
+"""Choosing a backend by name, with and without a device, and what a backend can do."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.select import select
+from nnmpi.errors import DeviceError, UsageError
+
+
+def fake_cupy(devices):
+    """Return a module that says of itself what cupy says on a machine with that many devices."""
+    cupy = ModuleType("cupy")
+    cupy.used = []
+    cupy.waited = []
+    cupy.asnumpy = lambda array: np.asarray(array.host)
+    cupy.cuda = SimpleNamespace(
+        is_available=lambda: devices > 0,
+        runtime=SimpleNamespace(
+            getDeviceCount=lambda: devices, getDeviceProperties=lambda number: {"name": f"model {number}".encode()}
+        ),
+        Device=lambda number: SimpleNamespace(use=lambda: cupy.used.append(number)),
+        get_current_stream=lambda: SimpleNamespace(synchronize=lambda: cupy.waited.append(True)),
+    )
+    return cupy
+
+
+def test_numpy():
+    """On the host."""
+    backend = select("numpy")
+    assert (backend.name, backend.xp, backend.device) == ("numpy", np, "CPU")
+    array = np.ones(2)
+    assert backend.to_host(array) is array
+    assert backend.asarray(array) is array
+    backend.synchronize()
+    zeros = backend.zeros((2, 3), "float32")
+    assert (zeros.shape, zeros.dtype, zeros.flags.c_contiguous, zeros.any()) == ((2, 3), np.float32, True, False)
+    assert backend.asarray([1, 2], "float64").dtype == np.float64
+
+
+def test_an_unknown_name():
+    """The choices are listed."""
+    with pytest.raises(UsageError, match="backend 'torch' is unknown; choose one of auto, numpy, cupy"):
+        select("torch")
+
+
+def test_cupy_that_is_not_installed(monkeypatch):
+    """One sentence that says what to install; auto takes NumPy."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(
+        DeviceError, match=r"backend cupy cannot be used: cupy cannot be imported .* install nnmpi\[cuda12\]"
+    ):
+        select("cupy")
+    assert select("auto").name == select().name == "numpy"
+
+
+def test_cupy_without_a_driver(monkeypatch):
+    """It can be imported and finds no device: one sentence; auto takes NumPy."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(0))
+    with pytest.raises(DeviceError, match="cupy finds no CUDA device .* use --backend numpy"):
+        select("cupy")
+    assert select("auto").name == "numpy"
+
+
+def test_cupy_with_devices(monkeypatch):
+    """Ranks of a node take its devices in turn; auto takes the device."""
+    cupy = fake_cupy(2)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for name, local_rank, number in (("cupy", 0, 0), ("cupy", 3, 1), ("auto", 1, 1)):
+        backend = select(name, local_rank)
+        assert (backend.name, backend.xp, backend.device) == ("cupy", cupy, f"model {number}, device {number}")
+        assert cupy.used[-1] == number
+    host = np.ones(2)
+    assert backend.to_host(host) is host
+    np.testing.assert_array_equal(backend.to_host(SimpleNamespace(host=[1, 2])), [1, 2])
+    backend.synchronize()
+    assert cupy.waited == [True]
+
+
+def test_the_namespace_of_an_array():
+    """NumPy's, its subclasses' and its scalars', or what the array names."""
+    assert namespace(np.ones(2)) is namespace(np.float32(1)) is namespace(np.ma.ones(2)) is np
+    library = ModuleType("library")
+
+    class Other:
+        def __array_namespace__(self, api_version=None):
+            return library
+
+    assert namespace(Other()) is library
+    assert is_array(Other())
+    assert is_array(np.ones(2))
+    assert not is_array(1.0)
+    assert not is_array([1.0])
+
+
+def test_the_record_is_frozen():
+    """Nobody changes the backend under another's feet."""
+    with pytest.raises(AttributeError):
+        numpy_backend().name = "cupy"

@@ -1,0 +1,132 @@
+"""The ready models: sizes, shapes, and samples that they cannot take."""
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, ops, optim
+from nnmpi.errors import UsageError
+
+
+def shapes(model):
+    """Return the shapes of a model's parameters by name."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_mlp():
+    """Linear layers of the sizes asked for; images are flattened."""
+    model = models.mlp((28, 28, 1), 10)
+    assert shapes(model) == {
+        "1.weight": (784, 128),
+        "1.bias": (128,),
+        "3.weight": (128, 64),
+        "3.bias": (64,),
+        "5.weight": (64, 10),
+        "5.bias": (10,),
+    }
+    assert model.initialize().storage.size == 784 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
+    assert model(np.zeros((3, 28, 28, 1), np.float32)).shape == (3, 10)
+
+
+def test_mlp_of_other_sizes():
+    """One hidden layer as for iris, none at all, another activation, dropout after each activation."""
+    assert models.mlp((4,), 3, (50,)).initialize().storage.size == 4 * 50 + 50 + 50 * 3 + 3
+    assert shapes(models.mlp((4,), 3, ())) == {"1.weight": (4, 3), "1.bias": (3,)}
+    kinds = [type(layer) for layer in models.mlp((4,), 3, (5, 6), "tanh", 0.2).layers]
+    assert kinds == [nn.Flatten, nn.Linear, nn.Tanh, nn.Dropout, nn.Linear, nn.Tanh, nn.Dropout, nn.Linear]
+
+
+@pytest.mark.parametrize(
+    ("sample", "classes", "parameters"),
+    [((28, 28, 1), 10, 429_258), ((32, 32, 3), 10, None), ((8, 8, 1), 10, None), ((5, 4, 2), 3, None)],
+)
+def test_cnn(sample, classes, parameters):
+    """429,258 parameters for MNIST; any image of 4 x 4 pixels or more works."""
+    model = models.cnn(sample, classes).initialize()
+    if parameters is not None:
+        assert model.storage.size == parameters
+        assert shapes(model)["7.weight"] == (3136, 128)
+    assert model(np.zeros((2, *sample), np.float32)).shape == (2, classes)
+    assert model(np.zeros((0, *sample), np.float32)).shape == (0, classes)
+
+
+def test_cnn_of_other_sizes():
+    """Hidden sizes and dropout."""
+    model = models.cnn((8, 8, 1), 4, (20,), 0.5)
+    assert [type(layer) for layer in model.layers[6:]] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear]
+    assert shapes(model)["7.weight"] == (256, 20)
+
+
+@pytest.mark.parametrize("sample", [(28, 28, 1), (32, 32, 3), (7, 5, 1), (4, 4, 1)])
+def test_resnet(sample):
+    """Three stages, each half the size and twice the width of the one before."""
+    model = models.resnet(sample, 10, width=4).initialize()
+    sizes = []
+    with nn.observed(
+        lambda module, result: sizes.append(result.shape[1:]) if isinstance(module, nn.Residual) else None
+    ):
+        assert model(np.zeros((2, *sample), np.float32)).shape == (2, 10)
+    h, w = sample[:2]
+    assert sizes == [(h, w, 4), (-(-h // 2), -(-w // 2), 8), (-(-h // 4), -(-w // 4), 16)]
+
+
+def test_resnet_20():
+    """Three blocks of width 16 are ResNet-20: 19 convolutions and a linear layer, with two 1x1 shortcuts."""
+    model = models.resnet((32, 32, 3), 10, blocks=3).initialize()
+    convolutions = [module for _, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    assert len([c for c in convolutions if c.weight.shape[:2] == (3, 3)]) == 19
+    assert len([c for c in convolutions if c.weight.shape[:2] == (1, 1)]) == 2
+    assert 270_000 < model.storage.size < 275_000
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: models.cnn((4,), 3), r"model cnn needs images .* not samples of shape \(4,\); try model mlp"),
+        (lambda: models.cnn((28, 28), 10), r"not samples of shape \(28, 28\)"),
+        (lambda: models.cnn((3, 28, 1), 10), r"at least 4 x 4 pixels"),
+        (lambda: models.cnn((28, 28, 0), 10), "0 to 32 channels"),
+        (lambda: models.cnn((28, 28, 1), 0), "not 64 and 0"),
+        (lambda: models.cnn((28, 28, 1), 10, (0,)), "not 3136 and 0"),
+        (lambda: models.cnn((28, 28, 1), 10, dropout=1.0), "not 1.0"),
+        (lambda: models.resnet((4,), 3), r"model resnet needs images .* \(4,\)"),
+        (lambda: models.resnet((3, 3, 1), 3), "at least 4 x 4"),
+        (lambda: models.resnet((8, 8, 1), 3, blocks=0), "not 16 and 0"),
+        (lambda: models.resnet((8, 8, 1), 3, width=0), "not 0 and 1"),
+        (lambda: models.mlp((4,), 0), r"not \[128, 64\] and 0"),
+        (lambda: models.mlp((4,), 3, (5, 0)), r"not \[5, 0\] and 3"),
+        (lambda: models.mlp((0,), 3), "not 0 and 128"),
+        (lambda: models.mlp((4,), 3, activation_name="step"), "'step' is unknown"),
+        (lambda: models.mlp((4,), 3, dropout=-0.5), "not -0.5"),
+    ],
+)
+def test_models_that_cannot_be(make, words):
+    """One sentence with the sizes."""
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.mlp((6, 6, 1), 3, (16,), dropout=0.1),
+        lambda: models.cnn((6, 6, 1), 3, (16,)),
+        lambda: models.resnet((6, 6, 1), 3, 4),
+    ],
+    ids=["mlp", "cnn", "resnet"],
+)
+def test_models_learn(make):
+    """Twelve images by heart in forty updates."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((12, 6, 6, 1)).astype("float32"), rng.integers(0, 3, 12)
+    model = make().initialize(seed=0)
+    optimizer = optim.Adam(model.storage, lr=0.01)
+    for step in range(40):
+        with nn.training(seed=0, step=step):
+            loss = ops.cross_entropy(model(x), y)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 0:
+            first = loss.item()
+    assert loss.item() < 0.1 * first
+    assert (model(x).argmax(1) == y).mean() > 0.9

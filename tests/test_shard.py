@@ -1,0 +1,68 @@
+"""Splitting indices: every index in one part, parts of almost one size, for any numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.shard import buckets, owner, part, split
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_split(n, parts):
+    """Contiguous, in order, complete, sizes differing by at most one with the longer ones first."""
+    pieces = split(n, parts)
+    assert [i for piece in pieces for i in piece] == list(range(n))
+    sizes = [len(piece) for piece in pieces]
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert pieces == tuple(part(n, parts, index) for index in range(parts))
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_owner(n, parts):
+    """The part that holds an index."""
+    pieces = split(n, parts)
+    assert all(i in pieces[owner(i, n, parts)] for i in range(n))
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
+def test_buckets(sizes, limit):
+    """Consecutive and complete; none over the limit unless it is one item, none that the next would have fitted."""
+    groups = buckets(sizes, limit)
+    assert [i for group in groups for i in group] == list(range(len(sizes)))
+    assert all(len(group) > 0 for group in groups)
+    totals = [sum(sizes[i] for i in group) for group in groups]
+    assert all(total <= limit or len(group) == 1 for total, group in zip(totals, groups, strict=True))
+    for total, group in zip(totals, groups[1:], strict=False):
+        assert total + sizes[group.start] > limit
+
+
+def test_examples():
+    """Those of the documentation."""
+    assert [list(piece) for piece in split(10, 4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    assert [list(group) for group in buckets([3, 4, 2, 9, 1], 7)] == [[0, 1], [2], [3], [4]]
+    assert split(0, 2) == (range(0), range(0))
+    assert buckets([], 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: part(-1, 2, 0), "part 0 of 2 parts of -1 items"),
+        (lambda: part(5, 0, 0), "0 parts"),
+        (lambda: part(5, 2, 2), "part 2 of 2"),
+        (lambda: part(5, 2, -1), "part -1 of 2"),
+        (lambda: split(5, 0), None),
+        (lambda: owner(5, 5, 2), r"index 5 is not in 0\.\.4"),
+        (lambda: owner(-1, 5, 2), "index -1"),
+        (lambda: buckets([1], 0), "bucket of 0 bytes"),
+    ],
+)
+def test_what_does_not_exist(make, words):
+    """The numbers are in the message."""
+    if words is None:
+        assert make() == ()
+        return
+    with pytest.raises(ValueError, match=words):
+        make()
