@@ -80,7 +80,8 @@ class Leaving:
         """Leave because the program has come to its end: what `atexit` calls."""
         if self._announced or self._is_child() or self._mpi.Is_finalized():
             return
-        if self._announce(0, "", self.limit_s) is None:
+        limit_s = None if self.limit_s is None else self.limit_s + self._turn_s()
+        if self._announce(0, "", limit_s) is None:
             self._print(
                 f"this rank ended its program and waited {self.limit_s:g} s for the others, which have not come to "
                 "their end; let all ranks end together, or raise the limit: NNMPI_EXIT_LIMIT_S, in seconds",
@@ -92,17 +93,21 @@ class Leaving:
         """Print what went wrong, once, and return if all ranks leave; else abort the job.
 
         With nothing to print, `alone` says why the job is aborted.
-
-        When several ranks fail while others are stuck, the lower ones print and abort a moment before the higher
-        ones do, which saves the reader from the same text twice.
         """
         rank = self._comm.Get_rank()
-        alike = self._announce(status, text, GRACE_S + min(STAGGER_S * rank, GRACE_S))
+        alike = self._announce(status, text, GRACE_S + self._turn_s())
         if alike is None:
             self._print(text or alone, [rank])
             self._abort(status)
         if rank == min(alike):
             self._print(text, alike)
+
+    def _turn_s(self) -> float:
+        """Return how much longer than rank 0 this rank waits before it aborts.
+
+        When several ranks give up, the first one ends the job, which saves the reader from the same text twice.
+        """
+        return float(min(STAGGER_S * self._comm.Get_rank(), GRACE_S))
 
     def _announce(self, status: int, text: str, limit_s: float | None) -> list[int] | None:
         """Tell the other ranks that this one leaves; return those that leave alike, None if not all leave in time."""

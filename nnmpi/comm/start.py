@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nnmpi.comm.group import Group
 
 EXIT_LIMIT_S = 600.0
-SILENT_S = 5.0
+SILENT_S = 3.0
 
 
 def start(exit_limit_s: float | None = None) -> "Group":

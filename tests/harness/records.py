@@ -7,6 +7,7 @@ done        tests that a run after an abort leaves out, one a line
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +89,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _words(folder: Path, ranks: int) -> str:
-    """Return what the ranks said, each text once, under the numbers of the ranks that said it."""
-    said: dict[str, list[str]] = {}
+    """Return what the ranks said, each text once, under the numbers of the ranks that said it.
+
+    Texts that differ in no more than the rank they name are the same.
+    """
+    said: dict[str, tuple[str, list[str]]] = {}
     for rank in range(ranks):
         path = folder / f"{rank}.err"
         text = path.read_text(errors="replace").strip() if path.exists() else ""
         if text:
-            said.setdefault(text, []).append(str(rank))
-    return "\n".join(f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in said.items())
+            said.setdefault(re.sub(r"rank \d+ of", "rank", text), (text, []))[1].append(str(rank))
+    return "\n".join(f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in said.values())

@@ -14,6 +14,7 @@ from tests.harness.job import mpirun, run
 from tests.harness.plugin import LIMIT, RUN_FOLDER
 
 LOST_S = 10.0  # a rank that has said what failed and still runs after this time is stuck
+END_S = 60.0  # from the first rank's end to the last one's
 MAX_RUNS = 25
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +88,7 @@ def _run_on(
             _command(result.ranks, arguments),
             folder / "output",
             limit_s,
-            environ={RUN_FOLDER: name, LIMIT: f"{test_limit_s:g}", "NNMPI_EXIT_LIMIT_S": f"{test_limit_s:g}"},
+            environ={RUN_FOLDER: name, LIMIT: f"{test_limit_s:g}", "NNMPI_EXIT_LIMIT_S": f"{test_limit_s + END_S:g}"},
             on_output=say,
             is_lost=_spoke_long_ago(folder),
             cwd=ROOT,

@@ -1,0 +1,51 @@
+"""Which pairs of launcher and MPI library are refused."""
+
+import pytest
+
+from nnmpi.comm.library import refuse_foreign_launcher, refuse_lonely_rank
+from nnmpi.errors import LaunchError
+from nnmpi.launcher import Launch
+
+OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4, 0)
+MPICH = Launch("MPICH's mpirun", 4, 0, 4, 0)
+SRUN = Launch("srun", 4, 0, 4, 0)
+HYDRA = {"HYDI_CONTROL_FD": "7"}
+
+
+@pytest.mark.parametrize(("vendor", "launch", "environ"), [("MPICH", OPEN_MPI, {}), ("Open MPI", MPICH, HYDRA)])
+def test_a_foreign_launcher_is_refused_before_mpi_starts(vendor: str, launch: Launch, environ: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match=f"started 4 processes, but mpi4py found another MPI, {vendor}"):
+        refuse_foreign_launcher(vendor, launch, environ)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "launch", "environ"),
+    [
+        ("Open MPI", OPEN_MPI, {}),
+        ("MPICH", MPICH, HYDRA),
+        ("MPICH", SRUN, {}),
+        ("Open MPI", SRUN, {}),
+        ("Open MPI", MPICH, {}),  # srun --mpi=pmi2 sets the same variables as MPICH's mpirun
+        ("MPICH", Launch("Open MPI's mpirun", 1, 0, 1, 0), {}),
+        ("MPICH", None, {}),
+    ],
+)
+def test_what_may_work_is_tried(vendor: str, launch: Launch | None, environ: dict[str, str]) -> None:
+    refuse_foreign_launcher(vendor, launch, environ)
+
+
+@pytest.mark.parametrize("launch", [OPEN_MPI, MPICH, SRUN])
+def test_a_rank_that_is_alone_among_several_is_refused(launch: Launch) -> None:
+    with pytest.raises(LaunchError, match="each is alone"):
+        refuse_lonely_rank(1, "MPICH", launch)
+    refuse_lonely_rank(4, "MPICH", launch)
+
+
+def test_srun_is_told_of_its_option() -> None:
+    with pytest.raises(LaunchError, match="--mpi=pmix"):
+        refuse_lonely_rank(1, "Open MPI", SRUN)
+
+
+@pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1, 0)])
+def test_a_single_process_is_welcome(launch: Launch | None) -> None:
+    refuse_lonely_rank(1, "Open MPI", launch)

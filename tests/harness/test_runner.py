@@ -1,0 +1,195 @@
+"""The harness itself: planted tests that fail, hang or vanish on one rank of three."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness.job import Ending, mpirun, run
+from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 110.0
+
+BEGIN = """
+import ctypes, os, signal, sys, threading, time
+import pytest
+pytestmark = pytest.mark.mpi
+"""
+
+OK = "def test_ok(group): group.barrier()\n"
+LAST = "def test_last(group): group.barrier()\n"
+
+# On one rank of three; what the other ranks would wait for ever in; and the words that the report must have.
+PLANTED = {
+    "fails": ("assert group.rank != 1, 'planted'", "AssertionError: planted"),
+    "raises": ("if group.rank == 1: raise ValueError('planted')", "ValueError: planted"),
+    "exits well": ("if group.rank == 1: sys.exit(0)", "SystemExit|Exit: 0"),
+    "breaks off": ("if group.rank == 1: pytest.exit('planted')", "the session was broken off"),
+    "fails in a thread": (
+        "t = threading.Thread(target=lambda: 1 / (group.rank - 1)); t.start(); t.join()",
+        "ZeroDivisionError",
+    ),
+    "is killed": ("if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ""),
+}
+
+
+def harness(folder: Path, tests: str, *options: str) -> Ending:
+    """Run the harness on a file of tests, with the project's settings."""
+    (folder / "test_planted.py").write_text(BEGIN + tests)
+    pytest_options = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(folder), str(folder)]
+    command = [sys.executable, "-m", "tests.harness", *options, *pytest_options]
+    return run(command, folder / "output", LIMIT_S, cwd=ROOT)
+
+
+def on_three(folder: Path, tests: str, limit_s: float = 30) -> Ending:
+    """Run MPI tests on three ranks."""
+    return harness(folder, tests, "--no-serial", "--ranks", "3", "--test-limit-s", f"{limit_s:g}")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_one_rank_fails_and_so_do_all(name: str, tmp_path: Path) -> None:
+    statement, words = PLANTED[name]
+    planted = f"def test_planted(group):\n    {statement}\n    group.barrier()\n    group.barrier()\n"
+    ending = on_three(tmp_path, OK + planted + LAST)
+    assert ending.status == 1, ending.output
+    assert "3 ranks:     2 passed, 1 failed" in ending.output, ending.output
+    assert ending.output.count("FAILED on 3 ranks: test_planted.py::test_planted") == 1
+    if words:
+        assert ending.output.count("---- rank ") == 1, ending.output
+        assert "---- rank 1 of 3 ----" in ending.output
+        assert any(word in ending.output for word in words.split("|"))
+
+
+def test_what_all_ranks_fail_in_is_shown_once(tmp_path: Path) -> None:
+    ending = on_three(tmp_path, OK + "def test_planted(group):\n    print('said')\n    assert False, 'planted'\n")
+    assert ending.status == 1
+    assert "3 ranks:     1 passed, 1 failed" in ending.output
+    assert ending.output.count("AssertionError: planted") == 1, ending.output
+    assert ending.output.count("said") == 2, ending.output  # in the source line, and as captured output
+
+
+def test_a_hanging_rank_is_shown_with_its_line(tmp_path: Path) -> None:
+    planted = "def test_planted(group):\n    if group.rank == 2:\n        time.sleep(999)\n    group.barrier()\n"
+    ending = on_three(tmp_path, OK + planted + LAST, limit_s=4)
+    assert ending.status == 1
+    assert "3 ranks:     2 passed, 1 failed" in ending.output, ending.output
+    assert "test_planted has not ended after 4 s" in ending.output
+    assert "time.sleep(999)" in ending.output.partition("---- rank 2 of 3 ----")[2]
+
+
+def test_a_hang_that_lets_no_other_thread_run_is_ended_too(tmp_path: Path) -> None:
+    """PyDLL keeps the interpreter's lock during the call, so no Python code can notice the time."""
+    hang = "if group.rank == 1: ctypes.PyDLL(None).sleep(999)"
+    planted = f"def test_planted(group):\n    {hang}\n    group.barrier()\n"
+    ending = on_three(tmp_path, OK + planted + LAST, limit_s=3)
+    assert ending.status == 1
+    assert "3 ranks:     2 passed, 1 failed" in ending.output, ending.output
+
+
+def test_a_marker_gives_a_test_more_time(tmp_path: Path) -> None:
+    planted = "@pytest.mark.timeout(60)\ndef test_planted(group):\n    time.sleep(3)\n"
+    ending = on_three(tmp_path, planted, limit_s=1)
+    assert ending.status == 0, ending.output
+
+
+def test_rank_0_speaks_for_all_and_skips_are_counted(tmp_path: Path) -> None:
+    skipped = "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n"
+    ending = harness(tmp_path, OK + LAST + skipped, "--no-serial", "--ranks", "2,3")
+    assert ending.status == 0, ending.output
+    assert " 2 ranks:     2 passed, 0 failed, 1 skipped" in ending.output
+    assert " 3 ranks:     2 passed, 0 failed, 1 skipped" in ending.output
+    assert ending.output.count("2 passed, 1 skipped") == 2  # pytest's own line, once for each number of ranks
+    assert "skipped 1: Skipped: Test requires 9 MPI processes" in ending.output
+
+
+def test_failures_at_one_size_do_not_hide_the_next(tmp_path: Path) -> None:
+    planted = "def test_planted(group): assert group.size != 2\n"
+    ending = harness(tmp_path, OK + planted, "--no-serial", "--ranks", "1,2,3")
+    assert ending.status == 1
+    for line in (
+        "1 rank:     2 passed, 0 failed",
+        "2 ranks:     1 passed, 1 failed",
+        "3 ranks:     2 passed, 0 failed",
+    ):
+        assert line in ending.output, ending.output
+    assert ending.output.rstrip().endswith("5 passed, 1 failed")
+
+
+def test_a_crash_in_the_serial_tests_hides_only_itself(tmp_path: Path) -> None:
+    tests = "pytestmark = []\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 11)\ndef test_c(): assert 0\n"
+    ending = harness(tmp_path, tests, "--ranks", "")
+    assert ending.status == 1
+    assert "serial:     1 passed, 2 failed" in ending.output, ending.output
+    assert "FAILED on serial: test_planted.py::test_b" in ending.output
+    assert "FAILED on serial: test_planted.py::test_c" in ending.output
+
+
+@pytest.mark.parametrize("tests", ["def test_planted(:\n", "import no_such_module\n"])
+def test_a_file_that_cannot_be_read_is_a_failure(tests: str, tmp_path: Path) -> None:
+    ending = on_three(tmp_path, tests)
+    assert ending.status == 1
+    assert "1 failed" in ending.output
+    assert "test_planted.py" in ending.output
+
+
+def test_no_tests_are_no_success(tmp_path: Path) -> None:
+    assert on_three(tmp_path, "").status == 1
+
+
+def test_a_run_has_a_limit(tmp_path: Path) -> None:
+    """Here no rank can tell, since all are stopped."""
+    planted = "def test_planted(group): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    ending = harness(tmp_path, OK + planted, "--no-serial", "--ranks", "2", "--limit-s", "8")
+    assert ending.status == 1
+    assert "was killed at its time limit in test_planted.py::test_planted" in ending.output
+
+
+def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
+    planted = "def test_planted(group):\n    assert group.rank != 1, 'planted'\n    group.barrier()\n"
+    (tmp_path / "test_planted.py").write_text(BEGIN + planted)
+    options = ["-p", "tests.harness.plugin", "--with-mpi", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    ending = run([*mpirun(3), sys.executable, "-m", "pytest", *options], tmp_path / "output", LIMIT_S, cwd=ROOT)
+    assert ending.status == 1
+    assert ending.output.count("rank 1 of 3: ") == 1, ending.output
+    assert ending.output.count("AssertionError: planted") == 1
+
+
+def test_nothing_outlives_a_job(tmp_path: Path) -> None:
+    """Not even what ignores SIGTERM, and whose parent has ended."""
+    pid_file = tmp_path / "pid"
+    script = f"trap '' TERM; (trap '' TERM; sleep 998 & echo $! >{pid_file}; wait) & sleep 998"
+    assert run(["sh", "-c", script], tmp_path / "output", 1).status is None
+    state = Path(f"/proc/{pid_file.read_text().strip()}/stat")
+    for _ in range(100):
+        if not state.exists() or ") Z" in state.read_text():  # ended, and perhaps not yet collected
+            return
+        time.sleep(0.05)
+    pytest.fail("sleep still runs")
+
+
+def test_records_of_several_ranks(tmp_path: Path) -> None:
+    ranks = [Writer(tmp_path, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.write("a", "started")
+        rank.write("a", PASSED)
+        rank.write("b", "started")
+        rank.write("b", SKIPPED, "why")
+        rank.write("c", "started")
+    ranks[1].write("c", FAILED)
+    ranks[1].errors.write_text("words\n")
+    ranks[1].finish()
+    found = read(tmp_path, 2)
+    assert found.outcomes == {"a": PASSED, "b": SKIPPED, "c": FAILED}
+    assert found.culprit == "c"
+    assert found.reasons == {"b": "why"}
+    assert not found.complete
+    assert found.words == "---- rank 1 of 2 ----\nwords"
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    Writer(tmp_path, 0).write("a", PASSED)
+    with (tmp_path / "0.log").open("a") as file:
+        file.write('{"test": "b", "outco')
+    assert read(tmp_path, 1).outcomes == {"a": PASSED}
