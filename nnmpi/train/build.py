@@ -7,7 +7,6 @@ from nnmpi.comm.agree import agreed
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose import Worker
-from nnmpi.errors import UsageError
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
@@ -49,21 +48,16 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
 def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) -> Schedule:
     """Return the learning rate as a function of the step.
 
-    Raises:
-        UsageError: when the warm-up leaves no step for what follows.
+    What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees nothing of it.
     """
     lr = linear_scaling(config.lr, batch_size, config.base_batch) if config.lr_scaling == "linear" else config.lr
     warmup = round(config.warmup_epochs * extent.train_batches)
-    if warmup >= extent.steps:
-        raise UsageError(
-            f"--warmup-epochs {config.warmup_epochs} is {warmup} steps, but the run has only {extent.steps}; give less"
-        )
     after: Schedule = Constant(lr)
     if config.schedule == "step":
         every = max(1, round(config.step_epochs * extent.train_batches))
         after = StepDecay(lr, every, config.step_factor)
     elif config.schedule == "cosine":
-        after = Cosine(lr, extent.steps - warmup)
+        after = Cosine(lr, max(1, extent.steps - warmup))
     return Warmup(warmup, after) if warmup else after
 
 

@@ -98,15 +98,15 @@ class DataConfig:
 class OptimizationConfig:
     """How the weights are found."""
 
-    epochs: int = 10
+    epochs: int = 20
     """How often the whole training set is gone through."""
     max_steps: int | None = None
     """Stop after this many updates, if the epochs are not over before."""
-    batch_size: int | Literal["full"] = 64
+    batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     """Rule of the update."""
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
     """Momentum of --optimizer sgd."""
@@ -114,17 +114,17 @@ class OptimizationConfig:
     """Nesterov's form of the momentum."""
     weight_decay: float | None = None
     """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
-    schedule: Literal["constant", "step", "cosine"] = "constant"
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
     """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step."""
     step_epochs: float = 10.0
     """For --schedule step: epochs between two drops."""
     step_factor: float = 0.1
     """For --schedule step: what each drop multiplies the rate by."""
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = 1.0
     """Epochs over which the learning rate first rises linearly from near 0."""
     lr_scaling: Literal["none", "linear"] = "none"
     """linear: multiply --lr by batch size / --base-batch (Goyal et al. 2017)."""
-    base_batch: int = 64
+    base_batch: int = 32
     """For --lr-scaling linear: the batch size that --lr was found for."""
     clip: float | None = None
     """Scale gradients down to this global norm where they exceed it."""
@@ -162,7 +162,7 @@ class OptimizationConfig:
             idle = self.step_epochs != 10.0 or self.step_factor != 0.1
             require(not idle, "--step-epochs and --step-factor belong to --schedule step")
         if self.lr_scaling != "linear":
-            require(self.base_batch == 64, "--base-batch belongs to --lr-scaling linear")
+            require(self.base_batch == 32, "--base-batch belongs to --lr-scaling linear")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _optimizer(options: OptimizationConfig) -> str:
     if options.schedule != "constant":
         words.append(options.schedule)
     if options.warmup_epochs:
-        words.append(f"warm-up {options.warmup_epochs:g} epochs")
+        words.append(f"warm-up of {options.warmup_epochs:g} epoch{'' if options.warmup_epochs == 1 else 's'}")
     return ", ".join(words)
 
 

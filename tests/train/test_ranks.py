@@ -25,7 +25,7 @@ def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
     words = "--lr 0.5 --hidden 3 4 --model mlp --out a" if group.is_root else "--epochs 99"
     config = read_options(words.split(), group, Console(quiet=True))
     assert config is not None
-    assert (config.optimization.lr, config.optimization.epochs, config.model.hidden) == (0.5, 10, (3, 4))
+    assert (config.optimization.lr, config.optimization.epochs, config.model.hidden) == (0.5, 20, (3, 4))
 
 
 @pytest.mark.parametrize(
