@@ -1,0 +1,169 @@
+"""Long graphs and the memory of graphs: nothing recurses, and what is no longer needed is given back at once."""
+
+import gc
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+
+from nnmpi.ops.linear import linear
+from nnmpi.tensor.elementwise import Tanh
+from nnmpi.tensor.function import Function, no_grad
+from nnmpi.tensor.shape import concatenate
+from nnmpi.tensor.tensor import Tensor
+
+
+def leaf(values, dtype="float64"):
+    """Return a leaf that wants a gradient."""
+    return Tensor(np.array(values, dtype), requires_grad=True)
+
+
+def chain(x, length):
+    """Return x + 1 + 1 ..., `length` operations long."""
+    for _ in range(length):
+        x = x + 1.0
+    return x
+
+
+@pytest.fixture
+def no_gc():
+    """Leave all freeing to reference counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# ---------------------------------------------------------------- long graphs
+def test_a_chain_of_a_million_operations(no_gc):
+    """Nothing recurses: forward, backward, and the graph's end."""
+    x = leaf(2.0)
+    y = x
+    for _ in range(1_000_000):
+        y = -y
+    first = weakref.ref(y.tape.nodes[0])
+    y.backward()
+    assert (y.item(), x.grad) == (2, 1)
+    assert first() is None
+
+
+def test_a_long_graph_that_never_goes_backward_is_deleted(no_gc):
+    """Freeing it walks no chain of references, which would overflow the stack."""
+    y = chain(leaf(0.0), 200_000)
+    first = weakref.ref(y.tape.nodes[0])
+    del y
+    assert first() is None
+
+
+def test_a_long_graph_is_deleted_when_only_its_tape_goes_first(no_gc):
+    """The order in which the last tensor lets go of tape and operation does not matter."""
+    y = chain(leaf(0.0), 200_000)
+    first = weakref.ref(y.tape.nodes[0])
+    y.tape = None
+    del y
+    assert first() is None
+
+
+def test_a_chain_of_a_hundred_thousand_sums(no_gc):
+    """The same with an operation of two operands, which saves something."""
+    x = leaf(0.0)
+    y = chain(x, 100_000)
+    y.backward()
+    assert (y.item(), x.grad) == (100_000, 1)
+
+
+def test_a_wide_graph_of_many_graphs(no_gc):
+    """As many tapes, joined one after another, in either order of the operands."""
+    leaves = [leaf(float(i)) for i in range(20_000)]
+    left, right = leaf(0.0), leaf(0.0)
+    for x in leaves:
+        left, right = left + x * 2.0, x * 3.0 + right
+    y = left + right
+    y.backward()
+    assert {float(x.grad) for x in leaves} == {5.0}
+
+
+# ---------------------------------------------------------------- memory
+ELEMENTS = 20_000
+ARRAY_BYTES = 8 * ELEMENTS
+
+
+@pytest.mark.parametrize("length", [20, 200])
+@pytest.mark.parametrize("saves", [True, False])
+def test_backward_needs_no_more_memory_the_longer_the_chain(length, saves):
+    """Beside what forward saved, a pass holds the gradient that comes and the one that goes."""
+    x = leaf(np.zeros(ELEMENTS))
+    y = x
+    tracemalloc.start()
+    for _ in range(length):
+        y = y.tanh() if saves else -y
+    before, _ = tracemalloc.get_traced_memory()
+    assert before > (length if saves else 1) * ARRAY_BYTES
+    tracemalloc.reset_peak()
+    y.backward(np.ones(ELEMENTS))
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak - before < 5.5 * ARRAY_BYTES
+    assert after < 4 * ARRAY_BYTES  # the result, the leaf's gradient, and little else
+
+
+def test_saved_arrays_are_freed_while_backward_runs(no_gc):
+    """When the first operation goes backward, what the later ones saved is gone already."""
+    seen = []
+
+    class Probe(Function):
+        def forward(self, x):
+            return x * 1.0
+
+        def backward(self, grad):
+            seen.append(sum(saved() is not None for saved in alive))
+            return (grad,)
+
+    h = Probe()(leaf(np.zeros(10)))
+    alive = []
+    for _ in range(20):
+        h = h.tanh()
+        alive.append(weakref.ref(h.data))
+    h.sum().backward()
+    del h
+    assert seen == [1]  # the last one's values, which `h` still names
+    assert all(saved() is None for saved in alive)
+
+
+def test_gradients_of_operations_are_freed(no_gc):
+    """No operation keeps the gradient that went through it, retained or not."""
+    for retain in (False, True):
+        x = leaf(np.zeros(10))
+        y = (x.tanh() + x.exp()).sum()
+        nodes = list(y.tape.nodes)
+        y.backward(retain_graph=retain)
+        assert [node.grad for node in nodes] == [None] * 4
+        assert all((node.saved == ()) != retain for node in nodes if isinstance(node, Tanh))
+
+
+def test_nothing_needs_the_garbage_collector(no_gc):
+    """There are no reference cycles: tensors, operations and arrays go with their last name, backward or not."""
+    for backward in (False, True):
+        x, w = leaf(np.ones((3, 3))), leaf(np.ones((3, 3)))
+        h = linear(x, w).tanh()
+        y = concatenate([h, h * 2.0]).sum()
+        refs = [weakref.ref(thing) for thing in (x, w, h, y, h.data, *y.tape.nodes)]
+        if backward:
+            y.backward()
+        del x, w, h, y
+        assert [ref() for ref in refs] == [None] * len(refs)
+    assert gc.collect() == 0
+
+
+def test_results_that_need_no_gradient_hold_nothing(no_gc):
+    """Neither under no_grad nor on plain tensors: an input dies before the result."""
+    with no_grad():
+        x = leaf(np.ones(3))
+        y = x.tanh().exp()
+    data = weakref.ref(x.data)
+    del x
+    assert data() is None
+    assert (y.requires_grad, y.node, y.tape) == (False, None, None)
+    plain = Tensor(np.ones(3)).tanh()
+    assert plain.node is None
