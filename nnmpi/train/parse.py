@@ -22,8 +22,9 @@ from nnmpi.train.options import arguments, check, flatten, option
 
 PROGRAM = "python -m nnmpi.train"
 CONFIG_FILE = "config.json"
-DESCRIPTION = """Train a network on the ranks of MPI: mpirun -n 4 python -m nnmpi.train [options].
-Without options it trains a small convolutional network on the bundled digits."""
+DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
+
+Without options: a small convolutional network on the bundled digits."""
 
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = (

@@ -87,6 +87,7 @@ def test_only_rank_0_writes_and_prints(
     group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
     out = shared(group, tmp_path) / "run"
     main(f"--model mlp --dataset iris --epochs 2 --batch-size 50 --check-weights --out {out}".split(), group)
     group.barrier()  # rank 0 still writes when the others are done

@@ -84,6 +84,11 @@ def test_curves_and_events_are_made_where_their_libraries_are(
     assert f"curves are in {tmp_path / 'run' / 'curves'}" in capsys.readouterr().out
 
 
+def test_the_default_recipe_learns_the_digits(train: Train) -> None:
+    records = read_metrics(train("--model cnn --dataset digits --epochs 5") / "metrics.jsonl")
+    assert records[-1]["accuracy"] > 0.95
+
+
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("--epochs 1")
     printed = capsys.readouterr().out
