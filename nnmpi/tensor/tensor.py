@@ -55,11 +55,12 @@ class Tensor(Variable):
         """Compute the gradients of all leaves that this tensor depends on, adding to the `grad` they have.
 
         Args:
-            grad: the gradient of this tensor, of its shape; by default 1, for a tensor of one element.
+            grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1, for a tensor of one
+                element.
             retain_graph: keep what the operations saved, so that backward can be called again.
 
         Raises:
-            GraphError: when nothing was recorded, or the graph was used up by an earlier call.
+            GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call.
             ShapeError: when `grad` is needed and missing, or has another shape.
         """
         if not self.requires_grad:
