@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     arguments = parser.parse_args()
+    if any(options(folder) != options(arguments.runs[0]) for folder in arguments.runs):
+        raise SystemExit("these runs differ in more than the seed; collect those of one recipe")
     runs = {seed(folder): accuracies(folder) for folder in arguments.runs}
     mean = {key: sum(run[key] for run in runs.values()) / len(runs) for key in ("final", "best")}
     for name, run in runs.items():
