@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
@@ -22,13 +22,18 @@ def explain(
 ) -> DivergenceError:
     """Return the error that says where the first value that is not finite came from. Collective.
 
+    All ranks go forward, and all or none backward, whatever they find on the way: layers may communicate there.
+
     Args:
         x: this rank's input.
         loss: computes this rank's loss again, in the mode of the failed step.
         step: the update that failed, counted from 1.
         value: the global loss.
     """
-    places = group.gather(_first_place(model, x, loss))
+    again, found = _go_forward(model, x, loss)
+    places: Sequence[str | None] = group.gather(found)
+    if not any(places):
+        places = group.gather(_go_backward(model, again))
     for rank, place in enumerate(places):
         if place is not None:
             return DivergenceError(
@@ -41,29 +46,32 @@ def explain(
     )
 
 
-def _first_place(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
-    """Return where this rank's first value is that is not finite, or None; runs one forward and one backward pass."""
-    if not finite(x):
-        return "the input"
+def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
+    """Compute the loss again; return it, and the place of this rank's first value that is not finite, or None."""
     weights = [name for name, parameter in model.named_parameters() if not finite(parameter.data)]
-    found: list[str] = []
+    outputs: list[str] = []
 
     def observe(module: Module, result: object) -> None:
-        if not found and isinstance(result, Tensor) and not finite(result.data):
-            found.append(f"the output of layer {module.path!r} ({type(module).__name__})")
+        if not outputs and isinstance(result, Tensor) and not finite(result.data):
+            outputs.append(f"the output of layer {module.path!r} ({type(module).__name__})")
 
     with observed(observe):
         again = loss()
+    if not finite(x):
+        return again, "the input"
     if weights:
-        return f"the weights {weights[0]!r}"
-    if found:
-        return found[0]
-    if not finite(again.data):
-        return "the loss itself"
+        return again, f"the weights {weights[0]!r}"
+    if outputs:
+        return again, outputs[0]
+    return again, None if finite(again.data) else "the loss itself"
+
+
+def _go_backward(model: Module, loss: Tensor) -> str | None:
+    """Return which of this rank's gradients is the first that is not finite, or None."""
     hooks = {name: parameter.hook for name, parameter in model.named_parameters()}
     for _, parameter in model.named_parameters():
         parameter.grad = parameter.hook = None
-    again.backward()
+    loss.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
     for name, parameter in model.named_parameters():
         parameter.hook = hooks[name]
