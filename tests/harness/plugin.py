@@ -45,7 +45,7 @@ def start_quietly() -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Find this rank's place, and register what it needs there."""
-    folder = os.environ.get(RUN_FOLDER)
+    folder = os.environ.pop(RUN_FOLDER, None)  # it is not for what the tests start
     rank = 0
     if config.getoption("--with-mpi", default=False):
         try:
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(str(error), returncode=error.exit_status)
         world = importlib.import_module("mpi4py.MPI").COMM_WORLD.Dup()
         rank = world.Get_rank()
-        config.pluginmanager.register(Guard(world, _stderr(config, folder, rank)), "nnmpi-guard")
+        config.pluginmanager.register(Guard(world, _stderr(config, folder, rank), folder is None), "nnmpi-guard")
         for plugin in config.pluginmanager.get_plugins():
             if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi's: at the end it prints a page about MPI
                 plugin._is_testing_mpi = False
@@ -127,10 +127,12 @@ class Guard:
     Args:
         world: an MPI communicator of all ranks, used by nobody else.
         descriptor: where this rank's last words go.
+        is_shared: whether other ranks' words go there too.
     """
 
-    def __init__(self, world: Any, descriptor: int) -> None:
+    def __init__(self, world: Any, descriptor: int, is_shared: bool) -> None:
         self._world = world
+        self._is_shared = is_shared
         self._descriptor = descriptor
         self._has_met = False
 
@@ -195,7 +197,7 @@ class Guard:
 
     def _say(self, text: str) -> None:
         """Write the text in one piece, so that those of several ranks do not mix."""
-        if os.environ.get(RUN_FOLDER) is None:
+        if self._is_shared:
             text = f"\nrank {self._world.rank} of {self._world.size}: {text}"
         os.write(self._descriptor, text.encode(errors="replace"))
 

@@ -102,7 +102,7 @@ def _run_on(
     broke = not found.complete or (ending.status != 0 and not result.failures)
     if not broke:
         return False
-    how = "was killed at its time limit" if ending.status is None else f"ended with status {ending.status}"
+    how = f"was killed after {ending.seconds:.0f} s" if ending.status is None else f"ended with status {ending.status}"
     say(f"\nThe run on {result.name} {how}" + (f" in {found.culprit}\n" if found.culprit else "\n"))
     culprit = found.culprit or f"(the run on {result.name} {how} outside of the tests)"
     result.outcomes[culprit] = records.FAILED
