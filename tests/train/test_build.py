@@ -1,0 +1,103 @@
+"""Options reach the parts that they are for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.optim.adam import Adam, AdamW
+from nnmpi.optim.sgd import SGD
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.train import build
+from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+from nnmpi.train.inputs import load_inputs
+from nnmpi.train.options import assemble
+from nnmpi.train.report import Extent
+
+
+def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    model = build.build_model(config, sample_shape, 10).initialize()
+    return [parameter.data.shape for _, parameter in model.named_parameters() if parameter.data.ndim > 1]
+
+
+def test_hidden_widths_make_the_layers() -> None:
+    assert shapes(ModelConfig(model="mlp", hidden=(5, 6)), (4,)) == [(4, 5), (5, 6), (6, 10)]
+    assert shapes(ModelConfig(model="mlp", hidden=()), (8, 8, 1)) == [(64, 10)]
+    cnn = [(3, 3, 1, 32), (3, 3, 32, 64), (3136, 128), (128, 64), (64, 10)]
+    assert shapes(ModelConfig(), (28, 28, 1)) == cnn
+    assert shapes(ModelConfig(hidden=(7,)), (28, 28, 1)) == [*cnn[:2], (3136, 7), (7, 10)]
+    assert len(shapes(ModelConfig(model="resnet"), (8, 8, 3))) > 7
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet"])
+def test_networks_for_images_refuse_flat_data(model: Any) -> None:
+    with pytest.raises(UsageError, match=f"{model} needs images"):
+        build.build_model(ModelConfig(model=model), (4,), 3)
+
+
+def test_optimizers_get_their_options() -> None:
+    storage = build.build_model(ModelConfig(model="mlp"), (4,), 3).initialize().storage
+    sgd = build.build_optimizer(
+        OptimizationConfig(optimizer="sgd", lr=0.5, momentum=0.9, nesterov=True, weight_decay=0.1), storage
+    )
+    assert isinstance(sgd, SGD)
+    assert (sgd.lr, sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.5, 0.9, True, (0.1,))
+    adamw = build.build_optimizer(OptimizationConfig(optimizer="adamw"), storage)
+    assert isinstance(adamw, AdamW)
+    assert adamw.weight_decay == (0.01,)
+    adam = build.build_optimizer(OptimizationConfig(optimizer="adam"), storage)
+    assert isinstance(adam, Adam)
+    assert adam.weight_decay == (0.0,)
+
+
+def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
+    inputs = load_inputs(Config(), group, 0, lambda _: None)
+
+    def options(config: Config) -> dict[str, Any]:
+        build.build_worker(config, group, inputs, numpy_backend())
+        return given
+
+    plain = dict(options(Config()))
+    assert plain["allreduce"] == "auto"
+    assert plain["bucket_bytes"] == BUCKET_BYTES
+    assert (plain["overlap"], plain["check"], plain["clip"], plain["seed"]) == (True, False, None, 0)
+    parallel = ParallelConfig(allreduce="tree", bucket_mb=0.5, overlap=False, check_weights=True)
+    other = options(
+        Config(optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5), parallel=parallel, run=RunConfig(seed=7))
+    )
+    assert (other["allreduce"], other["bucket_bytes"], other["overlap"], other["check"]) == ("tree", 2**19, False, True)
+    assert (other["clip"], other["seed"]) == (2.0, 7)
+    logits, labels = Tensor(np.array([[5.0, 0.0, -5.0]])), np.array([0])
+    assert other["loss"](logits, labels).item() > 1 > other["evaluation_loss"](logits, labels).item()
+
+
+def test_the_loaders_get_their_options(group: Group) -> None:
+    def inputs(**options: Any) -> Any:
+        return load_inputs(assemble(options), group, 0, lambda _: None)
+
+    plain = inputs()
+    assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (32, True, False)
+    assert (plain.train_loader.microbatches, plain.train_loader.dtype) == (1, "float32")
+    other = inputs(batch_size="full", grad_accum=3, dtype="float64", seed=5, augment="shift-flip", test_fraction=0.5)
+    assert (other.batch_size, other.train_loader.batches_per_epoch, len(other.test)) == (899, 1, 898)
+    assert (other.train_loader.microbatches, other.test_loader.microbatches) == (3, 1)
+    assert (other.train_loader.dtype, other.train_loader.seed) == ("float64", 5)
+    names = [type(each).__name__ for each in other.train_loader.transform.transforms]
+    assert names == ["Shift", "Flip", "Normalize"]
+    assert [type(each).__name__ for each in other.test_loader.transform.transforms] == ["Normalize"]
+    assert inputs(normalize=False).train_loader.transform is None
+    assert inputs(batch_size=5000).batch_size == 1438
+    assert inputs(augment="shift", shift_pixels=3).train_loader.transform.transforms[0].pixels == 3
+
+
+def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
+    inputs = load_inputs(Config(), group, 0, lambda _: None)
+    assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12)
+    assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
+    assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135
