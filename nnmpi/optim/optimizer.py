@@ -44,13 +44,14 @@ class Optimizer(ABC):
         self._blocks = self._cut()
 
     def step(self) -> None:
-        """Do one update of all buffers with the learning rate `lr`; gradients are only read, nothing is allocated.
+        """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
 
         Raises:
-            UsageError: when `lr` was set to a negative or non-finite value, or the storage holds other arrays than
-                when the optimizer was made.
+            UsageError: when `lr` was set to a negative or non-finite value, the storage holds other arrays than
+                when the optimizer was made, or the model was initialized again.
         """
         lr = non_negative("lr", self.lr)
+        self.storage.finish_gradients()
         self._require_same_arrays()
         self.steps += 1
         self._update(lr)

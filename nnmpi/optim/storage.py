@@ -32,6 +32,9 @@ class Storage(Protocol):
     def groups(self) -> Sequence[str]:
         """The group of each buffer; weight decay is chosen by group."""
 
+    def finish_gradients(self) -> None:
+        """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
+
 
 class Arrays:
     """A storage made of plain lists of arrays.
@@ -49,15 +52,21 @@ class Arrays:
         self.grads = list(grads)
         self.groups = ["default"] * len(self.data) if groups is None else list(groups)
 
+    def finish_gradients(self) -> None:
+        """Do nothing: whoever gave the arrays writes them."""
+
 
 def check(storage: Storage) -> None:
     """Raise unless every buffer can be updated in place from its gradient.
 
     Raises:
-        UsageError: when the three lists differ in length, or a buffer cannot be written element by element.
+        UsageError: when it is no storage, the three lists differ in length, or a buffer cannot be written element by
+            element.
         ShapeError: when a gradient's shape differs from its buffer's.
         DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
     """
+    if not all(hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients")):
+        raise UsageError(f"an optimizer works on a storage, such as model.storage, not on a {type(storage).__name__}")
     counts = (len(storage.data), len(storage.grads), len(storage.groups))
     if len(set(counts)) > 1:
         raise UsageError("{} buffers, {} gradients and {} groups do not pair up; give one of each".format(*counts))

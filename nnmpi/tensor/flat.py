@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import GraphError, ShapeError
+from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.tensor.parameter import Parameter
 
 ALIGNMENT_BYTES = 64
@@ -57,6 +57,7 @@ class FlatStorage:
         self.spans: list[Span] = []
         self.data: list[Array] = []
         self.grads: list[Array] = []
+        self._views: list[tuple[Array, Array]] = []  # each parameter's data and buffer, as they were bound
         lengths: list[int] = []
         dtype = next(iter(values.values())).dtype if values else None
         step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
@@ -83,6 +84,7 @@ class FlatStorage:
             parameter.buffer = self.grads[span.buffer][span.start : span.stop].reshape(parameter.declared)
             parameter.data[...] = values[name]
             parameter.grad = None
+            self._views.append((parameter.data, parameter.buffer))
 
     @property
     def size(self) -> int:
@@ -95,18 +97,23 @@ class FlatStorage:
             span.parameter.grad = None
 
     def finish_gradients(self) -> None:
-        """Write zeros where no backward pass has written since `zero_grad`, so that the flat arrays hold the truth."""
-        for span in self.spans:
-            parameter = span.parameter
-            if parameter.buffer is None or parameter.grad is parameter.buffer:
-                continue
-            parameter.buffer[...] = (
-                0 if parameter.grad is None else parameter.grad
-            )  # somebody may have set another array
-            parameter.grad = parameter.buffer
+        """Let the flat arrays hold every parameter's gradient, whatever they held before.
 
-    def __deepcopy__(self, memo: Any) -> FlatStorage:
-        raise GraphError("a copied model would not share its copied storage; build it again and use load_state")
+        That is zeros where no backward pass has written since `zero_grad`, and a copy of a gradient set by hand.
+
+        Raises:
+            UsageError: when a parameter lies elsewhere now, and updates here would not reach it.
+        """
+        for span, (data, buffer) in zip(self.spans, self._views, strict=True):
+            if span.parameter.data is not data or span.parameter.buffer is not buffer:
+                raise UsageError(
+                    f"{span.parameter.name} lies in this storage no more: its model was initialized again (then make "
+                    "a new optimizer), or its data replaced (write parameter.data[...] = values instead)"
+                )
+            span.parameter.finish_gradient()
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")
 
     def split(self, buffer: int, flat: Array) -> dict[str, Array]:
         """Return views of a flat array laid out like data[buffer], shaped as the parameters and by their names."""

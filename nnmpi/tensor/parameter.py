@@ -44,6 +44,12 @@ class Parameter(Tensor):
         """The number of elements, known before there are values."""
         return int(np.prod(self.declared))
 
+    def finish_gradient(self) -> None:
+        """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is another array."""
+        if self.buffer is not None and self.grad is not self.buffer:
+            self.buffer[...] = 0 if self.grad is None else self.grad
+            self.grad = self.buffer
+
     def __getattr__(self, name: str) -> Any:
         # reached only when a slot is empty
         if name == "data":

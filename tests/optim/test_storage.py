@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from nnmpi import nn
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.optim.storage import Arrays, check
 
@@ -34,6 +35,8 @@ def broadcast():
 @pytest.mark.parametrize(
     ("storage", "error", "sentence"),
     [
+        (arrays(3), UsageError, "model.storage, not on a list"),
+        (nn.Linear(3, 2), UsageError, "model.storage, not on a Linear"),
         (Arrays(arrays(3), []), UsageError, "1 buffers, 0 gradients and 1 groups"),
         (Arrays(arrays(3), arrays(3), ["a", "b"]), UsageError, "1 buffers, 1 gradients and 2 groups"),
         (Arrays(arrays(2, 3), arrays(2, 4)), ShapeError, r"buffer 1 has shape \(3,\) and its gradient \(4,\)"),

@@ -1,11 +1,12 @@
 """Flat storage: parameters and gradients as views of long arrays, and what is known about them."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
 
-from nnmpi.errors import GraphError, ShapeError
+from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
 from nnmpi.tensor.parameter import Parameter
@@ -168,11 +169,21 @@ def test_finish_takes_over_gradients_set_by_hand():
     assert p["a.bias"].grad is p["a.bias"].buffer
 
 
-def test_copies_are_refused():
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_are_refused(duplicate):
     """A copied model's parameters would no longer lie in its storage."""
     storage, _ = make()
     with pytest.raises(GraphError, match="load_state"):
-        copy.deepcopy(storage)
+        duplicate(storage)
+
+
+@pytest.mark.parametrize("what", ["data", "buffer"])
+def test_parameter_that_lies_elsewhere_is_noticed(what):
+    """An update of this storage would not reach it, and training would stand still."""
+    storage, p = make()
+    setattr(p["a.bias"], what, np.zeros(5, "float32"))
+    with pytest.raises(UsageError, match=r"a\.bias lies in this storage no more.*data\[\.\.\.\]"):
+        storage.finish_gradients()
 
 
 def test_spans_are_values():

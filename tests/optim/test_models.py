@@ -1,0 +1,75 @@
+"""Optimizers on a model's storage, in a training loop written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import nn, optim
+from nnmpi.errors import UsageError
+from nnmpi.tensor import Tensor
+
+X = np.ones((2, 4), np.float32)
+
+
+class Sometimes(nn.Module):
+    """Two linear layers; the second one is not always used."""
+
+    def __init__(self) -> None:
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        """Return the sum of both results, or the first alone."""
+        result: Tensor = self.first(x) + self.second(x) if both else self.first(x)
+        return result
+
+
+def trained_once() -> tuple[Sometimes, Any]:
+    """Return a model and its optimizer after a step in which all parameters had a gradient."""
+    model = Sometimes().initialize()
+    optimizer = optim.SGD(model.storage, lr=0.1)
+    model(X, True).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    return model, optimizer
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    """The gradient that it had in the step before counts no more."""
+    model, optimizer = trained_once()
+    before = model.state()
+    model(X, False).sum().backward()
+    optimizer.step()
+    moved = {name for name, value in model.state().items() if not (value == before[name]).all()}
+    assert moved == {"first.weight", "first.bias"}
+
+
+def test_a_step_without_a_backward_pass_changes_nothing() -> None:
+    """After zero_grad there is nothing to descend along."""
+    model, optimizer = trained_once()
+    before = model.state()
+    optimizer.step()
+    assert all((value == before[name]).all() for name, value in model.state().items())
+
+
+def test_gradients_set_by_hand_count() -> None:
+    """As those of a loop that clips or adds noise to each."""
+    model, optimizer = trained_once()
+    before = model.state()
+    model(X, True).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = np.ones(parameter.shape, np.float32)
+    optimizer.step()
+    for name, value in model.state().items():
+        np.testing.assert_allclose(value, before[name] - 0.1, rtol=1e-6)
+
+
+def test_an_optimizer_of_an_earlier_initialization_is_refused() -> None:
+    """It would update arrays that the model does not use."""
+    model, optimizer = trained_once()
+    model.initialize(seed=1)
+    model(X, True).sum().backward()
+    with pytest.raises(UsageError, match=r"first\.weight lies in this storage no more.*make a new optimizer"):
+        optimizer.step()
