@@ -125,6 +125,11 @@ class Exchange:
         self._flying: deque[Bucket] = deque()
         self._sync_s = 0.0
 
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients of a step were reported that is not finished."""
+        return bool(self._reported)
+
     def ready(self, span: int) -> None:
         """Say that a gradient is final in this step; launches what has become complete and moves on what is launched.
 

@@ -23,7 +23,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.buckets import Bucket
 from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError
+from nnmpi.errors import CommError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.tensor.parameter import Parameter
@@ -34,7 +34,7 @@ class DataParallel:
     """Keeps the replicas of a model on a group's ranks equal. Making one is collective.
 
     Parameters and buffers become those of rank 0, batch normalization takes its statistics over all ranks, and
-    gradients are summed over the ranks in `backward`.
+    gradients are summed over the ranks in `backward`. A model has one at a time; `release` takes it off again.
 
     Args:
         model: initialized, the same on all ranks.
@@ -50,7 +50,8 @@ class DataParallel:
 
     Raises:
         CommError: on all ranks, when their models differ in size.
-        UsageError: for an unknown algorithm or a bucket size below 1.
+        UsageError: for an unknown algorithm or a bucket size below 1; for a model that has a DataParallel already, or
+            modules that were not there when it was initialized.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class DataParallel:
         self.model, self.group = model, group
         self.storage = model.storage
         self.backend = numpy_backend() if backend is None else backend
-        self._reporting = True
+        self._check_model()
+        self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
+        self._summed = False  # the gradients are those of a step that is over
         self._statistics_s = 0.0
         self.sync_s = 0.0
         stage, buffers = self._staging()
@@ -86,15 +89,38 @@ class DataParallel:
             loss_sum: the sum of the losses of this rank's samples.
             samples: the number of samples of all ranks (and of all microbatches) together.
             last: False for all but the last of several microbatches, whose gradients are only added up.
+
+        Raises:
+            UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`.
+            CommError: when the pass before this one ended in an exception halfway.
         """
-        self._reporting = last
+        self._begin()
         seed = np.full(loss_sum.shape, 1 / max(samples, 1))
-        loss_sum.backward(seed)
+        self._last = last
+        try:
+            loss_sum.backward(seed)
+        finally:
+            self._last = None
         if last:
             self.storage.finish_gradients()
             self.exchange.finish()
+            self._summed = True
             self.sync_s = self.exchange.traffic.sync_s + self._statistics_s
             self._statistics_s = 0.0
+
+    def _begin(self) -> None:
+        """Refuse a pass whose gradients would be added to what is no sum of this step's."""
+        if self.exchange.under_way:
+            raise CommError(
+                "the backward pass before this one broke off with gradients on their way; release this DataParallel "
+                "and make a new one"
+            )
+        if self._summed and any(span.parameter.grad is not None for span in self.storage.spans):
+            raise UsageError(
+                "the gradients of the last step are still there, summed over the ranks; call model.zero_grad() before "
+                "each step (and backward(..., last=False) for all but the last of a step's losses)"
+            )
+        self._summed = False
 
     def check_equal(self) -> None:
         """Compare a hash of the parameters over all ranks; collective.
@@ -113,16 +139,36 @@ class DataParallel:
                 )
 
     def release(self) -> None:
-        """Take the strategy off the model again: its hooks, and the statistics over ranks."""
+        """Take the strategy off the model again: its hooks, the statistics over ranks, its communicator. Collective."""
         for span in self.storage.spans:
             span.parameter.hook = None
         for _, module in self.model.named_modules():
             if isinstance(module, BatchNorm):
                 module.all_reduce = None
+        self.exchange.free()
+
+    def _check_model(self) -> None:
+        """Refuse a model of which some gradients would be summed twice, or not at all."""
+        stored = {id(span.parameter) for span in self.storage.spans}
+        strange = [name for name, parameter in self.model.named_parameters() if id(parameter) not in stored]
+        if strange:
+            raise UsageError(
+                f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
+                "model.initialize() again"
+            )
+        self.storage.finish_gradients()
+        if any(span.parameter.hook is not None for span in self.storage.spans):
+            raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
 
     def _hook(self, number: int) -> Callable[[Parameter], None]:
         def final(parameter: Parameter) -> None:
-            if self._reporting:
+            if self._last is None:
+                raise UsageError(
+                    "this model's gradients are to be summed over ranks: call parallel.backward(loss, samples) instead "
+                    "of loss.backward(), or parallel.release() first"
+                )
+            if self._last:
+                parameter.finish_gradient()  # in its place, if somebody has set another array
                 self.exchange.ready(number)
 
         return final
