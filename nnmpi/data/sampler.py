@@ -32,8 +32,8 @@ def rows(
     """Return which positions of the epoch's order are this rank's in a batch, and the rows of the global batch.
 
     There is one range per microbatch: the global batch is cut into microbatches first, each of which is shared out
-    over the ranks, so that microbatches hold the same samples under every layout. A range is empty for some ranks when
-    its microbatch has fewer rows than there are ranks.
+    over the ranks, so that microbatches hold the same samples under every layout. A microbatch has at least one row, so
+    a short batch may have fewer of them; a range is empty for some ranks when there are more ranks than rows.
 
     Raises:
         IndexError: for a batch number outside 0..batches_per_epoch-1.
@@ -43,7 +43,7 @@ def rows(
     start = number * batch_size
     global_rows = min(batch_size, n - start)
     ranges = []
-    for micro in split(global_rows, microbatches):
+    for micro in split(global_rows, min(microbatches, global_rows)):
         mine = part(len(micro), world, rank)
         first = start + micro.start
         ranges.append(range(first + mine.start, first + mine.stop))

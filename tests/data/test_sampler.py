@@ -44,6 +44,12 @@ def test_microbatches_hold_the_same_rows_in_every_world(n: int, size: int, world
     assert totals[:-1] == [size] * (len(totals) - 1)
 
 
+def test_no_more_microbatches_than_rows() -> None:
+    """However many are asked for: a list of a hundred thousand million empty ones would fill the memory."""
+    ranges, _ = rows(10, 4, 2, microbatches=10**11)
+    assert ranges == (range(8, 9), range(9, 10))
+
+
 @pytest.mark.parametrize("number", [-1, 3])
 def test_batch_that_does_not_exist_is_refused(number: int) -> None:
     with pytest.raises(IndexError, match=f"batch {number} of 3 batches"):
