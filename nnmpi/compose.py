@@ -9,6 +9,7 @@ Every rank runs the same calls and gets the same reports: global means, not its 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
@@ -83,6 +84,10 @@ class Worker:
         clip: the largest length of the gradient, or None.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
+
+    Raises:
+        UsageError: for an optimizer of other arrays than the model's, and a loss with `reduction="mean"`; see also
+            `parallel.DataParallel`.
     """
 
     def __init__(
@@ -100,9 +105,16 @@ class Worker:
         seed: int = 0,
         backend: Backend | None = None,
     ) -> None:
+        if optimizer.storage is not model.storage:
+            raise UsageError(
+                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
+                "model.initialize()"
+            )
         self.model, self.optimizer, self.group = model, optimizer, group
         self.loss: SumLoss = partial(cross_entropy, reduction="sum") if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        _refuse_mean(self.loss)
+        _refuse_mean(self.evaluation_loss)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend)
@@ -222,3 +234,16 @@ def _correct(logits: Tensor, y: Array) -> float:
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     return float((logits.data.argmax(axis=-1) == y).sum())
+
+
+def _refuse_mean(loss: SumLoss) -> None:
+    """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
+    try:
+        reduction = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):  # a callable that has no signature
+        return
+    if reduction is not None and reduction.default != "sum":
+        raise UsageError(
+            f"the loss has reduction={reduction.default!r}, but a Worker divides the sum of all ranks' losses once: "
+            'give it partial(loss, reduction="sum")'
+        )

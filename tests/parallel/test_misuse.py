@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, ops
+from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.compose import Worker
 from nnmpi.errors import CommError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
@@ -131,3 +133,27 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     setting = Setting(group)
     setting.model.replace("3", nn.Linear(7, 3).initialize(dtype="float64"))
     setting.assert_refused(lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in")
+
+
+@pytest.mark.mpi
+def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
+    """It would update what the model does not use."""
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    setting.model.initialize(dtype="float64")
+    setting.assert_refused(lambda: Worker(setting.model, optimizer, group), UsageError, "make it over model.storage")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("loss", [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1)])
+@pytest.mark.parametrize("role", ["loss", "evaluation_loss"])
+def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:
+    """It would be divided by the number of samples a second time."""
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    options = {role: loss}
+    setting.assert_refused(
+        lambda: Worker(setting.model, optimizer, group, **options),  # type: ignore[arg-type]
+        UsageError,
+        'reduction="sum"',
+    )
