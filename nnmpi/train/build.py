@@ -7,6 +7,7 @@ from nnmpi.comm.agree import agreed
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose import Worker
+from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
@@ -79,12 +80,16 @@ def build_worker(config: Config, group: Group, inputs: Inputs, backend: Backend)
 
     Raises:
         UsageError: on all ranks, when the model does not take the data set's samples.
+        DeviceError: on all ranks, when one has not enough memory for it.
     """
     options, parallel = config.optimization, config.parallel
     with agreed(group):
-        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
-        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
-        optimizer = build_optimizer(options, model.storage)
+        try:
+            model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+            model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+            optimizer = build_optimizer(options, model.storage)
+        except MemoryError as error:
+            raise DeviceError(f"the model does not fit into memory ({error}); make it smaller") from None
     smoothed = partial(cross_entropy, reduction="sum", label_smoothing=options.label_smoothing)
     return Worker(
         model,

@@ -11,6 +11,8 @@ from typing import Literal
 
 from nnmpi.errors import UsageError
 
+LONG = 1e9  # epochs or MiB beyond any use; keeps what is computed from them finite
+
 
 def require(holds: bool, sentence: str) -> None:
     """Raise a UsageError with the sentence unless the condition holds."""
@@ -18,14 +20,16 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def positive(option: str, value: float) -> None:
-    """Refuse what is not a finite number above 0."""
-    require(0 < value < math.inf, f"{option} is {value}; give a finite number above 0")
+def positive(option: str, value: float, limit: float = math.inf) -> None:
+    """Refuse what is not a number above 0 and below the limit."""
+    bound = "a finite number above 0" if limit == math.inf else f"a number above 0 and below {limit:g}"
+    require(0 < value < limit, f"{option} is {value}; give {bound}")
 
 
-def not_negative(option: str, value: float) -> None:
-    """Refuse what is not a finite number, 0 or above."""
-    require(0 <= value < math.inf, f"{option} is {value}; give 0 or a finite number above it")
+def not_negative(option: str, value: float, limit: float = math.inf) -> None:
+    """Refuse what is not a number, 0 or above, below the limit."""
+    bound = "0 or a finite number above it" if limit == math.inf else f"a number from 0 up to, not including, {limit:g}"
+    require(0 <= value < limit, f"{option} is {value}; give {bound}")
 
 
 def fraction(option: str, value: float) -> None:
@@ -145,7 +149,7 @@ class OptimizationConfig:
         positive("--lr", self.lr)
         fraction("--momentum", self.momentum)
         fraction("--label-smoothing", self.label_smoothing)
-        not_negative("--warmup-epochs", self.warmup_epochs)
+        not_negative("--warmup-epochs", self.warmup_epochs, LONG)
         if self.weight_decay is not None:
             not_negative("--weight-decay", self.weight_decay)
         if self.clip is not None:
@@ -156,7 +160,7 @@ class OptimizationConfig:
         require(not self.nesterov or self.momentum > 0, "--nesterov needs --momentum above 0 and --optimizer sgd")
 
     def _check_schedule(self) -> None:
-        positive("--step-epochs", self.step_epochs)
+        positive("--step-epochs", self.step_epochs, LONG)
         require(0 < self.step_factor <= 1, f"--step-factor is {self.step_factor}; give a number above 0, up to 1")
         if self.schedule != "step":
             idle = self.step_epochs != 10.0 or self.step_factor != 0.1
@@ -185,7 +189,7 @@ class ParallelConfig:
         if self.dp != "auto":
             at_least_one("--dp", self.dp)
         if self.bucket_mb is not None:
-            positive("--bucket-mb", self.bucket_mb)
+            positive("--bucket-mb", self.bucket_mb, LONG)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[st
         train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
+        parts = config.optimization.grad_accum
+        if parts > batch_size:
+            raise UsageError(f"--grad-accum {parts} is more parts than the {batch_size} samples of a batch; give less")
         after = [Normalize.fit(train)] if data.normalize else []
         changes = [*augmentations(data, train), *after]
 
@@ -60,7 +63,7 @@ def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[st
                 seed=run.seed,
                 rank=group.rank,
                 world=group.size,
-                microbatches=config.optimization.grad_accum if training else 1,
+                microbatches=parts if training else 1,
                 shuffle=training,
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,

@@ -6,7 +6,7 @@ from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose import EvalReport
-from nnmpi.errors import LayoutError
+from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.train.build import build_extent, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
@@ -28,11 +28,15 @@ def run(config: Config, group: Group, console: Console) -> None:
     Raises:
         UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
         DataError: for files that cannot be had or are damaged.
+        DeviceError: for a backend that is not there, or too little memory.
         DivergenceError, CheckpointError, Stopped: see `Loop.run`.
     """
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
-    with np.errstate(all="ignore"):
-        _run(config, group, console)
+    try:
+        with np.errstate(all="ignore"):
+            _run(config, group, console)
+    except MemoryError as error:
+        raise DeviceError(f"out of memory ({error}); give a smaller --batch-size, or --grad-accum 2 or more") from error
 
 
 def _run(config: Config, group: Group, console: Console) -> None:

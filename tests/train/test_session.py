@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from nnmpi.comm.group import Group
-from nnmpi.errors import CheckpointError, DivergenceError, UsageError
+from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
 from nnmpi.train import restore, session
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
@@ -209,6 +209,7 @@ def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.Captur
         ("--dataset absent.csv", "absent.csv"),
         ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
         ("--model cnn --dataset digits --augment shift --shift-pixels 8", "--shift-pixels 8 moves images of 8 pixels"),
+        ("--grad-accum 65", "--grad-accum 65 is more parts than the 64 samples of a batch"),
         ("--dp 2", "--dp 2 does not fit the 1 rank of this run; start 2 ranks"),
         ("--data-dir here", "is bundled"),
         ("--model cnn --dataset mnist --data-dir absent", "--data-dir absent does not exist"),
@@ -226,6 +227,17 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
         main(f"--model mlp --dataset iris --out {tmp_path / 'file' / 'run'}".split(), group)
+
+
+def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr("nnmpi.train.build.build_model", full)
+    with pytest.raises(DeviceError, match=r"^the model does not fit into memory \(Unable to allocate 9 TiB\)"):
+        train("")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
