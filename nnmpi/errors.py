@@ -36,6 +36,10 @@ class GraphError(NnmpiError, RuntimeError):
     """A backward pass that cannot be done: nothing was recorded, or it was used up."""
 
 
+class UninitializedError(GraphError, AttributeError):
+    """Values asked of a model that has none yet; an AttributeError, so that `hasattr` and `copy.deepcopy` work."""
+
+
 class DataError(NnmpiError):
     """A data file that is missing, damaged or of the wrong kind; the message names it."""
 

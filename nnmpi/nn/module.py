@@ -24,10 +24,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.errors import CheckpointError, GraphError, UsageError
+from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
@@ -60,8 +60,12 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return forward's result; arrays among the inputs become tensors."""
-        result = self.forward(*[Tensor(x) if isinstance(x, np.ndarray) else x for x in inputs])
+        """Return forward's result; arrays among the inputs become tensors.
+
+        Raises:
+            DtypeError: for a list of numbers, whose dtype nobody has said.
+        """
+        result = self.forward(*[_input(x) for x in inputs])
         observe = current().observe
         if observe is not None:
             observe(self, result)
@@ -70,7 +74,7 @@ class Module:
     def __getattr__(self, name: str) -> Any:
         # reached only for what is not there
         if name == "storage":
-            raise GraphError("this model has no storage yet; call model.initialize(seed=0) first")
+            raise UninitializedError("this model has no storage yet; call model.initialize(seed=0) first")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def children(self) -> Iterator[tuple[str, Module]]:
@@ -222,6 +226,18 @@ class Module:
             value[int(number)] = module
         else:
             raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+
+
+def _input(x: Any) -> Any:
+    """Return an array as a tensor and refuse lists of numbers; anything else is the module's own business."""
+    if is_array(x):
+        return Tensor(x)
+    first = x
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if first is not x and isinstance(first, int | float):
+        raise DtypeError("a model works on arrays and Tensors, not on lists of numbers; convert with numpy.asarray")
+    return x
 
 
 def _like(target: Array, values: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import GraphError
+from nnmpi.errors import UninitializedError
 from nnmpi.tensor.tensor import Tensor
 
 Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -51,12 +51,12 @@ class Parameter(Tensor):
             self.grad = self.buffer
 
     def __getattr__(self, name: str) -> Any:
-        # reached only when a slot is empty
-        if name == "data":
-            raise GraphError(
-                f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first"
-            )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        # reached only when a slot is empty, or a property needs an empty one
+        if name == "declared" or (name != "data" and not hasattr(type(self), name)):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise UninitializedError(
+            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first"
+        )
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.tape import walk_back
@@ -194,7 +194,15 @@ class Tensor(Variable):
     def __getitem__(self, key: Any) -> Tensor:
         return index.getitem(self, key)
 
-    # Comparisons give plain boolean arrays: they have no derivative. `==` stays identity, so that tensors can be keys.
+    # Comparisons give plain boolean arrays: they have no derivative. `==` stays identity, so that tensors can be keys;
+    # with numbers and arrays, where that would be False whatever the values are, it is an error.
+    def __eq__(self, other: object) -> bool:
+        if is_array(other) or isinstance(other, int | float):
+            raise UsageError("== does not compare a Tensor's elements; compare x.data")
+        return self is other
+
+    __hash__ = Variable.__hash__
+
     def __lt__(self, other: Any) -> Any:
         return self.data < _values(other)
 

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from nnmpi.errors import GraphError, ShapeError, UsageError
+from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.linear import Linear
@@ -231,6 +231,32 @@ def test_an_initialized_model_is_not_copied():
     """Its copy would train without its storage."""
     with pytest.raises(GraphError, match="build it again and use load_state"):
         copy.deepcopy(Linear(2, 2).initialize())
+
+
+def test_a_model_without_values_is_copied():
+    """So that a block can be repeated; the copies have parameters of their own."""
+    block = Linear(2, 2)
+    model = Sequential(block, copy.deepcopy(block)).initialize()
+    assert not hasattr(block, "storage")
+    assert list(model.state()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert (model.state()["0.weight"] != model.state()["1.weight"]).any()
+
+
+@pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4)), [True, False]])
+def test_lists_of_numbers_are_refused(numbers):
+    """Their dtype would have to be guessed."""
+    with pytest.raises(DtypeError, match=r"lists of numbers; convert with numpy\.asarray"):
+        Linear(2, 2).initialize()(numbers)
+
+
+def test_lists_of_tensors_are_the_modules_business():
+    """A module may take them."""
+
+    class Add(Module):
+        def forward(self, parts):
+            return parts[0] + parts[1]
+
+    assert Add()([Tensor([1.0]), Tensor([2.0])]).item() == 3
 
 
 def test_residual():

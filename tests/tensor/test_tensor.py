@@ -5,7 +5,7 @@ import operator
 import numpy as np
 import pytest
 
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -168,3 +168,15 @@ def test_repr():
     """The values, the dtype, and whether it wants a gradient."""
     assert repr(Tensor([1.0, 2.0])) == "Tensor([1., 2.], dtype=float32)"
     assert repr(Tensor(np.array(1.0), requires_grad=True)) == "Tensor(1., dtype=float64, requires_grad=True)"
+
+
+@pytest.mark.parametrize("other", [1, 2.0, np.ones(3), np.float32(1)])
+def test_equality_with_values_is_refused(other):
+    """It could only be False, whatever the values are; between tensors it is identity, for sets and dictionaries."""
+    x, y = Tensor([1.0, 1.0, 1.0]), Tensor([1.0, 1.0, 1.0])
+    for compare in (lambda: x == other, lambda: other == x, lambda: x != other):
+        with pytest.raises(UsageError, match=r"compare x\.data"):
+            compare()
+    assert x == x
+    assert x != y
+    assert len({x, y, x}) == 2
