@@ -77,7 +77,8 @@ class Worker:
         model: initialized.
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them.
-        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
+        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the rows of
+            the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
         check: compare the ranks' weights after every step, by hash.
@@ -128,7 +129,8 @@ class Worker:
             lr: the learning rate; the optimizer's own by default.
 
         Raises:
-            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then.
+            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then
+                (running statistics are not).
             CommError: with `check`, on all ranks, when weights differ.
         """
         begin = time.perf_counter()

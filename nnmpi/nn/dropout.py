@@ -14,7 +14,8 @@ class Dropout(Module):
     """Drops elements at random in training; passes x as it is in evaluation.
 
     The mask is a function of the run's seed, the step, the layer's full name and the sample's place in the global
-    batch (`nn.training` sets them), so that every layout drops the same elements.
+    batch (`nn.training` sets them), so that every layout drops the same elements. So one layer that is used twice in a
+    pass drops the same places both times: make a layer for each place. Without a new `step` the masks stay the same.
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).
