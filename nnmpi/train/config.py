@@ -58,7 +58,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
         for width in self.hidden:
-            require(width >= 1, f"--hidden has a layer of width {width}; give whole numbers, 1 or more")
+            require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         fraction("--dropout", self.dropout)
         for option, given, models in (
             ("--hidden", self.hidden != (128, 64), ("mlp", "cnn")),

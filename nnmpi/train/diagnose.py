@@ -4,11 +4,10 @@ tyro decides whether words are wrong; its framed text of many lines is not what 
 hold, so the sentence is found here. A sentence that could be wrong is not given: then tyro's text is flattened.
 """
 
-import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from nnmpi.train.options import describe, hints, perhaps
+from nnmpi.train.options import describe, hints, kinds, perhaps
 
 
 def diagnose(words: Sequence[str]) -> str | None:
@@ -23,8 +22,8 @@ def diagnose(words: Sequence[str]) -> str | None:
                 return f"{name} takes no value, but {' '.join(values)} follows it"
         elif known not in hints():
             return f"{name} is not an option{perhaps(known, _names(), dashes='--')}"
-        elif not any(_reads(values, kind) for kind in _kinds(hints()[known][1])):
-            given = f"is {' '.join(values)}" if values else "stands without a value"
+        elif not any(_reads(values, kind) for kind in kinds(hints()[known][1])):
+            given = f"is {' '.join(values) or 'empty'}" if values else "stands without a value"
             return f"{name} {given}; it must be {describe(hints()[known][1])}"
     return None
 
@@ -62,11 +61,6 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _names() -> list[str]:
     """Return every name that the command line knows, as fields are written."""
     return [each for name, (_, hint) in hints().items() for each in ([name, "no_" + name] if hint is bool else [name])]
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the plain types that an option may have."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _reads(values: Sequence[str], kind: Any) -> bool:

@@ -89,6 +89,10 @@ def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:
         )
     side = min(train.sample_shape[:2])
     pixels = data.shift_pixels or max(1, side // 12)
+    if "shift" in data.augment and side < 2:
+        raise UsageError(
+            f"--augment {data.augment} moves images of shape {train.sample_shape} away; leave shift out of it"
+        )
     if pixels >= side:
         raise UsageError(f"--shift-pixels {pixels} moves images of {side} pixels away; give less than {side}")
     found: list[Transform] = [Shift(pixels)] if "shift" in data.augment else []

@@ -52,8 +52,8 @@ def assemble(flat: Mapping[str, Any], origin: str = "options") -> Config:
     parts: dict[str, dict[str, Any]] = {}
     for name, value in check(flat, origin).items():
         parts.setdefault(hints()[name][0], {})[name] = value
-    kinds = get_type_hints(Config)
-    return Config(**{section: kinds[section](**values) for section, values in parts.items()})
+    sections = get_type_hints(Config)
+    return Config(**{section: sections[section](**values) for section, values in parts.items()})
 
 
 def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -87,6 +87,11 @@ def arguments(flat: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the plain types that an option may have."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def perhaps(name: str, known: Iterable[str], dashes: str = "") -> str:
     """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none is near."""
     near = difflib.get_close_matches(name, list(known), n=3)
@@ -102,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Return the value in the option's type; nothing is guessed: text is never read as a number."""
-    for kind in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+    for kind in kinds(hint):
         fits, converted = _match(value, kind)
         if fits:
             return converted
@@ -122,7 +127,7 @@ def _match(value: Any, kind: Any) -> tuple[bool, Any]:
     if kind is int:
         return number and isinstance(value, int), value
     if kind is Path:
-        fits = isinstance(value, str | Path)
+        fits = isinstance(value, str | Path) and value != ""  # Path("") would be this folder
         return fits, Path(value) if fits else value
     return isinstance(value, kind), value
 

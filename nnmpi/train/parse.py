@@ -10,6 +10,7 @@ import io
 import json
 import tomllib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import tyro
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.diagnose import diagnose, flatten_box
-from nnmpi.train.options import arguments, check, flatten, option
+from nnmpi.train.options import arguments, check, flatten, hints, kinds, option
 
 PROGRAM = "python -m nnmpi.train"
 CONFIG_FILE = "config.json"
@@ -47,6 +48,7 @@ def parse(words: Sequence[str]) -> Config:
         UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
     """
     early = _early(words)
+    _refuse_empty_paths(words)
     layers: list[str] = []
     resumed: dict[str, Any] = {}
     if early.resume and not early.help:
@@ -83,6 +85,15 @@ def _early(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
     return parser.parse_known_args(list(words))[0]
+
+
+def _refuse_empty_paths(words: Sequence[str]) -> None:
+    """Refuse paths without a character (an unset variable of a script): Python would take them for this folder."""
+    for name, (_, hint) in hints().items():
+        if Path in kinds(hint):
+            word = option(name)
+            if f"{word}=" in words or (word, "") in pairwise(words):
+                raise UsageError(f"{word} is empty; give a path, or leave {word} away")
 
 
 def _file_options(file: Path) -> dict[str, Any]:

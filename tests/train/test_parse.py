@@ -64,6 +64,11 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--epochs 1.5", "--epochs is 1.5; it must be a whole number"),
         ("--lr", "--lr stands without a value; it must be a number"),
         ("--lr -x", "--lr is -x; it must be a number"),
+        ("--lr=", "--lr is empty; it must be a number"),
+        (
+            "--hidden 9999999999999999",
+            "--hidden has a layer of width 9999999999999999; give whole numbers from 1 to 1e+09",
+        ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         ("--model resnt", "--model is resnt; it must be one of mlp, cnn, resnet"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
@@ -81,12 +86,20 @@ def test_each_fault_is_one_sentence(words: str, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["--out", "--resume", "--config", "--data-dir"])
+@pytest.mark.parametrize("form", [["{}", ""], ["{}="]])
+def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} away$"):
+        parse(["--epochs", "3", *(each.format(name) for each in form)])
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ("lrr = 3", "lrr is not an option; did you mean lr?"),
         ("lr = 'x'", "lr is 'x'; it must be a number"),
         ("lr = ", "is not TOML"),
+        ("out = ''", "out is ''; it must be a path"),
         ("resume = 'x'", "resume belongs on the command line"),
         ("[optimization]\nlr = 1", "optimization is not an option"),
     ],

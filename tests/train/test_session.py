@@ -223,6 +223,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_images_of_a_single_pixel_are_not_shifted(train: Train, tmp_path: Path) -> None:
+    np.savez(tmp_path / "dots.npz", x=np.zeros((9, 1, 1, 3)), y=np.arange(9) % 2)
+    with pytest.raises(UsageError, match=r"--augment shift moves images of shape \(1, 1, 3\) away; leave shift out"):
+        train("--model mlp --dataset dots.npz --augment shift")
+
+
 def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
