@@ -77,8 +77,8 @@ class Worker:
         model: initialized.
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them.
-        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the rows of
-            the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
+        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the
+            rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
         check: compare the ranks' weights after every step, by hash.
