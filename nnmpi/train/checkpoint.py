@@ -6,10 +6,11 @@
       latest          the name of the newest one, written last
 
 A checkpoint is written under a temporary name, every file is brought to disk, and then the folder is renamed: a kill
-at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the other two files, so that
-damage is found before a weight is used. No pickle anywhere.
+at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the other two files, and the
+SHA-256 of its own values, so that damage is found before a weight is used. No pickle anywhere.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -103,12 +104,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     file = folder / STATE_FILE
     try:
         state = json.loads(file.read_text())
-        files = state.pop("files")
+        found, files = state.pop("sha256"), state["files"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
-    if state.pop("format", None) != FORMAT:
+    if state.get("format") != FORMAT:
         raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
+    if found != _sum(state):
+        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
     _verify(folder, files)
+    del state["format"], state["files"]
     return Checkpoint(_load(folder / MODEL_FILE), _load(folder / OPTIMIZER_FILE), state)
 
 
@@ -140,9 +144,15 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
         for name in (MODEL_FILE, OPTIMIZER_FILE)
     }
-    text = json.dumps({"format": FORMAT, **checkpoint.state, "files": files}, indent=1, allow_nan=False)
+    state = {"format": FORMAT, **checkpoint.state, "files": files}
+    text = json.dumps({**state, "sha256": _sum(state)}, indent=1, allow_nan=False)
     write_durably(folder / STATE_FILE, text.encode() + b"\n")
     sync_folder(folder)
+
+
+def _sum(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON values, however they are laid out in a file."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _serialize(arrays: Mapping[str, Array]) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tyro
 
+from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.diagnose import diagnose, flatten_box
@@ -74,6 +75,8 @@ def run_options(folder: Path) -> dict[str, Any]:
         flat = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(flat, dict):
+        raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
     return {name: value for name, value in values.items() if name not in ("out", "resume", "config")}
 
@@ -140,11 +143,16 @@ def _refuse_changes(config: Config, resumed: dict[str, Any]) -> None:
     for name in FIXED:
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
-        if before != given[name]:
+        if before != given[name] and not (name == "dataset" and _moved(str(before), given[name])):
             raise UsageError(
                 f"--resume {given['resume']}: the run has {option(name)} {_shown(before)}, which cannot become "
                 f"{_shown(given[name])}; leave {option(name)} away, or start a new run with another --out"
             )
+
+
+def _moved(before: str, now: str) -> bool:
+    """Return whether both are paths of a file with the same name: data may lie elsewhere when a run goes on."""
+    return not {before, now} & {*NAMES} and Path(before).name == Path(now).name
 
 
 def _shown(value: Any) -> str:

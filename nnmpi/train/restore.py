@@ -45,13 +45,16 @@ def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, gr
     on_root(group, write)
 
 
-def restore(worker: Worker, folder: RunFolder, group: Group) -> tuple[State, list[str]]:
+def restore(worker: Worker, folder: RunFolder, group: Group, samples: int) -> tuple[State, list[str]]:
     """Give the worker the run's last good checkpoint; return the state, and what there is to say. Collective.
 
     Without a checkpoint the worker stays as it is and the state is the start.
 
+    Args:
+        samples: rows of the training set.
+
     Raises:
-        CheckpointError: on all ranks, when none is whole or it does not fit the model.
+        CheckpointError: on all ranks, when none is whole or it does not fit the model or the data.
     """
     own = (worker.model.state(), worker.optimizer_state()[0])
     parts = [own]  # on rank 0 replaced by the checkpoint's; elsewhere the arrays that its values are written into
@@ -61,6 +64,11 @@ def restore(worker: Worker, folder: RunFolder, group: Group) -> tuple[State, lis
         if loaded is None:
             return None
         found, place, notices = loaded
+        if found.state["samples"] != samples:
+            raise CheckpointError(
+                f"{place} is of a run with {found.state['samples']} training samples, but the data set now gives "
+                f"{samples}; resume with the data that it began with, or start a new run with another --out"
+            )
         check_fit(found.model, own[0], place / MODEL_FILE)
         check_fit(found.optimizer, own[1], place / OPTIMIZER_FILE)
         parts[0] = (dict(found.model), dict(found.optimizer))
@@ -68,7 +76,7 @@ def restore(worker: Worker, folder: RunFolder, group: Group) -> tuple[State, lis
 
     answer: dict[str, Any] | None = on_root(group, read)
     if answer is None:
-        return State(), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
+        return State(samples=samples), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
     values, notices = answer["values"], answer["notices"]
     model, optimizer = (_broadcast(arrays, group) for arrays in parts[0])
     worker.model.load_state(model)

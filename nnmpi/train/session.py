@@ -46,7 +46,8 @@ def _run(config: Config, group: Group, console: Console) -> None:
     if not resuming:
         on_root(group, folder.check_free)
     parts, lines = _set_up(config, group, folder, console)
-    state, notices = restore(parts.worker, folder, group) if resuming else (State(), [])
+    samples = len(parts.inputs.train)
+    state, notices = restore(parts.worker, folder, group, samples) if resuming else (State(samples=samples), [])
 
     def occupy() -> None:
         folder.create(config)

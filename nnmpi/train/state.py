@@ -19,6 +19,7 @@ class State:
         in_epoch: sums since the epoch began.
         best_accuracy, best_epoch: the best evaluation so far and after how many epochs it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
+        samples: rows of the training set, which `batch` counts in.
     """
 
     step: int = 0
@@ -29,6 +30,7 @@ class State:
     best_accuracy: float = -1.0
     best_epoch: int = 0
     elapsed_s: float = 0.0
+    samples: int = 0
 
     def after_step(self, totals: Totals) -> "State":
         """Return the state after one more step with these numbers."""

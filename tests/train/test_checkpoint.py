@@ -151,6 +151,16 @@ def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
         load_checkpoint(tmp_path)
 
 
+def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, make(1), keep=3)
+    file = save_checkpoint(tmp_path, make(2), keep=3) / "state.json"
+    file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 1
+    assert "state.json is damaged: its SHA-256" in found[2][0]
+
+
 def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, make(1), keep=3)
     state = json.loads((folder / "state.json").read_text())

@@ -120,8 +120,17 @@ def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str
         parse(["--resume", str(tmp_path), *words.split()])
 
 
-def test_a_damaged_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dataset": "here/a.csv", "model": "mlp"}))
+    assert parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
+    for other in ("there/b.csv", "iris"):
+        with pytest.raises(UsageError, match=f"--dataset here/a.csv, which cannot become {other}"):
+            parse(["--resume", str(tmp_path), "--dataset", other])
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]"])
+def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=r"config\.json cannot be read"):
         parse(["--resume", str(tmp_path)])
 

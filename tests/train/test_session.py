@@ -268,6 +268,19 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
 
 
+def test_a_run_does_not_go_on_with_data_of_another_length(train: Train, group: Group, tmp_path: Path) -> None:
+    def write(rows: int) -> None:
+        np.savez(tmp_path / "grown.npz", x=np.arange(2 * rows).reshape(rows, 2), y=np.arange(rows) % 2)
+
+    write(100)
+    run = train("--model mlp --dataset grown.npz --batch-size 10 --max-steps 7")  # stops at batch 7 of 8
+    write(40)
+    with pytest.raises(
+        CheckpointError, match="of a run with 80 training samples, but the data set now gives 32; resume"
+    ):
+        main(["--resume", str(run), "--max-steps", "9"], group)
+
+
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     train: Train, group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
