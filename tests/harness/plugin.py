@@ -108,6 +108,11 @@ class Recorder:
             self._outcome = records.SKIPPED
             self._reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that is left out as a whole."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._writer.write(report.nodeid, records.SKIPPED, report.longrepr[2])
+
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Note the outcome."""
         if self._outcome != records.FAILED:

@@ -109,6 +109,12 @@ def test_rank_0_speaks_for_all_and_skips_are_counted(tmp_path: Path) -> None:
     assert "skipped 1: Skipped: Test requires 9 MPI processes" in ending.output
 
 
+def test_a_file_that_is_skipped_is_counted(tmp_path: Path) -> None:
+    ending = on_three(tmp_path, "pytest.importorskip('no_such_library')\n")
+    assert "3 ranks:     0 passed, 0 failed, 1 skipped" in ending.output, ending.output
+    assert "skipped 1: Skipped: could not import 'no_such_library'" in ending.output
+
+
 def test_failures_at_one_size_do_not_hide_the_next(tmp_path: Path) -> None:
     planted = "def test_planted(group): assert group.size != 2\n"
     ending = harness(tmp_path, OK + planted, "--no-serial", "--ranks", "1,2,3")
