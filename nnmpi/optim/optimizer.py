@@ -46,6 +46,8 @@ class Optimizer(ABC):
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
 
+        Parameters that need no gradient (`requires_grad = False`) stay as they are.
+
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value, the storage holds other arrays than
                 when the optimizer was made, or the model was initialized again.
@@ -54,7 +56,10 @@ class Optimizer(ABC):
         self.storage.finish_gradients()
         self._require_same_arrays()
         self.steps += 1
+        frozen = [(part, part.copy()) for part in self.storage.frozen()]
         self._update(lr)
+        for part, values in frozen:  # decay and momentum move also what has no gradient
+            part[...] = values
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""

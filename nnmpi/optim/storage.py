@@ -35,6 +35,9 @@ class Storage(Protocol):
     def finish_gradients(self) -> None:
         """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
 
+    def frozen(self) -> Sequence[Array]:
+        """Return the parts of `data` that updates must leave as they are."""
+
 
 class Arrays:
     """A storage made of plain lists of arrays.
@@ -55,6 +58,10 @@ class Arrays:
     def finish_gradients(self) -> None:
         """Do nothing: whoever gave the arrays writes them."""
 
+    def frozen(self) -> list[Array]:
+        """Return nothing: what is given is updated."""
+        return []
+
 
 def check(storage: Storage) -> None:
     """Raise unless every buffer can be updated in place from its gradient.
@@ -65,7 +72,7 @@ def check(storage: Storage) -> None:
         ShapeError: when a gradient's shape differs from its buffer's.
         DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
     """
-    if not all(hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients")):
+    if not all(hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients", "frozen")):
         raise UsageError(f"an optimizer works on a storage, such as model.storage, not on a {type(storage).__name__}")
     counts = (len(storage.data), len(storage.grads), len(storage.groups))
     if len(set(counts)) > 1:

@@ -112,6 +112,10 @@ class FlatStorage:
                 )
             span.parameter.finish_gradient()
 
+    def frozen(self) -> list[Array]:
+        """Return the data of the parameters that need no gradient now, which an optimizer leaves as they are."""
+        return [span.parameter.data for span in self.spans if not span.parameter.requires_grad]
+
     def __reduce__(self) -> NoReturn:
         raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")
 

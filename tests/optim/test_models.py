@@ -73,3 +73,19 @@ def test_an_optimizer_of_an_earlier_initialization_is_refused() -> None:
     model(X, True).sum().backward()
     with pytest.raises(UsageError, match=r"first\.weight lies in this storage no more.*make a new optimizer"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("make", [lambda s: optim.AdamW(s, lr=0.1), lambda s: optim.SGD(s, lr=0.1, momentum=0.9)])
+def test_a_frozen_parameter_stays(make: Any) -> None:
+    """Neither weight decay nor the momentum of earlier steps moves it; thawed, it moves again."""
+    model = Sometimes().initialize()
+    optimizer = make(model.storage)
+    for frozen in (False, True, False):
+        model.first.weight.requires_grad = not frozen
+        before = model.state()
+        model.zero_grad()
+        model(X, True).sum().backward()
+        optimizer.step()
+        moved = {name for name, value in model.state().items() if not (value == before[name]).all()}
+        assert ("first.weight" in moved) is not frozen
+        assert "second.weight" in moved
