@@ -3,6 +3,8 @@
 Under MPI no rank can know whether its output is a terminal (Open MPI gives every rank one), so nothing depends on it.
 """
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,13 +14,13 @@ from typing import TextIO
 class Console:
     """Prints lines on one rank and nothing on the others.
 
-    A reader that goes away (`| head`, a closed session) ends the printing, not the training.
+    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the training.
     """
 
     def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
         """Print to `stream` (standard output when None) unless `quiet`."""
-        self._quiet = quiet
         self._stream = sys.stdout if stream is None else stream
+        self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
 
     def say(self, *lines: str) -> None:
         """Print the lines at once."""
@@ -28,8 +30,16 @@ class Console:
             for line in lines:
                 print(line, file=self._stream)
             self._stream.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: the stream is closed
+        except (OSError, ValueError):  # no reader, a full disk; ValueError: the stream is closed
             self._quiet = True
+            self._drop()
+
+    def _drop(self) -> None:
+        """Let what is still in the stream go nowhere: Python would try once more at the end, and fail."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 class Pace:

@@ -1,6 +1,8 @@
 """Lines are printed on one rank, and a reader that goes away does not end the run."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +52,19 @@ def test_times_for_people(seconds: float, text: str) -> None:
 
 def test_percent() -> None:
     assert percent(0.98056) == "98.06 %"
+
+
+def shell(command: str) -> tuple[int, str]:
+    program = "from nnmpi.train.progress import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {command}', sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", [">&-", "| head -n 1", "> /dev/full"])
+def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command: str) -> None:
+    assert shell(command) == (0, "")
