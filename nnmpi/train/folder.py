@@ -10,6 +10,8 @@ runs/digits-cnn-20260101-120000/
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,16 +69,31 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder")
 
+    def make(self) -> None:
+        """Make the folder if needed.
+
+        Raises:
+            UsageError: when it cannot be made.
+        """
+        with self._written():
+            self.path.mkdir(parents=True, exist_ok=True)
+
     def create(self, config: Config) -> None:
         """Make the folder if needed and write config.json into it.
 
         Raises:
             UsageError: when it cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
+        self.make()
+        text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
+        with self._written():
             replace_durably(self.config, text.encode() + b"\n")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Turn the system's refusals into a sentence."""
+        try:
+            yield
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None

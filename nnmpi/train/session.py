@@ -13,6 +13,7 @@ from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import count, header
 from nnmpi.train.inputs import load_inputs
+from nnmpi.train.lock import FolderLock
 from nnmpi.train.loop import Loop, Parts
 from nnmpi.train.progress import Console, duration, percent
 from nnmpi.train.recorder import Recorder
@@ -33,23 +34,26 @@ def run(config: Config, group: Group, console: Console) -> None:
     """
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
     try:
-        with np.errstate(all="ignore"):
-            _run(config, group, console)
+        assert config.run.out is not None
+        with np.errstate(all="ignore"), FolderLock(config.run.out) as lock:
+            _run(config, group, console, RunFolder(config.run.out), lock)
     except MemoryError as error:
         raise DeviceError(f"out of memory ({error}); give a smaller --batch-size, or --grad-accum 2 or more") from error
 
 
-def _run(config: Config, group: Group, console: Console) -> None:
-    assert config.run.out is not None
-    folder, resuming = RunFolder(config.run.out), config.run.resume is not None
+def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock: FolderLock) -> None:
+    resuming = config.run.resume is not None
     _check_layout(config, group)
-    if not resuming:
-        on_root(group, folder.check_free)
+    on_root(group, lock.take if resuming else folder.check_free)
     parts, lines = _set_up(config, group, folder, console)
     samples = len(parts.inputs.train)
     state, notices = restore(parts.worker, folder, group, samples) if resuming else (State(samples=samples), [])
 
     def occupy() -> None:
+        if not resuming:
+            folder.make()
+            lock.take()
+            folder.check_free()  # once more: another job may have come first
         folder.create(config)
         folder.cut(state.step)
 
