@@ -99,33 +99,26 @@ def test_a_marker_gives_a_test_more_time(tmp_path: Path) -> None:
     assert ending.status == 0, ending.output
 
 
-def test_rank_0_speaks_for_all_and_skips_are_counted(tmp_path: Path) -> None:
-    skipped = "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n"
-    ending = harness(tmp_path, OK + LAST + skipped, "--no-serial", "--ranks", "2,3")
-    assert ending.status == 0, ending.output
-    assert " 2 ranks:     2 passed, 0 failed, 1 skipped" in ending.output
-    assert " 3 ranks:     2 passed, 0 failed, 1 skipped" in ending.output
-    assert ending.output.count("2 passed, 1 skipped") == 2  # pytest's own line, once for each number of ranks
-    assert "skipped 1: Skipped: Test requires 9 MPI processes" in ending.output
-
-
-def test_a_file_that_is_skipped_is_counted(tmp_path: Path) -> None:
-    ending = on_three(tmp_path, "pytest.importorskip('no_such_library')\n")
-    assert "3 ranks:     0 passed, 0 failed, 1 skipped" in ending.output, ending.output
-    assert "skipped 1: Skipped: could not import 'no_such_library'" in ending.output
-
-
-def test_failures_at_one_size_do_not_hide_the_next(tmp_path: Path) -> None:
+def test_sizes_are_counted_apart_and_rank_0_speaks_for_all(tmp_path: Path) -> None:
     planted = "def test_planted(group): assert group.size != 2\n"
-    ending = harness(tmp_path, OK + planted, "--no-serial", "--ranks", "1,2,3")
+    skipped = "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n"
+    ending = harness(tmp_path, OK + planted + skipped, "--no-serial", "--ranks", "1,2,3")
     assert ending.status == 1
     for line in (
         "1 rank:     2 passed, 0 failed",
         "2 ranks:     1 passed, 1 failed",
         "3 ranks:     2 passed, 0 failed",
     ):
-        assert line in ending.output, ending.output
+        assert f"{line}, 1 skipped" in ending.output, ending.output
+    assert ending.output.count("skipped 1: Skipped: Test requires 9 MPI processes") == 3  # each names its size
+    assert ending.output.count("2 passed, 1 skipped") == 2  # pytest's own line, at 1 and 3 ranks
     assert ending.output.rstrip().endswith("5 passed, 1 failed")
+
+
+def test_a_file_that_is_skipped_is_counted(tmp_path: Path) -> None:
+    ending = on_three(tmp_path, "pytest.importorskip('no_such_library')\n")
+    assert "3 ranks:     0 passed, 0 failed, 1 skipped" in ending.output, ending.output
+    assert "skipped 1: Skipped: could not import 'no_such_library'" in ending.output
 
 
 def test_a_crash_in_the_serial_tests_hides_only_itself(tmp_path: Path) -> None:
