@@ -10,6 +10,8 @@ from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset, check_pair, split
 from nnmpi.errors import DataError
 
+MOST_CLASSES = 10**6  # a model has an output for each; a label beyond is a number that is no class
+
 
 def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple[Dataset, Dataset]:
     """Return the training and test parts of an .npz file.
@@ -59,11 +61,12 @@ def _part(path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: 
         raise DataError(f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) labels")
     if y.dtype.kind not in "iu":
         raise DataError(f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype)")
-    labels = y.reshape(-1).astype(np.int64)
-    classes = classes or int(labels.max()) + 1
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    y = y.reshape(-1)
+    classes = classes or min(int(y.max()) + 1, MOST_CLASSES)
+    wrong = np.flatnonzero((y < 0) | (y >= classes))  # before the conversion, in which a large number turns negative
     if wrong.size:
-        raise DataError(f"{path}: {y_name}[{wrong[0]}] is {labels[wrong[0]]}, not a label in 0..{max(classes - 1, 0)}")
+        raise DataError(f"{path}: {y_name}[{wrong[0]}] is {y[wrong[0]]}, not a label in 0..{max(classes - 1, 0)}")
+    labels = y.astype(np.int64)
     samples = _samples(path, x_name, x)
     return Dataset(name, samples, labels, classes, 1 / 255 if samples.dtype == np.uint8 else 1.0)
 

@@ -48,6 +48,8 @@ def test_bytes_are_images_that_stay_bytes(tmp_path: Path) -> None:
         ({"x": X[:, 0], "y": Y}, r"x \(20,\) and y"),
         ({"x": X, "y": Y + 0.0}, "y is float64; save the labels as whole numbers"),
         ({"x": X, "y": Y - 1}, r"y\[0\] is -1, not a label in 0..2"),
+        ({"x": X, "y": Y * 10**12}, r"y\[1\] is 1000000000000, not a label in 0..999999"),
+        ({"x": X, "y": Y.astype(np.uint64) + 2**63}, r"y\[0\] is 9223372036854775808, not a label in 0..999999"),
         ({"x": X * 1j, "y": Y}, "x is complex128; needs real numbers"),
         ({"x": np.where(X == 7, np.nan, X), "y": Y}, r"x\[3, 1\] is nan"),
         ({"x": X * 1e40, "y": Y}, r"x\[0, 1\] is inf"),
