@@ -4,8 +4,10 @@ MPI is initialised here and not at the import of mpi4py, because some mismatches
 """
 
 import importlib
+import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 from nnmpi.errors import LaunchError
@@ -22,6 +24,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     mpi = _import_mpi()
     if not mpi.Is_initialized():
         refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
+        # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
+        os.environ.setdefault("HOME", str(Path("~").expanduser()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
             mpi.Init_thread(mpi.THREAD_MULTIPLE)

@@ -1,11 +1,16 @@
 """Which pairs of launcher and MPI library are refused."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from nnmpi.comm.library import refuse_foreign_launcher, refuse_lonely_rank
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import Launch
 
+ROOT = Path(__file__).parents[2]
 OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4, 0)
 MPICH = Launch("MPICH's mpirun", 4, 0, 4, 0)
 SRUN = Launch("srun", 4, 0, 4, 0)
@@ -49,3 +54,16 @@ def test_srun_is_told_of_its_option() -> None:
 @pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1, 0)])
 def test_a_single_process_is_welcome(launch: Launch | None) -> None:
     refuse_lonely_rank(1, "Open MPI", launch)
+
+
+def test_a_job_without_a_home_directory_starts() -> None:
+    """As cron starts one: Open MPI would abort inside MPI_Init."""
+    program = "import nnmpi; print('ranks', nnmpi.start().size)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
