@@ -5,9 +5,9 @@ MPI is initialised here and not at the import of mpi4py, because some mismatches
 
 import importlib
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 
 from nnmpi.errors import LaunchError
@@ -25,7 +25,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     if not mpi.Is_initialized():
         refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
         # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
-        os.environ.setdefault("HOME", str(Path("~").expanduser()))
+        home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
+        os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
