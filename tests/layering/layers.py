@@ -38,6 +38,7 @@ INHERITED = frozenset({"forward", "backward"})
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
     ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
 }
