@@ -9,6 +9,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ import pytest
 
 from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError
+from nnmpi.launcher import read_launch
 from tests.harness import records
 
 RUN_FOLDER = "NNMPI_TEST_RUN"
@@ -40,6 +42,18 @@ def start_quietly() -> Any:
     world = start()
     threading.excepthook = hook
     return world
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give each rank a place of its own for temporary files: pytest's shared one is tidied by all ranks at once."""
+    launch = read_launch(os.environ)
+    if launch is not None and launch.size > 1 and not config.option.basetemp:
+        scratch = tempfile.TemporaryDirectory(
+            prefix=f"rank-{launch.rank}-", dir=os.environ.get(RUN_FOLDER), ignore_cleanup_errors=True
+        )
+        config.add_cleanup(scratch.cleanup)
+        config.option.basetemp = os.path.join(scratch.name, "tmp")
 
 
 @pytest.hookimpl(trylast=True)
