@@ -76,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")  # rank 0 speaks for all
     if folder is not None:
         config.pluginmanager.register(Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder")
-        config.option.basetemp = Path(folder) / f"tmp{rank}"
 
 
 def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
