@@ -1,0 +1,134 @@
+"""A machine as the cost model sees it: what a message costs, what adding costs, and who sits where.
+
+         node 0                            node 1
+    +-----------------+               +-----------------+
+    | rank 0   rank 1 |               | rank 2   rank 3 |     inside: a message between two ranks of a node
+    |    |       |    |     across    |    |       |    |     across: one between nodes; all of a node's ranks share
+    |    +--link-+----|---------------|----+--link-+    |             its link, where one message at a time goes out
+    +-----------------+               +-----------------+             and one comes in
+
+Everything is in seconds and bytes. The textbooks' machine, alpha + beta * bytes for every message, is
+`Machine.uniform(alpha_s, beta_s, gamma_s)`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnmpi.comm.curve import Curve
+from nnmpi.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message costs between two ranks.
+
+    Attributes:
+        one_way: for a rank that in the same step only sends or only receives.
+        both_ways: for a rank that does both at once; where a message's two ends differ, the dearer curve holds.
+    """
+
+    one_way: Curve
+    both_ways: Curve
+
+    @classmethod
+    def line(cls, alpha_s: float, beta_s: float) -> "Link":
+        """Return a full-duplex link: alpha_s + beta_s * bytes, in one direction or in both at once."""
+        return cls(Curve.line(alpha_s, beta_s), Curve.line(alpha_s, beta_s))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both curves as JSON values."""
+        return {"one_way": self.one_way.to_json(), "both_ways": self.both_ways.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Link":
+        """Return the link that `to_json` gave the values of."""
+        return cls(Curve.from_json(value["one_way"]), Curve.from_json(value["both_ways"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Links, processors, and where the ranks are.
+
+    Attributes:
+        inside: messages between ranks of one node.
+        across: messages between nodes; None when they cost what those inside do.
+        nodes: the node number of each rank; None when all are on one node.
+        add: seconds to add that many received bytes to as many of one's own (gamma per byte).
+        slow_ranks: a factor on all that a rank's processor does: the latency of its messages, and adding.
+        slow_nodes: a factor on the time per byte of all messages that leave or enter a node.
+        late: seconds by which a rank begins after the others.
+
+    Raises:
+        UsageError: for factors or seconds that are negative or infinite, and ranks or nodes that are not there.
+    """
+
+    inside: Link
+    across: Link | None = None
+    nodes: tuple[int, ...] | None = None
+    add: Curve = Curve.line(0.0, 0.0)
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    slow_nodes: Mapping[int, float] = field(default_factory=dict)
+    late: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        for name, numbers in (("slow_ranks", self.slow_ranks), ("slow_nodes", self.slow_nodes), ("late", self.late)):
+            wrong = [f"{who}: {number}" for who, number in numbers.items() if not 0 <= number < float("inf")]
+            if wrong:
+                raise UsageError(f"{name} takes numbers from 0 up for each of them, not {', '.join(wrong)}")
+        strangers = set(self.slow_nodes) - set(self.nodes or (0,))
+        if strangers:
+            raise UsageError(f"slow_nodes names node {min(strangers)}, on which there is no rank")
+
+    @classmethod
+    def uniform(cls, alpha_s: float, beta_s: float, gamma_s: float = 0.0) -> "Machine":
+        """Return the textbooks' machine: alpha_s a message, beta_s a byte sent, gamma_s a byte added."""
+        return cls(Link.line(alpha_s, beta_s), add=Curve.line(0.0, gamma_s))
+
+    def places(self, size: int) -> tuple[int, ...]:
+        """Return the node of each of `size` ranks.
+
+        Raises:
+            UsageError: when this machine has another number of ranks, or names ranks beyond them.
+        """
+        if self.nodes is not None and len(self.nodes) != size:
+            raise UsageError(f"this machine places {len(self.nodes)} ranks on nodes, so {size} ranks cannot run on it")
+        strangers = {rank for rank in (*self.slow_ranks, *self.late) if not 0 <= rank < size}
+        if strangers:
+            raise UsageError(f"slow or late rank {min(strangers)} is not one of the ranks 0..{size - 1}")
+        return self.nodes if self.nodes is not None else (0,) * size
+
+    def link(self, across: bool) -> Link:
+        """Return the link between nodes or that inside one."""
+        return self.across if across and self.across is not None else self.inside
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "inside": self.inside.to_json(),
+            "across": None if self.across is None else self.across.to_json(),
+            "nodes": None if self.nodes is None else list(self.nodes),
+            "add": self.add.to_json(),
+            "slow_ranks": {str(rank): factor for rank, factor in self.slow_ranks.items()},
+            "slow_nodes": {str(node): factor for node, factor in self.slow_nodes.items()},
+            "late": {str(rank): seconds for rank, seconds in self.late.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Machine":
+        """Return the machine that `to_json` gave the values of."""
+        return cls(
+            inside=Link.from_json(value["inside"]),
+            across=None if value["across"] is None else Link.from_json(value["across"]),
+            nodes=None if value["nodes"] is None else tuple(value["nodes"]),
+            add=Curve.from_json(value["add"]),
+            slow_ranks={int(rank): factor for rank, factor in value["slow_ranks"].items()},
+            slow_nodes={int(node): factor for node, factor in value["slow_nodes"].items()},
+            late={int(rank): seconds for rank, seconds in value["late"].items()},
+        )
+
+
+def blocks(size: int, per_node: int) -> tuple[int, ...]:
+    """Return the node of each rank when every node takes `per_node` neighbouring ranks: blocks(5, 2) -> 0 0 1 1 2."""
+    return tuple(rank // per_node for rank in range(size))

@@ -1,0 +1,81 @@
+"""Curves and machines: values between the points, refusals, and JSON both ways."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.machine import Link, Machine, blocks
+from nnmpi.errors import UsageError
+
+EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    """Any curve of up to five points."""
+    nbytes = sorted(draw(st.sets(st.integers(0, 10**6), min_size=1, max_size=5)))
+    return Curve(tuple((x, draw(st.floats(0, 1))) for x in nbytes))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"), [(0, 1e-6), (8, 1e-6), (516, 1.5e-6), (1024, 2e-6), (2561, 6.5e-6), (7169, 11e-6)]
+)
+def test_between_below_and_beyond_the_points(nbytes: int, seconds: float) -> None:
+    assert EAGER(nbytes) == pytest.approx(seconds, rel=1e-12)
+
+
+@given(curves(), st.lists(st.integers(0, 2 * 10**6)))
+def test_arrays_get_what_numbers_get(curve: Curve, nbytes: list[int]) -> None:
+    assert curve(np.array(nbytes, np.int64)).tolist() == [curve(n) for n in nbytes]
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-13, 1e-6), st.integers(0, 2**40))
+def test_a_line_is_exact(alpha_s: float, beta_s: float, nbytes: int) -> None:
+    assert Curve.line(alpha_s, beta_s)(nbytes) == pytest.approx(alpha_s + beta_s * nbytes, rel=1e-13)
+
+
+def test_alpha_and_beta() -> None:
+    assert EAGER.alpha_s == 1e-6
+    assert EAGER.beta(4097) == pytest.approx(7e-6 / 4097)
+    assert Curve(((0, 2.0), (10, 1.0)))(100) == 1.0  # a curve that falls at its end does not go on into the past
+
+
+@pytest.mark.parametrize("points", [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, -1),), ((1, float("nan")),)])
+def test_no_curve(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(UsageError, match="a curve"):
+        Curve(points)
+
+
+@given(curves(), curves(), st.dictionaries(st.integers(0, 3), st.floats(0, 9)), st.booleans())
+def test_a_machine_survives_json(one: Curve, two: Curve, numbers: dict[int, float], several: bool) -> None:
+    machine = Machine(
+        Link(one, two),
+        Link(two, one) if several else None,
+        (0, 1, 2, 3) if several else None,
+        add=two,
+        slow_ranks=numbers,
+        slow_nodes=numbers if several else {},
+        late=numbers,
+    )
+    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+
+
+def test_what_does_not_fit_is_named() -> None:
+    link = Link.line(1.0, 1.0)
+    with pytest.raises(UsageError, match="places 4 ranks on nodes, so 3 ranks"):
+        Machine(link, nodes=blocks(4, 2)).places(3)
+    with pytest.raises(UsageError, match=r"rank 7 is not one of the ranks 0\.\.3"):
+        Machine(link, late={7: 1.0}).places(4)
+    with pytest.raises(UsageError, match="slow_ranks takes numbers from 0 up for each of them, not 1: -2.0"):
+        Machine(link, slow_ranks={1: -2.0})
+    with pytest.raises(UsageError, match="slow_nodes names node 2"):
+        Machine(link, nodes=(0, 1), slow_nodes={2: 3.0})
+
+
+def test_places() -> None:
+    assert blocks(5, 2) == (0, 0, 1, 1, 2)
+    assert Machine.uniform(1.0, 1.0).places(3) == (0, 0, 0)
