@@ -1,13 +1,14 @@
-"""Proof, without MPI, that an all-reduce algorithm is right for a number of ranks.
+"""Proof, without MPI, that a collective is right for a number of ranks.
 
-Every rank's steps are replayed together (`replay`); then each chunk on each rank must hold every rank's part exactly
-once, with no message left over.
+Every rank's steps are replayed together (`replay`); then each chunk on each rank must hold what the contract promises
+(in an all-reduce every rank's part exactly once), with no message left over.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nnmpi.comm.replay import Player, members, replay
+from nnmpi.comm.collective import ALL_REDUCE, Collective, Contract, count
+from nnmpi.comm.replay import Player, replay
 from nnmpi.comm.steps import Algorithm, Step, runs
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import ScheduleError
@@ -15,7 +16,7 @@ from nnmpi.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a proved all-reduce does.
+    """What a proved collective does.
 
     Attributes:
         size: number of ranks, and of chunks.
@@ -30,12 +31,13 @@ class Proof:
     chunk_transfers: int
 
 
-def prove(algorithm: Algorithm, size: int) -> Proof:
-    """Return the proof that `algorithm` leaves every rank with every rank's part of every chunk exactly once.
+def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | None = None) -> Proof:
+    """Return the proof that `algorithm` leaves every rank with what its contract promises.
 
     Args:
         algorithm: gives the steps of each rank.
         size: number of ranks, at least 1.
+        contract: of a bare function of (rank, size), which is an all-reduce by default; a `Collective` has its own.
 
     Raises:
         ScheduleError: names rank, step and chunk of a fault: a part that is missing or counted twice, a message that
@@ -44,17 +46,19 @@ def prove(algorithm: Algorithm, size: int) -> Proof:
     """
     if size < 1:
         raise ScheduleError(f"there is nothing to prove for {size} ranks; give at least 1")
-    return prove_steps([algorithm(rank, size) for rank in range(size)])
+    if contract is None:
+        contract = algorithm.contract if isinstance(algorithm, Collective) else ALL_REDUCE
+    return prove_steps([algorithm(rank, size) for rank in range(size)], contract)
 
 
-def prove_steps(steps: Sequence[Sequence[Step]]) -> Proof:
+def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:
     """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
             _check_step(f"rank {rank}, step {index}", step, rank, len(steps))
-    players = replay(steps)
+    players = replay(steps, contract)
     _check_finished(players)
-    _check_sums(players)
+    _check_parts(players, contract)
     return Proof(
         size=len(steps),
         rounds=max(player.clock for player in players),
@@ -130,13 +134,23 @@ def _wait(player: Player) -> str:
     return f"{player.name} waits to send chunks {list(step.send)} to rank {step.to}"
 
 
-def _check_sums(players: Sequence[Player]) -> None:
-    """Refuse a chunk that lacks a rank's part at the end."""
-    everyone = (1 << len(players)) - 1
+def _check_parts(players: Sequence[Player], contract: Contract) -> None:
+    """Refuse a chunk that at the end is not what the contract says."""
+    size = len(players)
     for player in players:
         for chunk, parts in enumerate(player.held):
-            if parts != everyone:
-                missing = name_ranks(members(everyone & ~parts))
+            wanted = contract.ends(player.rank, chunk, size)
+            if wanted is not None and parts != wanted:
                 last = player.written.get(chunk)
                 when = "never written" if last is None else f"last written in step {last}"
-                raise ScheduleError(f"rank {player.rank} ends without the part of {missing} in chunk {chunk} ({when})")
+                raise ScheduleError(
+                    f"rank {player.rank} ends {_difference(parts, wanted, size)} in chunk {chunk} ({when})"
+                )
+
+
+def _difference(parts: int, wanted: int, size: int) -> str:
+    """Return what is missing, or too much, in words."""
+    missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
+    if missing:
+        return f"without the part of {name_ranks(missing)}"
+    return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"

@@ -1,17 +1,18 @@
 """All ranks' steps played together as values: who holds which part of the sum, and where it stops.
 
-Each chunk on each rank is the set of ranks whose parts have been added up in it. A message moves only when its sender
-and its receiver have both come to it ("rendezvous"), which is how MPI treats long messages: what gets through here
-cannot deadlock when MPI buffers short ones.
+Each chunk on each rank is the multiset of ranks whose parts have been added up in it. A message moves only when its
+sender and its receiver have both come to it ("rendezvous"), which is how MPI treats long messages: what gets through
+here cannot deadlock when MPI buffers short ones.
 
-The sets are integers with one bit per rank. That is enough for a multiset: a part that would be counted twice is an
-error on the spot, so no set ever needs to count further than one. `prove` judges what is left at the end.
+The sets are integers with a digit per rank (see `collective`), so that adding up chunks is adding integers. A part that
+is counted too often is an error on the spot. `prove` judges what is left at the end.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nnmpi.comm.collective import ALL_REDUCE, DIGIT_BITS, Contract, count
 from nnmpi.comm.steps import Step
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import ScheduleError
@@ -22,7 +23,8 @@ class Player:
     """One rank of the replay.
 
     Attributes:
-        held: for each chunk, the ranks whose parts are in it, one bit each.
+        held: for each chunk, the ranks whose parts are in it, a digit each; 0 where nothing is.
+        most: how often one rank's part may be in a chunk.
         written: for each chunk that was changed, the step that changed it last.
         at: the step it is in; the number of steps once it has finished.
         clock: the round in which it came to that step, when every message takes one round.
@@ -33,6 +35,7 @@ class Player:
     rank: int
     steps: Sequence[Step]
     held: list[int]
+    most: int = 1
     written: dict[int, int] = field(default_factory=dict)
     at: int = 0
     clock: int = 0
@@ -73,25 +76,34 @@ class Player:
         return True
 
     def _store(self, step: Step, chunk: int, parts: int) -> None:
-        twice = self.held[chunk] & parts if step.reduce else 0
-        if twice:
-            parts_of = name_ranks(members(twice))
-            raise ScheduleError(f"{self.name} adds chunk {chunk} from rank {step.from_} and counts {parts_of} twice")
-        self.held[chunk] = self.held[chunk] | parts if step.reduce else parts
+        if step.reduce and not self.held[chunk]:
+            raise ScheduleError(f"{self.name} adds chunk {chunk} from rank {step.from_} to nothing")
+        total = self.held[chunk] + parts if step.reduce else parts
+        often = [rank for rank in members(total) if count(total, rank) > self.most]
+        if often:
+            times = "twice" if self.most == 1 else f"more than {self.most} times"
+            parts_of = name_ranks(often)
+            raise ScheduleError(f"{self.name} adds chunk {chunk} from rank {step.from_} and counts {parts_of} {times}")
+        self.held[chunk] = total
         self.written[chunk] = self.at
 
 
-def replay(steps: Sequence[Sequence[Step]]) -> list[Player]:
+def replay(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> list[Player]:
     """Play the steps of all ranks until nothing moves any more, and return where every rank stands.
 
     Args:
-        steps: one sequence per rank; `held` begins with each rank's own part in each of len(steps) chunks.
+        steps: one sequence per rank, over len(steps) chunks.
+        contract: says what each rank has before.
 
     Raises:
-        ScheduleError: for a chunk that gets a part twice, and for chunks that differ at a message's two ends.
+        ScheduleError: for a chunk that gets a part too often, one that is sent or added to before anything is in it,
+            and for chunks that differ at a message's two ends.
     """
     size = len(steps)
-    players = [Player(rank, own, [1 << rank] * size) for rank, own in enumerate(steps)]
+    players = [
+        Player(rank, own, [contract.begins(rank, chunk, size) or 0 for chunk in range(size)], contract.most)
+        for rank, own in enumerate(steps)
+    ]
     look = deque(players)
     while look:
         player = look.popleft()
@@ -115,10 +127,13 @@ def _deliver(sender: Player, receiver: Player) -> None:
         return
     if out.to != receiver.rank or into.from_ != sender.rank:
         return
-    if out.send != into.recv:
+    if tuple(out.send) != tuple(into.recv):
         raise ScheduleError(
             f"{sender.name} sends chunks {list(out.send)} to {receiver.name}, which expects chunks {list(into.recv)}"
         )
+    empty = [chunk for chunk in out.send if not sender.held[chunk]]
+    if empty:
+        raise ScheduleError(f"{sender.name} sends chunk {empty[0]} to rank {out.to} before anything is in it")
     receiver.arrived = tuple(sender.held[chunk] for chunk in out.send)
     sender.sent = receiver.received = True
     over = max(sender.clock, receiver.clock) + 1
@@ -126,5 +141,5 @@ def _deliver(sender: Player, receiver: Player) -> None:
 
 
 def members(parts: int) -> list[int]:
-    """Return the ranks in a set of one bit per rank."""
-    return [rank for rank in range(parts.bit_length()) if parts >> rank & 1]
+    """Return the ranks whose parts are in."""
+    return [rank for rank in range(-(-parts.bit_length() // DIGIT_BITS)) if count(parts, rank)]

@@ -9,7 +9,8 @@ chunks from one rank, both at once; the step is over when both have happened, an
         chunk 0 ----> rank 1
         chunk 3 <---- rank 3, added to what this rank has in chunk 3
 
-The same tuple is executed (`execute`), proved (`prove`), and counted in tests.
+The same tuple is executed (`execute`), proved (`prove`), priced (`price`), simulated (`simulate`) and drawn
+(`render`).
 """
 
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nnmpi.errors import ScheduleError
+
+Chunks: TypeAlias = tuple[int, ...] | range
+"""Chunk numbers in the order in which they travel; a range where there are thousands of neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,9 @@ class Step:
     """
 
     to: int | None = None
-    send: tuple[int, ...] = ()
+    send: Chunks = ()
     from_: int | None = None
-    recv: tuple[int, ...] = ()
+    recv: Chunks = ()
     reduce: bool = False
 
     def __post_init__(self) -> None:
@@ -47,7 +51,7 @@ class Step:
                 raise ScheduleError(
                     f"a step needs a partner and chunks together, but {name} has {partner} and {chunks}"
                 )
-            if len(set(chunks)) != len(chunks):
+            if not isinstance(chunks, range) and len(set(chunks)) != len(chunks):
                 raise ScheduleError(
                     f"a step names a chunk twice in {name}={chunks}; every chunk may travel once a step"
                 )
@@ -57,11 +61,13 @@ Algorithm: TypeAlias = Callable[[int, int], tuple[Step, ...]]
 """`algorithm(rank, size)` returns that rank's steps; a pure function, with no steps at size 1."""
 
 
-def runs(chunks: tuple[int, ...]) -> tuple[range, ...]:
+def runs(chunks: Chunks) -> tuple[range, ...]:
     """Join neighbouring chunk numbers into ranges: each range lies together in the buffer and is one message.
 
     runs((3, 0, 1))  ->  (range(3, 4), range(0, 2))
     """
+    if isinstance(chunks, range) and chunks.step == 1:
+        return (chunks,) if chunks else ()
     joined: list[range] = []
     for chunk in chunks:
         if joined and joined[-1].stop == chunk:

@@ -13,7 +13,7 @@ from nnmpi.comm.prove import prove, prove_steps
 from nnmpi.comm.steps import Step, runs
 from nnmpi.errors import ScheduleError, UsageError
 
-SIZES = [*range(1, 18), 33]
+SIZES = range(1, 34)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -65,7 +65,7 @@ def test_tree_of_eight_is_the_picture() -> None:
 
 def test_ring_of_three_is_the_picture() -> None:
     sent = [[step.send[0] for step in ring(rank, 3)] for rank in range(3)]
-    assert [list(column) for column in zip(*sent, strict=True)] == [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
+    assert [list(column) for column in zip(*sent, strict=True)] == [[2, 0, 1], [1, 2, 0], [0, 1, 2], [2, 0, 1]]
 
 
 def test_neighbouring_chunks_are_one_message() -> None:

@@ -1,27 +1,84 @@
-"""The all-reduce algorithms by the names that the command line and `Group` know."""
+"""The collectives by the names that the command line and `Group` know."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
-from nnmpi.comm.algorithms.ring import ring
+from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.gossip import gossip
+from nnmpi.comm.algorithms.halving import halving_doubling
+from nnmpi.comm.algorithms.hierarchical import hierarchical
+from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
+from nnmpi.comm.algorithms.scatter import tree_scatter
 from nnmpi.comm.algorithms.star import star
-from nnmpi.comm.algorithms.tree import tree
-from nnmpi.comm.steps import Algorithm
+from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+    Collective,
+    Phase,
+)
 from nnmpi.errors import UsageError
 
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({"ring": ring, "tree": tree, "ps": star})
+_RING_SCATTER, _RING_GATHER = Phase(ring_reduce_scatter, symmetric=True), Phase(ring_all_gather, symmetric=True)
+_TREE_SCATTER, _TREE_GATHER = Phase(bruck_reduce_scatter, symmetric=True), Phase(bruck_all_gather, symmetric=True)
+HIERARCHICAL = "hierarchical"
+
+_ALL = (
+    Collective("ring", ALL_REDUCE, (_RING_SCATTER, _RING_GATHER)),
+    Collective("tree", ALL_REDUCE, (Phase(tree_reduce), Phase(tree_broadcast))),
+    Collective("ps", ALL_REDUCE, (Phase(star),)),
+    Collective("halving-doubling", ALL_REDUCE, (Phase(halving_doubling),)),
+    Collective(HIERARCHICAL, ALL_REDUCE, (Phase(hierarchical),)),
+    Collective("ring", REDUCE_SCATTER, (_RING_SCATTER,)),
+    Collective("tree", REDUCE_SCATTER, (_TREE_SCATTER,)),
+    Collective("ring", ALL_GATHER, (_RING_GATHER,)),
+    Collective("tree", ALL_GATHER, (_TREE_GATHER,)),
+    Collective("ring", BROADCAST, (Phase(tree_scatter), _RING_GATHER)),
+    Collective("tree", BROADCAST, (Phase(tree_broadcast),)),
+    Collective("gossip", NEIGHBOUR_AVERAGE, (Phase(gossip),)),
+)
+
+COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType({(c.contract.name, c.name): c for c in _ALL})
+"""All collectives by (what, how), such as ("all-gather", "ring")."""
+
+ALGORITHMS: Mapping[str, Collective] = MappingProxyType({c.name: c for c in _ALL if c.contract is ALL_REDUCE})
+"""The all-reduces that are made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: there are no steps to look at
 AUTO = "auto"  # chosen by size: see choose.py
 NAMES = (AUTO, NATIVE, *ALGORITHMS)
 
 
-def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of this name.
+def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
+    """Return the all-reduce of this name.
+
+    Args:
+        nodes: the node of each rank, for those that look at it.
 
     Raises:
         UsageError: for a name that is not one of `ALGORITHMS`.
     """
     if name not in ALGORITHMS:
         raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
+    if name == HIERARCHICAL and nodes is not None:
+        return Collective(name, ALL_REDUCE, (Phase(partial(hierarchical, nodes=tuple(nodes))),))
     return ALGORITHMS[name]
+
+
+def find_collective(operation: str, name: str) -> Collective:
+    """Return the collective that does this operation in this way.
+
+    Raises:
+        UsageError: for an operation that there is not, or a way in which it cannot be done.
+    """
+    if (operation, name) in COLLECTIVES:
+        return COLLECTIVES[operation, name]
+    operations = list(dict.fromkeys(what for what, _ in COLLECTIVES))
+    if operation not in operations:
+        raise UsageError(f"there is no collective {operation!r}; there are {', '.join(operations)}")
+    ways = ", ".join(how for what, how in COLLECTIVES if what == operation)
+    raise UsageError(f"there is no {operation} by {name!r}; the names are {ways}")

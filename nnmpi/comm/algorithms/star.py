@@ -25,7 +25,7 @@ SERVER = 0
 
 def star(rank: int, size: int) -> tuple[Step, ...]:
     """Return this rank's steps: 2(size-1) at the server, one send and one receive at a worker."""
-    everything = tuple(range(size))
+    everything = range(size)
     workers = tuple(worker for worker in range(size) if worker != SERVER)
     if rank == SERVER:
         collect = tuple(Step(from_=worker, recv=everything, reduce=True) for worker in workers)

@@ -1,7 +1,7 @@
 """All-reduce along a binomial tree: sums run up to rank 0, the result runs down the same branches.
 
-The whole buffer travels at once. With eight ranks, on the way up (the way down is the same picture from the bottom to
-the top with the arrows turned round):
+The whole buffer travels at once. With eight ranks, on the way up (the way down, which is a broadcast of its own, is
+the same picture from the bottom to the top with the arrows turned round):
 
     rank       0     1     2     3     4     5     6     7
     round 0    o<----o     o<----o     o<----o     o<----o        distance 1
@@ -13,7 +13,8 @@ A rank receives while its lower bits are 0, and sends at its lowest bit that is 
 
 Cost with N ranks, M bytes, latency alpha, time per byte beta, time per added byte gamma:
 
-    2 ceil(log2 N) alpha  +  2 ceil(log2 N) M beta  +  ceil(log2 N) M gamma
+    broadcast      ceil(log2 N) alpha  +    ceil(log2 N) M beta
+    all-reduce   2 ceil(log2 N) alpha  +  2 ceil(log2 N) M beta  +  ceil(log2 N) M gamma
 
 Few rounds, but the whole message in each of them: for short messages and many ranks.
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
@@ -24,14 +25,24 @@ from nnmpi.comm.steps import Step
 
 def tree(rank: int, size: int) -> tuple[Step, ...]:
     """Return this rank's steps: take the children's sums, pass the sum up, take the result, pass it down."""
-    everything = tuple(range(size))
-    children = _children(rank, size)
-    gather = tuple(Step(from_=child, recv=everything, reduce=True) for child in children)
-    scatter = tuple(Step(to=child, send=everything) for child in reversed(children))
-    if rank == 0:
-        return gather + scatter
-    parent = rank & (rank - 1)  # the lowest 1 bit cleared
-    return (*gather, Step(to=parent, send=everything), Step(from_=parent, recv=everything), *scatter)
+    return tree_reduce(rank, size) + tree_broadcast(rank, size)
+
+
+def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
+    """Return the steps after which rank 0 has the sum: take the children's sums, then pass the sum up."""
+    steps = tuple(Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size))
+    return steps if rank == 0 else (*steps, Step(to=_parent(rank), send=range(size)))
+
+
+def tree_broadcast(rank: int, size: int) -> tuple[Step, ...]:
+    """Return the steps after which every rank has what rank 0 has: take it from the parent, pass it down."""
+    steps = tuple(Step(to=child, send=range(size)) for child in reversed(_children(rank, size)))
+    return steps if rank == 0 else (Step(from_=_parent(rank), recv=range(size)), *steps)
+
+
+def _parent(rank: int) -> int:
+    """Return the rank with the lowest 1 bit cleared."""
+    return rank & (rank - 1)
 
 
 def _children(rank: int, size: int) -> list[int]:

@@ -1,0 +1,58 @@
+"""All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks, each rank the root of a tree.
+
+In the all-gather, what a rank has doubles every round: it sends all of it (or as much as is still wanted) to the rank
+that lies 1, 2, 4 ... before it, and gets the next ones from the rank that lies as far behind. The way of each chunk is
+a binomial tree with its owner at the root. With five ranks, the chunks that each rank has:
+
+              rank 0      rank 1      rank 2      rank 3      rank 4
+    before    0           1           2           3           4
+    round 0   0 1         1 2         2 3         3 4         4 0          from the rank 1 behind
+    round 1   0 1 2 3     1 2 3 4     2 3 4 0     3 4 0 1     4 0 1 2      from the rank 2 behind
+    round 2   all         all         all         all         all          from the rank 4 behind, one chunk
+
+The reduce-scatter is the same film backwards: the messages turn round, and what arrives is added.
+
+Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added byte gamma:
+
+    all-gather       ceil(log2 N) alpha  +  (N-1)/N M beta
+    reduce-scatter   ceil(log2 N) alpha  +  (N-1)/N M beta  +  (N-1)/N M gamma
+
+(Chunk numbers that run over the end, as 4 0 1, are two messages at once.)
+Source: Bruck et al., Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
+"""
+
+from nnmpi.comm.steps import Chunks, Step
+
+
+def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
+    """Return the ceil(log2 size) steps after which every rank has everybody's chunk."""
+    return tuple(
+        Step(
+            to=(rank - distance) % size,
+            send=_around(rank, min(distance, size - distance), size),
+            from_=(rank + distance) % size,
+            recv=_around(rank + distance, min(distance, size - distance), size),
+        )
+        for distance in _distances(size)
+    )
+
+
+def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
+    """Return the ceil(log2 size) steps after which each rank has the sum of the chunk of its own number."""
+    return tuple(
+        Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)
+        for step in reversed(bruck_all_gather(rank, size))
+    )
+
+
+def _distances(size: int) -> list[int]:
+    """Return 1, 2, 4 ... below the size."""
+    return [1 << bit for bit in range((size - 1).bit_length())]
+
+
+def _around(first: int, count: int, size: int) -> Chunks:
+    """Return `count` chunk numbers from `first` on, around the end."""
+    first %= size
+    if first + count <= size:
+        return range(first, first + count)
+    return (*range(first, size), *range(first + count - size))

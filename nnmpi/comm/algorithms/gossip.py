@@ -1,0 +1,34 @@
+"""Neighbour averaging: each rank mixes its buffer with those of its two neighbours on a ring, and with nobody else.
+
+It is no all-reduce: the ranks end with different values, which come closer to one another with every call.
+Decentralised training does it once per update instead of an all-reduce.
+
+               rank 0        rank 1        rank 2        rank 3
+               a             b             c             d
+    step 0     a ------->    b ------->    c ------->    d ------->         add what comes from the left
+               a+d           b+a           c+b           d+c
+    step 1     <------- a+d  <------- b+a  <------- c+b  <------- d+c       add what comes from the right
+               d+2a+b        a+2b+c        b+2c+d        c+2d+a
+
+Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column sum to 1, so the
+mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks do not swing around it. After k calls
+the differences between ranks have shrunk to cos(pi/N)^(2k) or less. With two ranks one step gives both the mean.
+
+Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, time per added byte gamma:
+
+    2 alpha  +  2 M beta  +  2 M gamma
+
+Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, 2017; Boyd et al., Randomized
+gossip algorithms, 2006, for the weights.
+"""
+
+from nnmpi.comm.steps import Step
+
+
+def gossip(rank: int, size: int) -> tuple[Step, ...]:
+    """Return this rank's steps: pass the buffer to the right, then the sum to the left, adding what arrives."""
+    everything = range(size)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    to_right = Step(to=right, send=everything, from_=left, recv=everything, reduce=True)
+    to_left = Step(to=left, send=everything, from_=right, recv=everything, reduce=True)
+    return (to_right, to_left)[: min(size - 1, 2)]

@@ -1,0 +1,134 @@
+"""Every collective is proved against its contract for 1 to 33 ranks, and planted faults are found."""
+
+from dataclasses import replace
+
+import pytest
+
+from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.halving import halving_doubling
+from nnmpi.comm.algorithms.hierarchical import hierarchical
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
+from nnmpi.comm.algorithms.ring import ring_all_gather
+from nnmpi.comm.algorithms.scatter import tree_scatter
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.prove import prove, prove_steps
+from nnmpi.comm.steps import Step
+from nnmpi.errors import ScheduleError
+
+SIZES = range(1, 34)
+
+
+def depth(size: int) -> int:
+    """Return ceil(log2(size))."""
+    return (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
+def test_every_collective_is_proved(key: tuple[str, str], size: int) -> None:
+    assert prove(COLLECTIVES[key], size).size == size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rounds_are_those_of_the_formulas(size: int) -> None:
+    rounds = {key: prove(collective, size).rounds for key, collective in COLLECTIVES.items()}
+    assert rounds["reduce-scatter", "ring"] == rounds["all-gather", "ring"] == size - 1
+    assert rounds["reduce-scatter", "tree"] == rounds["all-gather", "tree"] == depth(size)
+    assert rounds["broadcast", "tree"] == depth(size)
+    assert rounds["neighbour-average", "gossip"] == min(size - 1, 2)
+    power = 1 << size.bit_length() - 1
+    assert rounds["all-reduce", "halving-doubling"] == 2 * depth(power) + (2 if size > power else 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_are_the_least_that_will_do(size: int) -> None:
+    for what in ("reduce-scatter", "all-gather"):
+        for how in ("ring", "tree"):
+            assert prove(COLLECTIVES[what, how], size).chunk_transfers == size * (size - 1)
+    halving = [sum(len(step.send) for step in halving_doubling(rank, size)) for rank in range(size)]
+    if size & (size - 1) == 0:
+        assert halving == [2 * (size - 1)] * size
+
+
+@pytest.mark.parametrize(
+    "nodes", [[0] * 6, [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], [2, 0, 1, 0, 2, 2], [0, 1, 0, 1, 0, 1]]
+)
+def test_hierarchical_is_proved_on_any_nodes(nodes: list[int]) -> None:
+    assert prove(find_algorithm("hierarchical", nodes), 6).size == 6
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2, 2], [2, 0, 1, 0, 2, 2]])
+def test_hierarchical_leaves_a_node_by_its_leader_only(nodes: list[int]) -> None:
+    leaders = {nodes.index(node) for node in nodes}
+    for rank in range(6):
+        for step in hierarchical(rank, 6, nodes):
+            for partner in (step.to, step.from_):
+                if partner is not None and nodes[partner] != nodes[rank]:
+                    assert {rank, partner} <= leaders
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
+@pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
+def test_phases_that_are_called_symmetric_are(key: tuple[str, str], size: int) -> None:
+    for phase in COLLECTIVES[key].phases:
+        if phase.symmetric:
+            for rank in range(size):
+                shifted = tuple(_shift(step, rank, size) for step in phase.steps(0, size))
+                assert shifted == tuple(_shift(step, 0, size) for step in phase.steps(rank, size))
+
+
+def _shift(step: Step, by: int, size: int) -> Step:
+    assert step.to is not None and step.from_ is not None
+    return Step(
+        (step.to + by) % size,
+        tuple((chunk + by) % size for chunk in step.send),
+        (step.from_ + by) % size,
+        tuple((chunk + by) % size for chunk in step.recv),
+        step.reduce,
+    )
+
+
+def test_bruck_of_five_is_the_picture() -> None:
+    sent = [[tuple(step.send) for step in bruck_all_gather(rank, 5)] for rank in (0, 3)]
+    assert sent == [[(0,), (0, 1), (0,)], [(3,), (3, 4), (3,)]]
+    assert [tuple(step.recv) for step in bruck_all_gather(3, 5)] == [(4,), (0, 1), (2,)]
+    assert [step.reduce for step in bruck_reduce_scatter(0, 5)] == [True] * 3
+
+
+def test_halving_of_eight_is_the_picture() -> None:
+    steps = [(step.to, tuple(step.send), tuple(step.recv)) for step in halving_doubling(0, 8)]
+    assert steps[:3] == [(4, (4, 5, 6, 7), (0, 1, 2, 3)), (2, (2, 3), (0, 1)), (1, (1,), (0,))]
+    assert steps[3:] == [(1, (0,), (1,)), (2, (0, 1), (2, 3)), (4, (0, 1, 2, 3), (4, 5, 6, 7))]
+
+
+def test_scatter_of_eight_is_the_picture() -> None:
+    assert [(step.to, tuple(step.send)) for step in tree_scatter(0, 8)] == [(4, (4, 5, 6, 7)), (2, (2, 3)), (1, (1,))]
+    assert [(step.to, tuple(step.send)) for step in tree_scatter(4, 8)[1:]] == [(6, (6, 7)), (5, (5,))]
+
+
+def test_a_broadcast_of_nothing_is_found() -> None:
+    steps = [(), (Step(to=2, send=range(3)),), (Step(from_=1, recv=range(3)),)]
+    with pytest.raises(ScheduleError, match="rank 1, step 0 sends chunk 0 to rank 2 before anything is in it"):
+        prove_steps(steps, BROADCAST)
+
+
+def test_an_all_gather_that_adds_is_found() -> None:
+    steps = [[replace(step, reduce=True) for step in ring_all_gather(rank, 3)] for rank in range(3)]
+    with pytest.raises(ScheduleError, match="adds chunk 2 from rank 2 to nothing"):
+        prove_steps(steps, ALL_GATHER)
+
+
+def test_a_reduce_scatter_with_a_round_left_out_is_found() -> None:
+    steps = [bruck_reduce_scatter(rank, 4)[1:] for rank in range(4)]
+    with pytest.raises(ScheduleError, match="rank 0 ends without the part of ranks 1-2 in chunk 0"):
+        prove_steps(steps, REDUCE_SCATTER)
+
+
+def test_a_chunk_with_too_many_parts_is_found() -> None:
+    one_way = COLLECTIVES["neighbour-average", "gossip"]
+    steps = [one_way(rank, 5) * 2 for rank in range(5)]
+    with pytest.raises(ScheduleError, match="more than 2 times"):
+        prove_steps(steps, NEIGHBOUR_AVERAGE)
+    pairs = [(Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1), reduce=True),) for rank in range(2)]
+    with pytest.raises(ScheduleError, match="with the part of rank 1 too often in chunk 0"):
+        prove_steps(pairs, replace(ALL_REDUCE, ends=lambda rank, chunk, size: 1))
