@@ -11,9 +11,10 @@ import numpy as np
 from mpi4py import MPI
 
 from nnmpi.comm import wire
-from nnmpi.comm.algorithms.registry import AUTO, NATIVE, find_algorithm
+from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, find_algorithm, find_collective
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_contiguous, pieces
 from nnmpi.comm.choose import choose
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
 from nnmpi.comm.native import Native
 from nnmpi.comm.wording import name_ranks
@@ -26,7 +27,7 @@ OWN_TAGS = range(2**14 + 1, 2**15)
 
 
 class Pending(Protocol):
-    """An all-reduce bound to one array: start it, poll it or wait for it, and start it again."""
+    """A collective bound to one array: start it, poll it or wait for it, and start it again."""
 
     def start(self) -> None:
         """Begin; the array must be left alone until it is finished."""
@@ -39,6 +40,9 @@ class Pending(Protocol):
 
     def run(self) -> None:
         """Start and wait."""
+
+    def free(self) -> Any:
+        """Give back what MPI keeps for it; it cannot be started again."""
 
 
 class Group:
@@ -60,6 +64,7 @@ class Group:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self._started = 0
+        self._nodes: list[int] | None = None
 
     def __repr__(self) -> str:
         """Return rank and size."""
@@ -86,6 +91,17 @@ class Group:
         """Return the group of the ranks that share this node's memory, in the order they have here."""
         return Group(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), private=True)
 
+    def nodes(self) -> list[int]:
+        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
+        if self._nodes is None:
+            node = self.node()
+            first = min(node.gather(self.rank))
+            node.free()
+            firsts = self.gather(first)
+            numbers = {rank: number for number, rank in enumerate(sorted(set(firsts)))}
+            self._nodes = [numbers[rank] for rank in firsts]
+        return self._nodes
+
     def duplicate(self) -> "Group":
         """Return a group of the same ranks whose messages never meet this one's."""
         return Group(self.comm)
@@ -101,7 +117,7 @@ class Group:
 
         Args:
             array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks.
-            algorithm: "auto", "native", "ring", "tree" or "ps".
+            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring".
             check: make sure first that n and dtype agree; one small exchange more.
 
         Raises:
@@ -113,6 +129,47 @@ class Group:
         if check:
             self.check_same(array)
         self._bind(array, algorithm, BLOCKING_TAG).run()
+
+    def reduce_scatter(self, array: Buffer, algorithm: str = NATIVE) -> None:
+        """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold anything then.
+
+        Args:
+            array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is number r.
+            algorithm: "native", "ring" or "tree".
+
+        Raises:
+            ShapeError, DtypeError, UsageError: as in `all_reduce`.
+        """
+        self._bind(array, algorithm, BLOCKING_TAG, REDUCE_SCATTER.name).run()
+
+    def all_gather(self, array: Buffer, algorithm: str = NATIVE) -> None:
+        """Replace every other rank's chunk of the array by what that rank has in it.
+
+        Args:
+            array: as in `reduce_scatter`.
+            algorithm: "native", "ring" or "tree".
+
+        Raises:
+            ShapeError, DtypeError, UsageError: as in `all_reduce`.
+        """
+        self._bind(array, algorithm, BLOCKING_TAG, ALL_GATHER.name).run()
+
+    def average_neighbours(self, array: Buffer) -> None:
+        """Replace the array by half of itself and a quarter of each neighbour's on a ring of the ranks (gossip).
+
+        Between two ranks it is the mean of both. See `algorithms/gossip.py`.
+
+        Args:
+            array: (n,) float32 or float64; n and dtype the same on all ranks.
+
+        Raises:
+            DtypeError: for integers, which have no halves.
+            ShapeError: as in `all_reduce`.
+        """
+        if check_buffer(array).dtype.kind != "f":
+            raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
+        self._bind(array, "gossip", BLOCKING_TAG, NEIGHBOUR_AVERAGE.name).run()
+        array /= {1: 1, 2: 2}.get(self.size, 4)
 
     def start_all_reduce(self, array: Buffer, algorithm: str = NATIVE, tag: int | None = None) -> Pending:
         """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
@@ -129,30 +186,38 @@ class Group:
         pending.start()
         return pending
 
-    def bind(self, array: Buffer, algorithm: str = NATIVE, tag: int = 0) -> Pending:
-        """Return the sum that `all_reduce` does, ready to be started any number of times (not collective).
+    def bind(self, array: Buffer, algorithm: str = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name) -> Pending:
+        """Return a collective that works on this array in place, ready to be started any number of times.
 
         Args:
             array: as in `all_reduce`.
-            algorithm: as in `all_reduce`.
+            algorithm: as in `all_reduce`; for other operations a name in `registry.COLLECTIVES`, or "native".
             tag: 0..16383, the same on all ranks, different for all that are in flight at once.
+            operation: "all-reduce", "reduce-scatter", "all-gather", "broadcast" (from rank 0), or "neighbour-average"
+                (which leaves the weighted sum, undivided).
 
         Raises:
-            UsageError: for another tag or an unknown algorithm.
+            UsageError: for another tag, operation or algorithm.
             ShapeError: as in `all_reduce`.
             DtypeError: as in `all_reduce`.
         """
         if not 0 <= tag < BLOCKING_TAG:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
-        return self._bind(array, algorithm, tag)
+        return self._bind(array, algorithm, tag, operation, persistent=True)
 
-    def _bind(self, array: Buffer, algorithm: str, tag: int) -> Pending:
+    def _bind(
+        self, array: Buffer, algorithm: str, tag: int, operation: str = ALL_REDUCE.name, persistent: bool = False
+    ) -> Pending:
         check_buffer(array)
-        if algorithm == AUTO:
+        if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = choose(array.nbytes, self.size).algorithm
         if algorithm == NATIVE:
-            return Native(array, self.comm)
-        return Execution(find_algorithm(algorithm)(self.rank, self.size), array, self.comm, tag)
+            return Native(array, self.comm, operation)
+        if operation != ALL_REDUCE.name:
+            collective = find_collective(operation, algorithm)
+        else:
+            collective = find_algorithm(algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
+        return Execution(collective(self.rank, self.size), array, self.comm, tag, persistent=persistent)
 
     def check_same(self, array: Buffer) -> None:
         """Make sure that all ranks have an array of the same length and dtype that can be summed.

@@ -34,8 +34,8 @@ def total(size: int, n: int, dtype: object = np.float32) -> Buffer:
 def cut(group: Group, array: Buffer, algorithm: str, max_bytes: int, tag: int = 7) -> Pending:
     """Bind an all-reduce whose messages are at most max_bytes long."""
     if algorithm == NATIVE:
-        return Native(array, group.comm, max_bytes)
-    return Execution(ALGORITHMS[algorithm](group.rank, group.size), array, group.comm, tag, max_bytes)
+        return Native(array, group.comm, max_message_bytes=max_bytes)
+    return Execution(ALGORITHMS[algorithm](group.rank, group.size), array, group.comm, tag, max_bytes, persistent=True)
 
 
 @pytest.mark.mpi
