@@ -1,0 +1,96 @@
+"""All contestants of one size, with the buffers that they share: made together, timed together, freed together."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.collectives.contestants import Entry, staged
+from benchmarks.collectives.gloo import gloo_sum
+from benchmarks.collectives.names import GLOO, UPDATE
+from benchmarks.collectives.options import Options
+from benchmarks.collectives.pattern import Pattern
+from benchmarks.collectives.prediction import Prediction
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
+from nnmpi.comm.choose import choose
+from nnmpi.comm.group import Group
+from nnmpi.optim.sgd import SGD
+from nnmpi.optim.storage import Arrays
+
+LR = 1.0  # the parameters are then minus the sum, exactly
+
+
+class Field:
+    """The contestants of one size. Collective.
+
+    Args:
+        options: what is measured.
+        group: the ranks.
+        backend: where the buffers lie.
+        nbytes: the length of each rank's buffer.
+
+    Attributes:
+        entries: in the order of the options' algorithms.
+        chosen: by name, what stands behind one that chooses.
+    """
+
+    def __init__(self, options: Options, group: Group, backend: Backend, prediction: Prediction, nbytes: int) -> None:
+        self._options, self._group, self._backend = options, group, backend
+        self._elements = nbytes // np.dtype(options.dtype).itemsize
+        contract = next(each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation)
+        self._pattern = Pattern(contract, group.rank, group.size, self._elements, options.dtype, backend)
+        self._private: NDArray[Any] | None = None
+        self._device: Array | None = None
+        self.chosen: dict[str, str] = {}
+        self.entries = [self._make(name, name) for name in options.algorithms]
+
+    def free(self) -> None:
+        """Give back what MPI keeps. Collective."""
+        for entry in self.entries:
+            entry.free()
+
+    def _make(self, name: str, algorithm: str) -> Entry:
+        if algorithm == AUTO:
+            self.chosen[name] = choose(
+                self._elements * np.dtype(self._options.dtype).itemsize, self._group.size
+            ).algorithm
+            return self._make(name, self.chosen[name])
+        if algorithm == UPDATE:
+            return self._native_update(name)
+        if algorithm == GLOO:
+            return self._entry(name, self._own(), gloo_sum(self._own()))
+        pending = self._group.bind(self._own(), algorithm, operation=self._options.operation)
+        return self._entry(name, self._own(), pending.run, pending.free)
+
+    def _entry(
+        self, name: str, host: NDArray[Any], run: Callable[[], Any], free: Callable[[], Any] | None = None
+    ) -> Entry:
+        """Return a contestant that works on a host array, by way of it if the buffers are on a device."""
+        if self._backend.xp is np:
+            return Entry(name, self._pattern, host, run, free=free)
+        if self._device is None:
+            self._device = self._backend.zeros(self._elements, self._options.dtype)
+        device = self._device
+        call = staged(run, host, device, self._backend)
+        return Entry(name, self._pattern, device, call, result=lambda: self._backend.to_host(device), free=free)
+
+    def _native_update(self, name: str) -> Entry:
+        """Return MPI's all-reduce with the update of all parameters on every rank."""
+        grads, params = self._own(), np.zeros(self._elements, self._options.dtype)
+        pending = self._group.bind(grads, NATIVE)
+        optimizer = SGD(Arrays([params], [grads]), lr=LR)
+
+        def run() -> None:
+            pending.run()
+            optimizer.step()
+
+        return Entry(name, self._pattern, grads, run, lambda: -params, lambda: params.fill(0), pending.free)
+
+    def _own(self) -> NDArray[Any]:
+        """Return this rank's private buffer."""
+        if self._private is None:
+            self._private = np.zeros(self._elements, self._options.dtype)
+        return self._private

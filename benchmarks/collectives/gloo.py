@@ -1,0 +1,60 @@
+"""PyTorch's gloo among the same ranks, over the loopback device: a yardstick. Needs torch, which nnmpi does not."""
+
+import importlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
+
+
+def check_gloo(nodes: int) -> None:
+    """Make sure that gloo can run here.
+
+    Raises:
+        UsageError: without torch, or on several nodes.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("gloo is PyTorch's and torch is not installed; pip install torch, or leave gloo away")
+    if nodes > 1:
+        raise UsageError(f"gloo is measured over the loopback device of one node, not on {nodes}; leave gloo away")
+
+
+def start_gloo(group: Group) -> None:
+    """Make the process group of the same ranks. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(group.share(folder)) / "gloo"
+        join(group.rank, group.size, f"file://{meeting}")
+        group.barrier()  # rank 0's folder goes when all have met
+
+
+def join(rank: int, size: int, meeting: str) -> None:
+    """Join the process group that meets at this address, with one thread in each rank."""
+    os.environ.setdefault(INTERFACE, LOOPBACK)
+    importlib.import_module("torch").set_num_threads(1)
+    _distributed().init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+
+
+def stop_gloo() -> None:
+    """Take the process group apart."""
+    _distributed().destroy_process_group()
+
+
+def gloo_sum(array: NDArray[Any]) -> Callable[[], Any]:
+    """Return the call that replaces the array by its sum over the ranks."""
+    tensor = importlib.import_module("torch").from_numpy(array)
+    all_reduce = _distributed().all_reduce
+    return lambda: all_reduce(tensor)
+
+
+def _distributed() -> Any:
+    return importlib.import_module("torch.distributed")

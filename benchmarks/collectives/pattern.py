@@ -1,0 +1,116 @@
+"""What the buffers are filled with, and what they must hold afterwards: whole numbers, so that every sum is exact.
+
+    element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  weight(r)  +  k % 3
+
+A chunk in the wrong place, one that is missing or counted twice, and one that is left from the call before all give
+another number. The tile is short and stays in the core's cache: refilling a buffer reads nothing else, and leaves the
+buffer as a backward pass would, written by its own rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.collective import Contract, count
+from nnmpi.shard import split
+
+TILE = 16381  # elements; a prime, so that no chunk begins where a tile begins
+JUNK = 77  # in chunks that hold nothing yet
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements start..stop-1 that hold a sum of `parts` buffers, whose ranks' weights add up to `weight`."""
+
+    start: int
+    stop: int
+    parts: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """An element that is not what it must be."""
+
+    index: int
+    found: float
+    expected: float
+
+
+class Pattern:
+    """The values of one operation on buffers of one length.
+
+    Args:
+        contract: what each rank has before and after.
+        rank: this rank.
+        size: the number of ranks.
+        elements: of each rank's buffer.
+        dtype: of the buffer.
+        backend: where the buffers that are filled lie.
+    """
+
+    def __init__(self, contract: Contract, rank: int, size: int, elements: int, dtype: str, backend: Backend) -> None:
+        self._tile = (np.arange(min(TILE, elements)) % 11).astype(dtype)
+        self._on_device = backend.asarray(self._tile)
+        self._xp = backend.xp
+        chunks = split(elements, size)
+        self._before = list(_spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks))
+        self._after = [
+            span for span in _spans([contract.ends(rank, c, size) for c in range(size)], chunks) if span.parts
+        ]
+
+    def fill(self, array: Array, call: int) -> None:
+        """Write what this rank has before call number `call`."""
+        for span in self._before:
+            if not span.parts:
+                array[span.start : span.stop] = JUNK
+                continue
+            for start, stop, first, block in _blocks(span):
+                offset = block % 5 + span.weight + call % 3
+                self._xp.add(self._on_device[first : first + stop - start], offset, out=array[start:stop])
+
+    def first_wrong(self, array: NDArray[Any], call: int) -> Wrong | None:
+        """Return the first element of a host array that is not what the operation promises, None if all is well."""
+        for span in self._after:
+            for start, stop, first, block in _blocks(span):
+                offset = span.parts * (block % 5 + call % 3) + span.weight
+                tile = self._tile[first : first + stop - start].astype(np.int64)
+                expected = (tile * span.parts + offset).astype(array.dtype)  # whole numbers wrap, as in MPI's sum
+                wrong = np.flatnonzero(array[start:stop] != expected)
+                if wrong.size:
+                    at = int(wrong[0])
+                    return Wrong(start + at, float(array[start + at]), float(expected[at]))
+        return None
+
+
+def weight(rank: int) -> int:
+    """Return a small number that tells this rank's values from its neighbours'."""
+    return rank * 7919 % 97 + 1
+
+
+def _spans(parts: Sequence[int | None], chunks: Sequence[range]) -> Iterator[Span]:
+    """Yield what lies together and holds the same parts."""
+    edges = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1]), len(parts)]
+    for first, last in pairwise(edges):
+        held = parts[first]
+        start, stop = chunks[first].start, chunks[last - 1].stop
+        if start == stop:
+            continue
+        if held is None:
+            yield Span(start, stop, 0, 0)
+            continue
+        counts = [count(held, rank) for rank in range(len(parts))]
+        yield Span(start, stop, sum(counts), sum(n * weight(rank) for rank, n in enumerate(counts)))
+
+
+def _blocks(span: Span) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (start, stop, place in the tile, number of the tile) of the parts of a span that lie in one tile."""
+    for block in range(span.start // TILE, -(-span.stop // TILE)):
+        start, stop = max(span.start, block * TILE), min(span.stop, (block + 1) * TILE)
+        yield start, stop, start - block * TILE, block

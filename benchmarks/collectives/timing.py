@@ -1,0 +1,102 @@
+"""When each rank enters and leaves each call, taken in rounds: A B C, A B C, ... in one process.
+
+    rank 0   refill | barrier |>--- call ---|                     refill | barrier |>-- ...
+    rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
+                               ^ last to enter  ^ last to leave
+
+The machine's moods then meet all contestants alike. Refilling is not timed, but it is needed: without it each rank's
+part of the result stays in its core's cache, and shared memory looks three times better than it is.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+WARM_UP = 3  # rounds; the first calls make connections and touch memory
+LEAST, MOST = 5, 1000  # rounds
+
+Stamps: TypeAlias = NDArray[np.float64]
+"""(contestants, 2, rounds): seconds on the clock of this rank at each call's begin and end."""
+
+
+class Ranks(Protocol):
+    """What timing needs of the ranks."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+    def gather_floats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return every rank's (n,) numbers on every rank: (ranks, n)."""
+
+
+class Contestant(Protocol):
+    """One way to do the operation on one length of buffer."""
+
+    name: str
+
+    def refill(self, call: int) -> None:
+        """Write the values of this call; not timed."""
+
+    def run(self) -> None:
+        """Do the operation; timed."""
+
+
+Verify: TypeAlias = Callable[[Any, int], None]
+"""(contestant, call): called after each call, outside the time."""
+
+
+def take(
+    contestants: Sequence[Contestant],
+    ranks: Ranks,
+    iterations: int | None,
+    budget_s: float,
+    verify: Verify,
+) -> Stamps:
+    """Return this rank's stamps of all timed calls. Collective.
+
+    Args:
+        contestants: the same on all ranks, in the same order.
+        iterations: the number of rounds; None for as many as `budget_s` has room for.
+        verify: called after each call, warm-up too, with the contestant and the number of the round.
+    """
+    begin = time.perf_counter()
+    play(contestants, ranks, range(WARM_UP), verify)
+    seconds = float(ranks.gather_floats(np.array([time.perf_counter() - begin])).max())
+    rounds = iterations or rounds_within(budget_s - seconds, seconds / WARM_UP)
+    return play(contestants, ranks, range(WARM_UP, WARM_UP + rounds), verify)
+
+
+def rounds_within(budget_s: float, round_s: float) -> int:
+    """Return how many rounds fit, within what makes sense."""
+    return int(min(max(budget_s / max(round_s, 1e-9), LEAST), MOST))
+
+
+def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify: Verify) -> Stamps:
+    """Return this rank's stamps of these rounds. Collective."""
+    clock = time.perf_counter
+    stamps = np.empty((len(contestants), 2, len(rounds)))
+    for column, call in enumerate(rounds):
+        for row, contestant in enumerate(contestants):
+            contestant.refill(call)
+            ranks.barrier()
+            begin = clock()
+            contestant.run()
+            end = clock()
+            stamps[row, :, column] = begin, end
+            verify(contestant, call)
+    return stamps
+
+
+def gather(stamps: Stamps, ranks: Ranks) -> NDArray[np.float64]:
+    """Return the stamps of all ranks on every rank: (ranks, contestants, 2, rounds). Collective."""
+    return ranks.gather_floats(stamps.reshape(-1)).reshape(ranks.size, *stamps.shape)
+
+
+def nothing(contestant: Any, call: int) -> None:
+    """Verify nothing."""
