@@ -1,0 +1,227 @@
+"""Arrays that all ranks of a node see: where gradients lie that are to be summed without being sent.
+
+    allocate   | rank 0's array | rank 1's array | rank 2's array |      each rank gets its own, and views of all
+    common     | one array                       |                       all ranks get the same one
+
+Everything here is collective over the group unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import DTypeLike
+
+from nnmpi.comm.agree import Gathers, agreed
+from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.flags import TIMEOUT_S, Barrier, Flags, Watch
+from nnmpi.comm.window import SHM, Window, check_room, find_folder, window_bytes
+from nnmpi.errors import ShapeError, UsageError
+
+
+class Ranks(Gathers):
+    """What of a `Group` is needed here."""
+
+    comm: MPI.Comm
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array of this rank lies: `start` bytes into the part of allocation number `allocation`."""
+
+    allocation: int
+    start: int
+
+
+class SharedMemory:
+    """What the ranks of each node of a group share.
+
+    The arrays live until `free`, or the end of the process: nothing has to be freed before that.
+
+    Args:
+        group: the ranks; those on one node share memory.
+        timeout_s: how long to wait for another rank in a barrier.
+        nodes: the node of each rank of the group, for trying several nodes on one machine; found out by default.
+        ordered: see `Flags`.
+
+    Attributes:
+        node: the communicator of this node's ranks, in the group's order.
+        rank, size: this rank's number on its node, and the number of ranks there.
+        node_of: the number of each group rank's node: its lowest rank.
+        members: the group's numbers of this node's ranks, in their order here.
+        across: the communicator of the ranks that have the same number on their nodes; `rank` 0 are the leaders.
+
+    Raises:
+        UsageError: for `nodes` of another length than the group's.
+        DeviceError: on all ranks, when there is no shared memory on one of their nodes.
+    """
+
+    def __init__(
+        self,
+        group: Ranks,
+        timeout_s: float = TIMEOUT_S,
+        nodes: Sequence[int] | None = None,
+        ordered: bool | None = None,
+    ) -> None:
+        if nodes is not None and len(nodes) != group.size:
+            raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
+        self._group, self._options = group, (timeout_s, nodes, ordered)
+        if nodes is None:
+            self.node = group.comm.Split_type(MPI.COMM_TYPE_SHARED, group.rank)
+        else:
+            self.node = group.comm.Split(nodes[group.rank], group.rank)
+        self.rank, self.size = self.node.Get_rank(), self.node.Get_size()
+        self.across = group.comm.Split(self.rank, group.rank)
+        names = np.empty(self.size, np.int64)
+        self.node.Allgather(np.array([group.rank], np.int64), names)
+        everyones = np.empty(group.size, np.int64)
+        group.comm.Allgather(names[:1].copy(), everyones)
+        self.node_of: tuple[int, ...] = tuple(everyones.tolist())
+        self.members: tuple[int, ...] = tuple(names.tolist())
+        self._flags = Flags(Watch(self.node, self.members, timeout_s), ordered)
+        self._barriers: dict[int, Barrier] = {}
+        self._staging: dict[int, list[Buffer]] = {}
+        self._windows: list[Window] = []
+        self._folder: Path | None = SHM
+        self._check_room(window_bytes(0) + window_bytes(1))
+        with agreed(group):
+            self._barrier = self._flags.barrier(self.sync)
+
+    def twin(self, group: Ranks) -> SharedMemory:
+        """Return the same memory for a duplicate of the group, with barriers of its own."""
+        twin = SharedMemory(group, *self._options)
+        twin._windows = self._windows
+        return twin
+
+    # ---- arrays ----
+
+    def allocate(self, elements: int, dtype: DTypeLike) -> Buffer:
+        """Return (elements,) zeros: this rank's own array, which the others of its node see as one of their `parts`.
+
+        Ranks may ask for different lengths.
+
+        Raises:
+            DeviceError: on all ranks, when it does not fit on one of the nodes.
+        """
+        kind = np.dtype(dtype)
+        window = self._make(elements * kind.itemsize)
+        self._windows.append(window)
+        return _typed(window.parts[self.rank], kind)
+
+    def common(self, elements: int, dtype: DTypeLike) -> Buffer:
+        """Return (elements,) zeros that stand once per node: what one rank writes, all have.
+
+        Raises:
+            DeviceError: on all ranks, when it does not fit on one of the nodes.
+        """
+        kind = np.dtype(dtype)
+        window = self._make(elements * kind.itemsize if self.rank == 0 else 0)
+        self._windows.append(window)
+        return _typed(window.parts[0], kind)
+
+    def staging(self, tag: int, nbytes: int) -> list[Buffer]:
+        """Return (nbytes,) uint8 of every rank of the node, for arrays that do not lie here; one set per tag."""
+        if tag not in self._staging or self._staging[tag][0].size < nbytes:
+            window = self._make(nbytes)
+            self._windows.append(window)  # a smaller one of before stays until `free`: it may be in use
+            self._staging[tag] = list(window.parts)
+        return [part[:nbytes] for part in self._staging[tag]]
+
+    def place(self, array: Buffer) -> Place | None:
+        """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""
+        address = array.ctypes.data
+        for number, window in enumerate(self._windows):
+            start = address - window.parts[self.rank].ctypes.data
+            if start >= 0 and start + array.nbytes <= window.parts[self.rank].nbytes:
+                return Place(number, start)
+        return None
+
+    def view(self, rank: int, place: Place, elements: int, dtype: DTypeLike) -> Buffer:
+        """Return the array of one rank of the node that lies at a place (not collective)."""
+        kind = np.dtype(dtype)
+        part = self._windows[place.allocation].parts[rank]
+        return part[place.start : place.start + elements * kind.itemsize].view(kind)
+
+    def holds(self, array: Buffer) -> bool:
+        """Return whether the array, or what it is a slice of, was allocated here by this rank (not collective)."""
+        return self.place(array) is not None
+
+    def parts(self, array: Buffer) -> list[Buffer]:
+        """Return every rank's array of the same allocation, cut like this one, in rank order (not collective).
+
+        Raises:
+            ShapeError: for an array that was not allocated here.
+        """
+        place = self.place(array)
+        if place is None:
+            raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
+        return [self.view(rank, place, array.size, array.dtype) for rank in range(self.size)]
+
+    # ---- waiting for one another ----
+
+    def barrier(self) -> None:
+        """Return when all ranks of the node have come here; what they wrote before is seen then.
+
+        Raises:
+            CommError: after the time limit; names the ranks that have not come.
+        """
+        self._barrier.run()
+
+    def barrier_of(self, tag: int) -> Barrier:
+        """Return the node's barrier with this tag; collective where the tag is new."""
+        if tag not in self._barriers:
+            with agreed(self._group):
+                self._barriers[tag] = self._flags.barrier(self.sync)
+        return self._barriers[tag]
+
+    def gather_numbers(self, own: Buffer) -> list[list[int]]:
+        """Return every group rank's (n,) int64, in rank order, on every rank."""
+        everyones = np.empty((self._group.size, own.size), np.int64)
+        self._group.comm.Allgather(own, everyones)
+        return list(everyones.tolist())
+
+    def sync(self) -> None:
+        """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
+        for window in self._windows:
+            window.sync()
+
+    def free(self) -> None:
+        """Give all of it back; arrays that are still held must not be touched any more, a twin's neither."""
+        for window in self._windows:
+            window.free()
+        self._windows.clear()
+        self._staging.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Give back the barriers and communicators alone: what a `twin` has for itself."""
+        self._flags.free()
+        self.across.Free()
+        self.node.Free()
+
+    def _make(self, own_bytes: int) -> Window:
+        """Return a new window, or let all ranks raise."""
+        self._check_room(window_bytes(own_bytes))
+        with agreed(self._group):
+            window = Window(self.node, own_bytes)
+            if self._folder is SHM:  # now it can be seen where this MPI has its windows
+                self._folder = find_folder(window.parts[self.rank].ctypes.data)
+        return window
+
+    def _check_room(self, own_bytes: int) -> None:
+        """Let all ranks raise when a node has no room for what its ranks ask for."""
+        needs = np.empty(self.size, np.int64)
+        self.node.Allgather(np.array([own_bytes], np.int64), needs)
+        with agreed(self._group):
+            check_room(self._folder, int(needs.sum()))
+
+
+def _typed(part: Buffer, dtype: np.dtype[Any]) -> Buffer:
+    return part.view(dtype)

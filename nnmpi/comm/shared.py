@@ -1,0 +1,239 @@
+"""All-reduce inside a node without messages: every rank adds up its slice of everybody's array, in place.
+
+                  slice 0     slice 1     slice 2
+    rank 0's    | a0        | a1        | a2        |       barrier: all arrays are final
+    rank 1's    | b0        | b1        | b2        |       rank r adds column r, block by block, and writes the sum
+    rank 2's    | c0        | c1        | c2        |         to all arrays, while it is in its cache
+                  by rank 0   by rank 1   by rank 2         barrier: all columns are done
+
+Each byte is read once and written once: 2 M bytes per rank, against 4 (N-1)/N M and as many messages in a ring. The sum
+is taken in rank order whoever takes it, so all ranks have the same bits. With several nodes the sum of each goes into
+its leader's array, the leaders add theirs up with the steps of a ring, and the ranks copy:
+
+    node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
+
+An array that does not lie in the shared memory is copied through a window piece by piece, which takes about as long as
+MPI's own all-reduce: allocate there (`SharedMemory.allocate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+import nnmpi.shard as shard
+from nnmpi.comm.algorithms.ring import ring
+from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
+from nnmpi.comm.execute import Execution
+from nnmpi.comm.memory import Place, SharedMemory
+from nnmpi.errors import CommError
+
+ALIGNMENT_BYTES = 64
+BLOCK_BYTES = 128 * 1024
+STAGE_BYTES = 1024 * 1024
+
+
+class Stage(Protocol):
+    """A part of the sum that comes before the next one; `Execution` and the barriers are such."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def poll(self) -> bool:
+        """Go on as far as possible without waiting; return whether it is finished."""
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+
+    def run(self) -> None:
+        """Start and wait."""
+
+
+class Work:
+    """A stage in which this rank has something to compute, and nothing to wait for."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = self.start = run
+
+    def poll(self) -> bool:
+        """Return True: it was finished when it was started."""
+        return True
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class SharedSum:
+    """The sum of an array over the ranks of a group, through the memory of each node. Making one is collective.
+
+    It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be started and polled
+    in any order.
+
+    Args:
+        array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any length, 0 too.
+        memory: of the group whose ranks take part. If a rank's array lies elsewhere, all go through a window.
+        tag: 0..32767, the same on all ranks.
+        block_bytes: how much of each array is added at a time.
+        stage_bytes: the longest piece of an array that goes through a window.
+
+    Raises:
+        ShapeError, DtypeError: see `check_buffer`.
+        CommError: on all ranks, when their arrays differ in length or dtype.
+        DeviceError: on all ranks, when there is no shared memory for the window.
+    """
+
+    def __init__(
+        self,
+        array: Buffer,
+        memory: SharedMemory,
+        tag: int = 0,
+        block_bytes: int = BLOCK_BYTES,
+        stage_bytes: int = STAGE_BYTES,
+    ) -> None:
+        self._array, self._memory, self._tag = check_buffer(array), memory, tag
+        self._block = max(1, block_bytes // array.itemsize)
+        places = _exchange_places(self._array, memory)
+        self._stages: tuple[Stage, ...] = tuple(self._plan(places, stage_bytes))
+        self._runs = tuple(stage.run for stage in self._stages)
+        self._at = len(self._stages)
+
+    def start(self) -> None:
+        """Begin, with what the array holds now; it must be left alone until `poll` says true or `wait` is over.
+
+        Raises:
+            CommError: when it is running already.
+        """
+        if self._at < len(self._stages):
+            raise CommError(f"the shared sum with tag {self._tag} is still running; wait for it before the next start")
+        self._at = -1
+        self._next()
+
+    def poll(self) -> bool:
+        """Go as far as possible without waiting for others; return whether it is finished."""
+        while self._at < len(self._stages):
+            if not self._stages[self._at].poll():
+                return False
+            self._next()
+        return True
+
+    def wait(self) -> None:
+        """Return when the array holds the sum, and no other rank needs it any more.
+
+        Raises:
+            CommError: when other ranks do not come in time.
+        """
+        while self._at < len(self._stages):
+            self._stages[self._at].wait()
+            self._next()
+
+    def run(self) -> None:
+        """Start and wait."""
+        if self._at < len(self._stages):
+            self.start()  # raises
+        for run in self._runs:
+            run()
+
+    def _next(self) -> None:
+        self._at += 1
+        if self._at < len(self._stages):
+            self._stages[self._at].start()
+
+    # ---- what is to be done ----
+
+    def _plan(self, places: Sequence[Place | None], stage_bytes: int) -> Iterator[Stage]:
+        array, memory = self._array, self._memory
+        if array.size == 0 or len(places) == 1:
+            return
+        if len(set(memory.node_of)) == len(places):  # a rank on each node: nobody has to see another's array
+            yield from self._sum([array])
+        elif None in places:
+            yield from self._through_window(max(1, stage_bytes // array.itemsize))
+        else:
+            found = [(local, places[rank]) for local, rank in enumerate(memory.members)]
+            yield from self._sum([memory.view(i, place, array.size, array.dtype) for i, place in found if place])
+
+    def _through_window(self, length: int) -> Iterator[Stage]:
+        """Yield the stages for an array that the others do not see: copied in, summed there, copied out."""
+        array, memory = self._array, self._memory
+        window = memory.staging(self._tag, min(length, array.size) * array.itemsize)
+        for begin in range(0, array.size, length):
+            piece = array[begin : begin + length]
+            parts = [part[: piece.nbytes].view(array.dtype) for part in window]
+            own = parts[memory.rank]
+            yield Work(_copies([(own, piece)]))
+            yield from self._sum(parts)
+            yield Work(_copies([(piece, own)]))
+
+    def _sum(self, parts: Sequence[Buffer]) -> Iterator[Stage]:
+        """Yield the stages of the sum of arrays that all ranks of the node see."""
+        memory = self._memory
+        barrier = memory.barrier_of(self._tag)
+        several = len(set(memory.node_of)) > 1
+        yield barrier
+        yield Work(_sums(parts, memory.rank, self._block, everywhere=not several))
+        yield barrier
+        if several:
+            if memory.rank == 0:
+                nodes = memory.across
+                yield Execution(ring(nodes.Get_rank(), nodes.Get_size()), parts[0], nodes, self._tag)
+            yield barrier
+            if memory.rank > 0:
+                yield Work(_copies([(parts[memory.rank], parts[0])]))
+            yield barrier
+
+
+def own_slice(array: Buffer, size: int, rank: int) -> slice:
+    """Return the part of an array that one of `size` ranks adds up; it begins and ends at multiples of 64 bytes."""
+    step = ALIGNMENT_BYTES // array.itemsize
+    units = shard.part(-(-array.size // step), size, rank)
+    return slice(min(units.start * step, array.size), min(units.stop * step, array.size))
+
+
+def blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, ...]]:
+    """Yield views of the same elements of each array, `limit` at a time."""
+    for start in range(0, parts[0].size, limit):
+        yield tuple(part[start : start + limit] for part in parts)
+
+
+def _sums(parts: Sequence[Buffer], rank: int, limit: int, everywhere: bool) -> Callable[[], None]:
+    """Return what adds up a rank's slice, into the first array, and copies the sum to all others if asked to."""
+    mine = own_slice(parts[0], len(parts), rank)
+    cut = [(first, others) for first, *others in blocks([part[mine] for part in parts], limit)]
+    add, copy = np.add, np.copyto
+
+    def run() -> None:
+        for first, others in cut:
+            for other in others:
+                add(first, other, first)
+            if everywhere:
+                for other in others:
+                    copy(other, first)
+
+    return run
+
+
+def _copies(pairs: Sequence[tuple[Buffer, Buffer]]) -> Callable[[], None]:
+    """Return what copies the second array of each pair into the first."""
+
+    def run() -> None:
+        for target, source in pairs:
+            np.copyto(target, source)
+
+    return run
+
+
+def _exchange_places(array: Buffer, memory: SharedMemory) -> list[Place | None]:
+    """Return where each group rank's array lies on its node, after making sure that they can be added."""
+    kinds = sorted(dtype.name for dtype in DTYPES)
+    place = memory.place(array) or Place(-1, 0)
+    own = np.array([array.size, kinds.index(array.dtype.name), place.allocation, place.start], np.int64)
+    everyones = memory.gather_numbers(own)
+    for rank, (size, kind, _, _) in enumerate(everyones):
+        if (size, kind) != tuple(everyones[0][:2]):
+            raise CommError(
+                f"the ranks would sum different arrays: rank 0 has {everyones[0][0]} elements of "
+                f"{kinds[everyones[0][1]]}, rank {rank} has {size} of {kinds[kind]}; give equal ones"
+            )
+    return [Place(allocation, start) if allocation >= 0 else None for _, _, allocation, start in everyones]

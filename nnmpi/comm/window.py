@@ -1,0 +1,110 @@
+"""Memory that all ranks of a node see: one MPI-3 shared window, with a part for each rank.
+
+    file in /dev/shm   | rank 0's bytes  pad | rank 1's bytes  pad | ...     each part begins on a page of its own
+
+Both Open MPI and MPICH keep a window in a file in /dev/shm that has no name any more: it goes with the last process,
+however that ends. Its pages are taken when they are first touched, and touching one for which there is no room kills
+the process (SIGBUS). So there is a look at the room before, and each rank writes all of its part at once.
+
+Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory" (2013).
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from nnmpi.errors import DeviceError
+
+PAGE_BYTES = 4096
+SHM = Path("/dev/shm")
+
+
+class Window:
+    """Some bytes of every rank of a node, zeros at first. Making one is collective over the node.
+
+    Args:
+        node: a communicator of ranks that share memory.
+        own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
+
+    Attributes:
+        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of 4096 bytes.
+
+    Raises:
+        DeviceError: when MPI cannot make the window.
+    """
+
+    def __init__(self, node: MPI.Comm, own_bytes: int) -> None:
+        room_bytes = window_bytes(own_bytes)
+        try:
+            self._window = MPI.Win.Allocate_shared(room_bytes, 1, comm=node)
+            self._window.Lock_all(MPI.MODE_NOCHECK)
+        except MPI.Exception as error:
+            raise DeviceError(
+                f"MPI cannot share {room_bytes} bytes among the ranks of a node ({error.Get_error_string()}); use "
+                "another all-reduce than shared"
+            ) from error
+        rank = node.Get_rank()
+        own = self._query(rank)
+        # The system may put the file anywhere in this process, but always on pages, so all ranks see one alignment.
+        places = np.empty((node.Get_size(), 2), np.int64)
+        node.Allgather(np.array([-own.ctypes.data % PAGE_BYTES, own_bytes], np.int64), places)
+        self.parts: tuple[NDArray[np.uint8], ...] = tuple(
+            self._query(other)[skip : skip + length] for other, (skip, length) in enumerate(places.tolist())
+        )
+        self.parts[rank][...] = 0
+        node.Barrier()
+
+    def _query(self, rank: int) -> NDArray[np.uint8]:
+        """Return all that MPI gave to a rank."""
+        memory, _ = self._window.Shared_query(rank)
+        return np.frombuffer(memory, np.uint8)
+
+    def sync(self) -> None:
+        """Order this rank's reads and writes of the window before against those after; for weak store order."""
+        self._window.Sync()
+
+    def free(self) -> None:
+        """Give the memory back. Collective over the node; touching the parts afterwards ends the process."""
+        self.parts = ()
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def window_bytes(own_bytes: int) -> int:
+    """Return what a rank's part of this length takes: whole pages, and one for its alignment."""
+    return (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
+
+
+def find_folder(address: int) -> Path | None:
+    """Return the folder of the file in which this address of the process lies; None where there is none (Linux)."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split(maxsplit=5)  # low-high, permissions, offset, device, inode, path
+        low, high = (int(bound, 16) for bound in fields[0].split("-"))
+        if low <= address < high:
+            path = fields[5].removesuffix(" (deleted)") if len(fields) > 5 else ""
+            return Path(path).parent if path.startswith("/") else None
+    return None
+
+
+def check_room(folder: Path | None, need_bytes: int) -> None:
+    """Refuse what does not fit into a folder's file system; a folder that is not there is not looked at.
+
+    Raises:
+        DeviceError: when less than need_bytes are free.
+    """
+    if folder is None or not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    free_bytes = found.f_bavail * found.f_frsize
+    if need_bytes > free_bytes:
+        raise DeviceError(
+            f"the ranks of this node want to share {need_bytes} bytes, but {folder} has only {free_bytes} free; "
+            "enlarge it (docker run --shm-size), or use another all-reduce than shared"
+        )
