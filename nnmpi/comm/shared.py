@@ -177,7 +177,7 @@ class SharedSum:
         if several:
             if memory.rank == 0:
                 nodes = memory.across
-                yield Execution(ring(nodes.Get_rank(), nodes.Get_size()), parts[0], nodes, self._tag)
+                yield Execution(ring(nodes.Get_rank(), nodes.Get_size()), parts[0], nodes, self._tag, persistent=True)
             yield barrier
             if memory.rank > 0:
                 yield Work(_copies([(parts[memory.rank], parts[0])]))

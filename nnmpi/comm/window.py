@@ -11,6 +11,7 @@ Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programmin
 
 import os
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -39,7 +40,7 @@ class Window:
     def __init__(self, node: MPI.Comm, own_bytes: int) -> None:
         room_bytes = window_bytes(own_bytes)
         try:
-            self._window = MPI.Win.Allocate_shared(room_bytes, 1, comm=node)
+            self._window = MPI.Win.Allocate_shared(room_bytes, 1, comm=cast(MPI.Intracomm, node))
             self._window.Lock_all(MPI.MODE_NOCHECK)
         except MPI.Exception as error:
             raise DeviceError(
@@ -60,7 +61,7 @@ class Window:
     def _query(self, rank: int) -> NDArray[np.uint8]:
         """Return all that MPI gave to a rank."""
         memory, _ = self._window.Shared_query(rank)
-        return np.frombuffer(memory, np.uint8)
+        return np.frombuffer(cast(memoryview, memory), np.uint8)
 
     def sync(self) -> None:
         """Order this rank's reads and writes of the window before against those after; for weak store order."""
