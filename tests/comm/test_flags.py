@@ -1,0 +1,73 @@
+"""Barriers by flags and by messages: nobody passes early, several are told apart, and waiting has an end."""
+
+import time
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.errors import CommError
+
+ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+
+
+@pytest.mark.mpi
+@ORDERED
+def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered)
+    marks = memory.common(group.size, np.int64)
+    early = 0
+    for turn in range(1, 300):
+        marks[group.rank] = turn
+        memory.barrier()
+        early += int((marks != turn).sum())
+        memory.barrier()
+    memory.free()
+    assert group.gather(early) == [0] * group.size
+
+
+@pytest.mark.mpi
+@ORDERED
+def test_barriers_of_other_tags_do_not_count(group: Group, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered)
+    first, second = memory.barrier_of(1), memory.barrier_of(2)
+    for barrier in (first, second) if group.rank % 2 else (second, first):
+        barrier.start()
+    for barrier in (first, second):
+        barrier.wait()
+    group.barrier()
+    if group.rank == 0:
+        first.start()
+        second.run() if group.size == 1 else second.start()
+    else:
+        first.start()
+    first.wait()
+    passed = second.poll() if group.rank == 0 else True
+    outcome = group.gather(passed)
+    if group.rank > 0:
+        second.start()
+    second.wait()
+    memory.free()
+    assert outcome == [group.size == 1] + [True] * (group.size - 1)
+
+
+@pytest.mark.mpi
+@ORDERED
+def test_who_does_not_come_is_named_after_the_time_limit(group: Group, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered, timeout_s=0.3)
+    error = ""
+    if group.rank == group.size - 1:
+        time.sleep(0.6)
+    begin = time.monotonic()
+    if group.rank < group.size - 1:
+        with pytest.raises(CommError) as caught:
+            memory.barrier()
+        error = str(caught.value)
+    else:
+        memory.barrier()
+    waited_s = time.monotonic() - begin
+    outcomes = group.gather([error, waited_s])
+    memory.free()
+    late = f"rank {group.size - 1} did not come to a barrier of the ranks of this node within 0.3 s"
+    assert all(late in text and 0.2 < seconds < 10 for text, seconds in outcomes[:-1])

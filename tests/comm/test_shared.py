@@ -1,0 +1,166 @@
+"""The sum through shared memory against NumPy's: any lengths, ranks, nodes, in turns and in flight."""
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.shared import SharedSum, own_slice
+from nnmpi.errors import CommError, ShapeError
+
+LENGTHS = [0, 1, 5, 16, 1003, 100_003]
+
+
+def values(rank: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+    """Return n numbers that differ by rank and turn."""
+    draws = np.random.default_rng([rank, n, turn])
+    return draws.integers(0, 9, n).astype(dtype) if np.dtype(dtype).kind in "iu" else draws.normal(size=n).astype(dtype)
+
+
+def added(size: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+    """Return the sum of all ranks' values, added in rank order."""
+    total = values(0, n, dtype, turn)
+    for rank in range(1, size):
+        total += values(rank, n, dtype, turn)
+    return total
+
+
+def blocks_of_two(group: Group) -> list[int]:
+    """Return nodes for the ranks: two on each, the last one may be alone."""
+    return [rank // 2 for rank in range(group.size)]
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
+def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, dtype: str) -> None:
+    array = np.zeros(n, dtype)
+    cuts = [own_slice(array, size, rank) for rank in range(size)]
+    for cut in cuts:
+        array[cut] += 1
+    assert (array == 1).all()
+    assert all(cut.start * array.itemsize % 64 == 0 or cut.start == n for cut in cuts)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("place", ["shared", "private", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, place: str, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered)
+    right = []
+    for n in LENGTHS:
+        array = memory.allocate(n, dtype)
+        if place == "private" or (place == "mixed" and group.rank == 0):
+            array = np.zeros(n, dtype)
+        shared_sum = SharedSum(array, memory, block_bytes=4096, stage_bytes=100_000)
+        for turn in range(2):
+            array[:] = values(group.rank, n, dtype, turn)
+            shared_sum.run()
+            right.append(np.array_equal(array, added(group.size, n, dtype, turn)))
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
+    memory = SharedMemory(group, nodes=blocks_of_two(group))
+    outcomes = []
+    for n in LENGTHS:
+        for array in (memory.allocate(n, "float32"), np.zeros(n, "float32")):
+            array[:] = values(group.rank, n, "float32")
+            SharedSum(array, memory, tag=3).run()
+            outcomes.append([np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()])
+    memory.free()
+    everyones = group.gather(outcomes)
+    assert all(close for outcome in everyones for close, _ in outcome)
+    assert all(outcome == everyones[0] for outcome in everyones)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("n", [3, 300])
+def test_thousands_in_a_row_never_meet_one_another(group: Group, n: int) -> None:
+    memory = SharedMemory(group)
+    array = memory.allocate(n, "int64")
+    shared_sum = SharedSum(array, memory)
+    base, wrong = np.arange(n), 0
+    for turn in range(1000):
+        array[:] = base * (group.rank + 1) + turn
+        shared_sum.run()
+        wrong += not np.array_equal(array, base * (group.size * (group.size + 1) // 2) + group.size * turn)
+    memory.free()
+    assert group.gather(wrong) == [0] * group.size
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("nodes", ["one node", "several"])
+def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, nodes: str, ordered: bool) -> None:
+    several = blocks_of_two(group) if nodes == "several" else None
+    memory = SharedMemory(group, nodes=several, ordered=ordered)
+    array = memory.allocate(1000, "int64")
+    cuts = [slice(600, 1000), slice(37, 600), slice(0, 37)]
+    sums = [SharedSum(array[cut], memory, tag) for tag, cut in enumerate(cuts)]
+    right = []
+    for turn in range(50):
+        array[:] = values(group.rank, 1000, "int64", turn)
+        for i in range(3):
+            sums[(i + group.rank) % 3].start()
+        under_way = list(sums)
+        while under_way:
+            under_way = [one for one in under_way if not one.poll()]
+        right.append(np.array_equal(array, added(group.size, 1000, "int64", turn)))
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_without_its_barrier_the_sum_is_wrong(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault that the tests above must notice."""
+    memory = SharedMemory(group)
+    array = memory.allocate(300, "int64")
+    shared_sum = SharedSum(array, memory)
+    monkeypatch.setattr(shared_sum, "_runs", shared_sum._runs[1:2])
+    wrong = 0
+    for turn in range(1000):
+        array[:] = values(group.rank, 300, "int64", turn)
+        shared_sum.run()
+        wrong += not np.array_equal(array, added(group.size, 300, "int64", turn))
+    group.barrier()
+    memory.free()
+    assert (sum(group.gather(wrong)) > 0) == (group.size > 1)
+
+
+@pytest.mark.mpi
+def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
+    memory = SharedMemory(group)
+    last = group.rank == group.size - 1
+    for odd in (np.zeros(8, "float32"), np.zeros(9, "float64")):
+        mine = odd if last and group.size > 1 else np.zeros(8, "float64")
+        if group.size > 1:
+            with pytest.raises(CommError, match="rank 0 has 8 elements of float64, rank"):
+                SharedSum(mine, memory)
+    memory.free()
+
+
+@pytest.mark.mpi
+def test_a_sum_under_way_is_not_started_again(group: Group) -> None:
+    memory = SharedMemory(group)
+    shared_sum = SharedSum(memory.allocate(10, "float32"), memory)
+    right = group.size == 1
+    if group.size > 1:
+        shared_sum.start()
+        if group.rank == 0:
+            with pytest.raises(CommError, match="tag 0 is still running"):
+                shared_sum.start()
+        shared_sum.wait()
+        right = True
+    memory.free()
+    assert all(group.gather(right))
+
+
+def test_arrays_that_cannot_be_summed_are_refused(group: Group) -> None:
+    memory = SharedMemory(group)
+    with pytest.raises(ShapeError, match="works on 1-D arrays"):
+        SharedSum(np.zeros((2, 3)), memory)
+    memory.free()
