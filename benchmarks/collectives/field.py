@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from benchmarks.collectives.contestants import Entry, staged
 from benchmarks.collectives.gloo import gloo_sum
-from benchmarks.collectives.names import GLOO, UPDATE
+from benchmarks.collectives.names import GLOO, SHARED, UPDATE
 from benchmarks.collectives.options import Options
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.collectives.prediction import Prediction
@@ -17,6 +17,9 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
 from nnmpi.comm.choose import choose
 from nnmpi.comm.group import Group
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.shared import SharedSum
+from nnmpi.errors import DeviceError, UsageError
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays
 
@@ -35,6 +38,10 @@ class Field:
     Attributes:
         entries: in the order of the options' algorithms.
         chosen: by name, what stands behind one that chooses.
+        missing: why some of them are left out, a sentence each.
+
+    Raises:
+        DeviceError: on all ranks, when there is no shared memory for a contestant that was asked for by name.
     """
 
     def __init__(self, options: Options, group: Group, backend: Backend, prediction: Prediction, nbytes: int) -> None:
@@ -44,13 +51,25 @@ class Field:
         self._pattern = Pattern(contract, group.rank, group.size, self._elements, options.dtype, backend)
         self._private: NDArray[Any] | None = None
         self._device: Array | None = None
+        self._memory: SharedMemory | None = None
+        self._window: NDArray[Any] | None = None
         self.chosen: dict[str, str] = {}
-        self.entries = [self._make(name, name) for name in options.algorithms]
+        self.missing: list[str] = []
+        self.entries: list[Entry] = []
+        for name in options.algorithms:
+            try:
+                self.entries.append(self._make(name, name))
+            except (DeviceError, UsageError) as error:  # on all ranks
+                if not options.everything:
+                    raise
+                self.missing.append(f"{name} is left out: {error}")
 
     def free(self) -> None:
         """Give back what MPI keeps. Collective."""
         for entry in self.entries:
             entry.free()
+        if self._memory is not None:
+            self._memory.free()
 
     def _make(self, name: str, algorithm: str) -> Entry:
         if algorithm == AUTO:
@@ -62,6 +81,8 @@ class Field:
             return self._native_update(name)
         if algorithm == GLOO:
             return self._entry(name, self._own(), gloo_sum(self._own()))
+        if algorithm == SHARED:
+            return self._entry(name, self._shared(), SharedSum(self._shared(), self._share()).run)
         pending = self._group.bind(self._own(), algorithm, operation=self._options.operation)
         return self._entry(name, self._own(), pending.run, pending.free)
 
@@ -79,6 +100,7 @@ class Field:
 
     def _native_update(self, name: str) -> Entry:
         """Return MPI's all-reduce with the update of all parameters on every rank."""
+        self._check_update(name)
         grads, params = self._own(), np.zeros(self._elements, self._options.dtype)
         pending = self._group.bind(grads, NATIVE)
         optimizer = SGD(Arrays([params], [grads]), lr=LR)
@@ -89,8 +111,28 @@ class Field:
 
         return Entry(name, self._pattern, grads, run, lambda: -params, lambda: params.fill(0), pending.free)
 
+    def _check_update(self, name: str) -> None:
+        """Refuse an update of what no optimizer works on."""
+        if np.dtype(self._options.dtype).kind != "f" or self._backend.xp is not np:
+            raise UsageError(
+                f"{name} updates float32 or float64 parameters in host memory, not {self._options.dtype} on "
+                f"{self._backend.name}; leave it away"
+            )
+
     def _own(self) -> NDArray[Any]:
         """Return this rank's private buffer."""
         if self._private is None:
             self._private = np.zeros(self._elements, self._options.dtype)
         return self._private
+
+    def _shared(self) -> NDArray[Any]:
+        """Return this rank's buffer in the node's memory. Collective the first time."""
+        if self._window is None:
+            self._window = self._share().allocate(self._elements, self._options.dtype)
+        return self._window
+
+    def _share(self) -> SharedMemory:
+        """Return what the node's ranks share. Collective the first time."""
+        if self._memory is None:
+            self._memory = SharedMemory(self._group)
+        return self._memory

@@ -1,5 +1,6 @@
 """Going through the sizes: time, print, write, one size after the other."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,13 @@ from benchmarks.collectives.options import Options
 from benchmarks.collectives.prediction import Prediction
 from benchmarks.collectives.ranks import MpiRanks
 from benchmarks.collectives.rows import Row, build_rows, line, title
-from benchmarks.collectives.timing import gather, nothing, take
+from benchmarks.collectives.timing import Interrupted, gather, nothing, take
 from benchmarks.collectives.verify import Verifier
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
 from nnmpi.train.progress import Console
+from nnmpi.train.signals import Stop
 
 
 class Measurement:
@@ -46,24 +48,25 @@ class Measurement:
 
         Raises:
             CommError: with --check, for a wrong result.
-            KeyboardInterrupt: when this rank is interrupted, after saying where the rows are.
+            SystemExit: on all ranks, after SIGINT or SIGTERM on any, when it is said where the rows are.
         """
         if GLOO in self._options.algorithms:
             start_gloo(self._group)
         try:
-            self._go_through()
-        except KeyboardInterrupt:
-            where = f" and {self._options.json}" if self._options.json else ""
-            self._console.say("", f"interrupted; {len(self.rows)} rows were finished, and stand above{where}")
-            raise
+            with Stop(self._group) as stop:
+                self._go_through(stop)
+        except Interrupted as error:
+            where = f" and in {self._options.json}" if self._options.json else ""
+            self._console.say(f"interrupted; {len(self.rows)} rows were finished, which stand above{where}")
+            sys.exit(128 + int(error.args[0]))
         if GLOO in self._options.algorithms:
             stop_gloo()
 
-    def _go_through(self) -> None:
+    def _go_through(self, stop: Stop) -> None:
         options, console = self._options, self._console
         console.say("", title())
         for number, nbytes in enumerate(options.sizes, start=1):
-            rows = self._measure(nbytes)
+            rows = self._measure(nbytes, stop)
             self.rows += rows
             console.say(*map(line, rows))
             self._save(finished=number == len(options.sizes))
@@ -71,12 +74,14 @@ class Measurement:
             plot.draw(options.plot, self._facts, self.rows)
             console.say(f"drawn: {options.plot}")
 
-    def _measure(self, nbytes: int) -> list[Row]:
+    def _measure(self, nbytes: int, stop: Stop) -> list[Row]:
         """Return the rows of one size. Collective."""
         options = self._options
         field = Field(options, self._group, self._backend, self._prediction, nbytes)
+        self._console.say(*field.missing)
         verify = Verifier(self._group, nbytes, options.dtype) if options.check else nothing
-        stamps = gather(take(field.entries, self._ranks, options.iterations, options.budget_s, verify), self._ranks)
+        own = take(field.entries, self._ranks, options.iterations, options.budget_s, verify, stop.asked)
+        stamps = gather(own, self._ranks)
         field.free()
         names = [entry.name for entry in field.entries]
         predicted = {name: self._prediction.seconds(field.chosen.get(name, name), nbytes) for name in names}

@@ -3,6 +3,7 @@
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
 
 ALL_REDUCE = "all-reduce"
+SHARED = "shared"  # loads and stores in memory that the node's ranks share
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
 UPDATE = "native+update"  # what it is compared with: MPI's all-reduce, then the update on every rank
 GLOO = "gloo"  # PyTorch's, for comparison
@@ -19,7 +20,7 @@ def algorithms(operation: str) -> tuple[str, ...]:
     made_of_steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
         return (NATIVE, *made_of_steps)
-    return (NATIVE, *made_of_steps, AUTO, UPDATE)
+    return (NATIVE, SHARED, *made_of_steps, AUTO, UPDATE)
 
 
 def known(operation: str) -> tuple[str, ...]:

@@ -1,6 +1,9 @@
 """What the buffers are filled with, and what they must hold afterwards: whole numbers, so that every sum is exact.
 
-    element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  weight(r)  +  k % 3
+    element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  r * 7919 % 97 + 1  +  k % 3
+
+where the moduli are smaller if the sum would not fit into the dtype otherwise: what becomes of it then is not the same
+in all MPI libraries (8-bit sums wrap in some and stop at the largest number in others).
 
 A chunk in the wrong place, one that is missing or counted twice, and one that is left from the call before all give
 another number. The tile is short and stays in the core's cache: refilling a buffer reads nothing else, and leaves the
@@ -43,6 +46,33 @@ class Wrong:
     expected: float
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """How large the parts of a value may be."""
+
+    tile: int
+    block: int
+    call: int
+    weight: int
+
+    @classmethod
+    def fitting(cls, dtype: str, size: int) -> "Range":
+        """Return the range whose sum over so many ranks is exact in this dtype."""
+        kind = np.dtype(dtype)
+        largest = 2 ** (np.finfo(kind).nmant + 1) if kind.kind == "f" else int(np.iinfo(kind).max)
+        room = largest // size
+        tile, block, call = min(10, room // 4), min(4, room // 4), min(2, room // 4)
+        return cls(tile, block, call, min(97, room - tile - block - call))
+
+    def weigh(self, rank: int) -> int:
+        """Return a number that tells this rank's values from its neighbours'."""
+        return rank * 7919 % self.weight + 1 if self.weight else 0
+
+    def shift(self, block: int, call: int) -> int:
+        """Return a number that tells this tile from those beside it, and this call from the one before."""
+        return block % (self.block + 1) + call % (self.call + 1)
+
+
 class Pattern:
     """The values of one operation on buffers of one length.
 
@@ -56,14 +86,15 @@ class Pattern:
     """
 
     def __init__(self, contract: Contract, rank: int, size: int, elements: int, dtype: str, backend: Backend) -> None:
-        self._tile = (np.arange(min(TILE, elements)) % 11).astype(dtype)
+        self._range = Range.fitting(dtype, size)
+        self._tile = (np.arange(min(TILE, elements)) % (self._range.tile + 1)).astype(dtype)
         self._on_device = backend.asarray(self._tile)
         self._xp = backend.xp
         chunks = split(elements, size)
-        self._before = list(_spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks))
-        self._after = [
-            span for span in _spans([contract.ends(rank, c, size) for c in range(size)], chunks) if span.parts
-        ]
+        weights = [self._range.weigh(each) for each in range(size)]
+        self._before = list(_spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks, weights))
+        after = _spans([contract.ends(rank, chunk, size) for chunk in range(size)], chunks, weights)
+        self._after = [span for span in after if span.parts]
 
     def fill(self, array: Array, call: int) -> None:
         """Write what this rank has before call number `call`."""
@@ -72,16 +103,16 @@ class Pattern:
                 array[span.start : span.stop] = JUNK
                 continue
             for start, stop, first, block in _blocks(span):
-                offset = block % 5 + span.weight + call % 3
+                offset = span.weight + self._range.shift(block, call)
                 self._xp.add(self._on_device[first : first + stop - start], offset, out=array[start:stop])
 
     def first_wrong(self, array: NDArray[Any], call: int) -> Wrong | None:
         """Return the first element of a host array that is not what the operation promises, None if all is well."""
         for span in self._after:
             for start, stop, first, block in _blocks(span):
-                offset = span.parts * (block % 5 + call % 3) + span.weight
+                offset = span.weight + span.parts * self._range.shift(block, call)
                 tile = self._tile[first : first + stop - start].astype(np.int64)
-                expected = (tile * span.parts + offset).astype(array.dtype)  # whole numbers wrap, as in MPI's sum
+                expected = (tile * span.parts + offset).astype(array.dtype)
                 wrong = np.flatnonzero(array[start:stop] != expected)
                 if wrong.size:
                     at = int(wrong[0])
@@ -89,12 +120,7 @@ class Pattern:
         return None
 
 
-def weight(rank: int) -> int:
-    """Return a small number that tells this rank's values from its neighbours'."""
-    return rank * 7919 % 97 + 1
-
-
-def _spans(parts: Sequence[int | None], chunks: Sequence[range]) -> Iterator[Span]:
+def _spans(parts: Sequence[int | None], chunks: Sequence[range], weights: Sequence[int]) -> Iterator[Span]:
     """Yield what lies together and holds the same parts."""
     edges = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1]), len(parts)]
     for first, last in pairwise(edges):
@@ -106,7 +132,7 @@ def _spans(parts: Sequence[int | None], chunks: Sequence[range]) -> Iterator[Spa
             yield Span(start, stop, 0, 0)
             continue
         counts = [count(held, rank) for rank in range(len(parts))]
-        yield Span(start, stop, sum(counts), sum(n * weight(rank) for rank, n in enumerate(counts)))
+        yield Span(start, stop, sum(counts), sum(n * own for n, own in zip(counts, weights, strict=True)))
 
 
 def _blocks(span: Span) -> Iterator[tuple[int, int, int, int]]:

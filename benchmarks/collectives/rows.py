@@ -131,12 +131,12 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("max us", 10, lambda row: _number(row.max_us)),
     ("p50 us", 10, lambda row: _number(row.p50_us)),
     ("p99 us", 10, lambda row: _number(row.p99_us)),
-    ("iterations", 11, lambda row: str(row.iterations)),
-    ("algbw GB/s", 11, lambda row: f"{row.algbw_gbs:.3g}"),
-    ("busbw GB/s", 11, lambda row: f"{row.busbw_gbs:.3g}"),
-    ("predicted us", 13, lambda row: _number(row.predicted_us)),
-    ("measured/predicted", 19, lambda row: _number(row.measured_over_predicted)),
-    ("native/this", 12, lambda row: _number(row.speed_against_native)),
+    ("iterations", 12, lambda row: str(row.iterations)),
+    ("algbw GB/s", 12, lambda row: f"{row.algbw_gbs:.3g}"),
+    ("busbw GB/s", 12, lambda row: f"{row.busbw_gbs:.3g}"),
+    ("predicted us", 14, lambda row: _number(row.predicted_us)),
+    ("measured/predicted", 20, lambda row: _number(row.measured_over_predicted)),
+    ("native/this", 13, lambda row: _number(row.speed_against_native)),
 )
 NAME_WIDTH = 17
 

@@ -50,6 +50,13 @@ class Contestant(Protocol):
 Verify: TypeAlias = Callable[[Any, int], None]
 """(contestant, call): called after each call, outside the time."""
 
+Stop: TypeAlias = Callable[[float], int]
+"""(seconds of a round) -> the signal to stop for, the same on all ranks; 0 to go on."""
+
+
+class Interrupted(Exception):
+    """A signal ended the measurement, on all ranks at the same round; it is the argument."""
+
 
 def take(
     contestants: Sequence[Contestant],
@@ -57,6 +64,7 @@ def take(
     iterations: int | None,
     budget_s: float,
     verify: Verify,
+    stop: Stop,
 ) -> Stamps:
     """Return this rank's stamps of all timed calls. Collective.
 
@@ -64,12 +72,16 @@ def take(
         contestants: the same on all ranks, in the same order.
         iterations: the number of rounds; None for as many as `budget_s` has room for.
         verify: called after each call, warm-up too, with the contestant and the number of the round.
+        stop: asked after each round; collective.
+
+    Raises:
+        Interrupted: on all ranks, when `stop` gives a signal.
     """
     begin = time.perf_counter()
-    play(contestants, ranks, range(WARM_UP), verify)
+    play(contestants, ranks, range(WARM_UP), verify, stop)
     seconds = float(ranks.gather_floats(np.array([time.perf_counter() - begin])).max())
     rounds = iterations or rounds_within(budget_s - seconds, seconds / WARM_UP)
-    return play(contestants, ranks, range(WARM_UP, WARM_UP + rounds), verify)
+    return play(contestants, ranks, range(WARM_UP, WARM_UP + rounds), verify, stop)
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
@@ -77,11 +89,12 @@ def rounds_within(budget_s: float, round_s: float) -> int:
     return int(min(max(budget_s / max(round_s, 1e-9), LEAST), MOST))
 
 
-def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify: Verify) -> Stamps:
+def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify: Verify, stop: Stop) -> Stamps:
     """Return this rank's stamps of these rounds. Collective."""
     clock = time.perf_counter
     stamps = np.empty((len(contestants), 2, len(rounds)))
     for column, call in enumerate(rounds):
+        round_begin = clock()
         for row, contestant in enumerate(contestants):
             contestant.refill(call)
             ranks.barrier()
@@ -90,6 +103,8 @@ def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify:
             end = clock()
             stamps[row, :, column] = begin, end
             verify(contestant, call)
+        if signal := stop(clock() - round_begin):
+            raise Interrupted(signal)
     return stamps
 
 
@@ -100,3 +115,8 @@ def gather(stamps: Stamps, ranks: Ranks) -> NDArray[np.float64]:
 
 def nothing(contestant: Any, call: int) -> None:
     """Verify nothing."""
+
+
+def never(round_s: float) -> int:
+    """Go on."""
+    return 0

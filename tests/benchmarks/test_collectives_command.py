@@ -1,0 +1,136 @@
+"""The benchmark as a user starts it: what it prints and writes, and how it ends."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collectives.names import algorithms
+from benchmarks.collectives.rows import title
+from tests.benchmarks.collectives_job import bench, read
+from tests.train.jobs import once, send
+
+FIELDS = {
+    *("algorithm", "size", "avg_us", "min_us", "max_us", "p50_us", "p99_us", "iterations", "algbw_gbs", "busbw_gbs"),
+    *("predicted_us", "measured_over_predicted", "speed_against_native", "chosen"),
+}
+
+# On rank 1 the ring forgets to add what arrives first.
+BROKEN_RING = """
+from dataclasses import replace
+import nnmpi.comm.algorithms.ring as module
+right = module.ring_reduce_scatter
+def broken(rank, size):
+    first, *others = right(rank, size)
+    return (replace(first, reduce=False), *others) if rank == 1 else (first, *others)
+module.ring_reduce_scatter = broken
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_everything_is_timed_and_right(tmp_path: Path, ranks: int) -> None:
+    words = "--min 4 --max 64k --factor 128 --check --iterations 2 --json result.json --plot result.png"
+    ending = bench(tmp_path, words, ranks)
+    assert ending.status == 0, ending.output
+    assert title() in ending.output
+    assert f"{ranks} on 1 node, " in ending.output
+    assert "results verified" in ending.output
+    content = read(tmp_path / "result.json")
+    rows = content["rows"]
+    assert [(row["size"], row["algorithm"]) for row in rows] == [
+        (size, name) for size in (4, 512, 65536) for name in algorithms("all-reduce")
+    ]
+    assert all(set(row) == FIELDS and row["iterations"] == 2 and row["p50_us"] > 0 for row in rows)
+    assert all(row["speed_against_native"] == 1 for row in rows if row["algorithm"] == "native")
+    assert all((row["chosen"] is not None) == (row["algorithm"] == "auto") for row in rows)
+    header = content["header"]
+    assert (header["ranks"], header["nodes"], header["finished"], header["checked"]) == (ranks, 1, True, True)
+    assert (tmp_path / "result.png").stat().st_size > 5000
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["output", "result.json", "result.png"]
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "all-gather", "reduce-scatter"])
+def test_other_operations_are_timed_and_right(tmp_path: Path, operation: str) -> None:
+    words = f"--operation {operation} --min 8 --max 80000 --factor 10000 --dtype float64 --check --iterations 2"
+    ending = bench(tmp_path, words, ranks=3)
+    assert ending.status == 0, ending.output
+    for name in algorithms(operation):
+        assert sum(line.startswith(f"{name} ") for line in ending.output.splitlines()) == 2
+
+
+def test_a_wrong_result_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_RING)
+    words = "--algorithms native,ring --min 4k --max 16k --check --iterations 2 --json result.json"
+    ending = bench(tmp_path, words, ranks=3)
+    assert ending.status == 1, ending.output
+    sentence = "rank 0 of 3 has a wrong result of ring with 4 KB of float32, call 0: element 0 is 90 and must be 154"
+    assert ending.output.count("has a wrong result of ring with 4 KB of float32, call 0: element ") == 1, sentence
+    assert "Traceback" not in ending.output
+    assert ending.seconds < 30
+
+
+@pytest.mark.parametrize("only_ranks", [True, False])
+def test_an_interruption_leaves_the_rows_so_far(tmp_path: Path, only_ranks: bool) -> None:
+    file = tmp_path / "result.json"
+    begun = once(
+        lambda: file.exists() and len(read(file)["rows"]) >= 4,
+        lambda: send(signal.SIGINT, str(file), only_ranks),
+        ends=False,
+    )
+    words = f"--algorithms native,ring --factor 2 --budget-s 0.5 --json {file}"
+    ending = bench(tmp_path, words, 3, begun)
+    assert ending.status not in (0, None), ending.output
+    content = read(file)
+    assert 4 <= len(content["rows"]) < 50
+    assert len(content["rows"]) % 2 == 0
+    assert content["header"]["finished"] is False
+    assert "Traceback" not in ending.output
+    assert [each.name for each in tmp_path.glob(".result*")] == []
+    if only_ranks:
+        assert ending.output.count("interrupted; ") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--algorithms native,rig", "--algorithms 'rig' is unknown; the names are all, native, "),
+        ("--min 1m --max 4k", "--min 1 MB is more than --max 4 KB"),
+        ("--json missing/a.json", "--json missing/a.json cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path, words: str, sentence: str) -> None:
+    ending = bench(tmp_path, words, ranks=2)
+    assert ending.status == 2, ending.output
+    assert ending.output.count(sentence) == 1
+    assert "Traceback" not in ending.output
+    assert "avg us" not in ending.output
+
+
+def test_help_is_printed_once(tmp_path: Path) -> None:
+    ending = bench(tmp_path, "--help", ranks=2)
+    assert ending.status == 0
+    assert ending.output.count("usage: mpirun -n P python benchmarks/collectives") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "sentence"),
+    [
+        ("cupy", "--backend cupy", "backend cupy cannot be used: cupy cannot be imported"),
+        ("matplotlib", "--plot a.png", "--plot needs matplotlib; install it (pip install 'nnmpi[plot]')"),
+        ("torch", "--algorithms native,gloo", "gloo is PyTorch's and torch is not installed; pip install torch"),
+    ],
+)
+def test_what_is_not_installed_is_named_before_anything_is_measured(
+    tmp_path: Path, missing: str, words: str, sentence: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.machinery as machinery\n"
+        "find = machinery.PathFinder.find_spec\n"
+        "def hide(name, *rest):\n"
+        f"    return None if name.partition('.')[0] == {missing!r} else find(name, *rest)\n"
+        "machinery.PathFinder.find_spec = hide\n"
+    )
+    ending = bench(tmp_path, words)
+    assert ending.status == (1 if missing == "cupy" else 2), ending.output
+    assert ending.output.count(sentence) == 1
+    assert "avg us" not in ending.output
