@@ -1,7 +1,7 @@
 """The links of the nodes: who may use them when, if several messages want to.
 
 A link carries one message out and one message in at a time, for as long as its bytes take (not during its latency).
-Messages get it in the order in which they become ready, at the same time the lower sender first:
+Messages get it in the order in which they become ready, at the same picosecond the lower sender first:
 
     ready      a    b c                        a, b and c leave the same node
     link out   |-- a --|-- b --|-- c --|
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
+# Moments closer than this are the same: the last digits of sums must not decide who goes first.
+INSTANT_S = 1e-12
 # A message that the sums below would delay by less than this part of the time did not wait: that is rounding.
 _ROUNDING = 1e-13
 
@@ -42,8 +44,9 @@ class Links:
     Attributes:
         nodes: how many nodes there are.
         waited_s: seconds that messages have waited for links, all together.
-        out_of_turn: messages that were ready before one that got their link earlier. `send` never makes any;
-            `send_round` may, since it does not know of messages of later rounds.
+        out_of_turn: messages that were ready before one that got their link earlier. Called in order of `ready`,
+            `send` never makes any; `send_round` may, since it does not know of messages of later rounds (there, one
+            that became ready at the same moment counts too).
     """
 
     nodes: int
@@ -62,7 +65,7 @@ class Links:
         begin = float(max(ready, out.free[source], into.free[target]))
         out.free[source] = into.free[target] = begin + wire
         self.waited_s += begin - ready
-        self.out_of_turn += bool(ready < out.latest[source] or ready < into.latest[target])
+        self.out_of_turn += bool(ready + INSTANT_S < max(out.latest[source], into.latest[target]))
         out.latest[source] = max(ready, out.latest[source])
         into.latest[target] = max(ready, into.latest[target])
         return begin
@@ -88,7 +91,7 @@ class Links:
                 waiting = waiting or bool(more.any())
                 begin = np.where(more, delayed, begin)
         self.waited_s += float((begin - ready).sum())
-        self.out_of_turn += int(((ready < out.latest[source]) | (ready < into.latest[target])).sum())
+        self.out_of_turn += int((ready - INSTANT_S < np.maximum(out.latest[source], into.latest[target])).sum())
         for nodes, direction in ((source, out), (target, into)):
             np.maximum.at(direction.free, nodes, begin + wire)
             np.maximum.at(direction.latest, nodes, ready)
@@ -100,7 +103,7 @@ def _queue(nodes: Ints, ready: Floats) -> Ints | None:
     counts = np.bincount(nodes)
     if counts.max(initial=0) < 2:
         return None
-    by_time = np.argsort(ready, kind="stable")
+    by_time = np.argsort(np.rint(ready / INSTANT_S), kind="stable")
     order = by_time[np.argsort(nodes[by_time], kind="stable")]
     queue = np.full((counts.size, counts.max()), -1)
     queue[np.arange(counts.max()) < counts[:, None]] = order

@@ -31,7 +31,10 @@ class Carrier(Protocol[T]):
     """Says how long things take."""
 
     def carry(self, sender: int, receiver: int, out: Move, into: Move, ready: T) -> T:
-        """Return when the messages are there that both ends are ready for at `ready`; called in order of `ready`."""
+        """Return when the messages are there that both ends are ready for at `ready`; called in order of `turn`."""
+
+    def turn(self, ready: T) -> int:
+        """Return a number by which messages that become ready are put in order; of equals the lower sender is first."""
 
     def add(self, rank: int, move: Move, over: T) -> T:
         """Return when a rank has added what the move brought, whose messages were there at `over`."""
@@ -71,39 +74,32 @@ def play(moves: Sequence[Sequence[Move]], clocks: Sequence[T], carrier: Carrier[
     players = [_Player(own, clock, clock) for own, clock in zip(moves, clocks, strict=True)]
     for player in players:
         player.open()
-    queue: list[tuple[T, int, int]] = []  # (ready, sender, receiver)
+    queue: list[tuple[int, int, int, T]] = []  # (turn, sender, receiver, ready)
+
+    def meet(sender: int | None, receiver: int | None) -> None:
+        """Queue what one sends to the other if both have come to it."""
+        if sender is None or receiver is None:
+            return
+        source, target = players[sender], players[receiver]
+        if source.sending == receiver and target.receiving == sender:
+            ready = target.clock if source.clock < target.clock else source.clock
+            heappush(queue, (carrier.turn(ready), sender, receiver, ready))
+
     for rank, player in enumerate(players):
-        if player.sending is not None and players[player.sending].receiving == rank:
-            heappush(queue, _meet(players, rank, player.sending))
+        meet(rank, player.sending)
     while queue:
-        ready, sender, receiver = heappop(queue)
+        _, sender, receiver, ready = heappop(queue)
         source, target = players[sender], players[receiver]
         end = carrier.carry(sender, receiver, source.moves[source.at], target.moves[target.at], ready)
         source.sending = target.receiving = None
-        source.over, target.over = _later(source.over, end), _later(target.over, end)
         for rank, player in ((sender, source), (receiver, target)):
+            player.over = end if player.over < end else player.over
             if player.sending is None and player.receiving is None:
                 player.clock = carrier.add(rank, player.moves[player.at], player.over)
                 player.open()
-                _look(players, rank, queue)
+                meet(rank, player.sending)
+                meet(player.receiving, rank)
     for rank, player in enumerate(players):
         if player.at < len(player.moves):
             raise ScheduleError(f"rank {rank} waits for ever in its step {player.at}; prove the algorithm first")
     return [player.clock for player in players]
-
-
-def _look(players: Sequence[_Player[T]], rank: int, queue: list[tuple[T, int, int]]) -> None:
-    """Queue the messages of the move that a rank has just come to, if the other end is there already."""
-    player = players[rank]
-    if player.sending is not None and players[player.sending].receiving == rank:
-        heappush(queue, _meet(players, rank, player.sending))
-    if player.receiving is not None and players[player.receiving].sending == rank:
-        heappush(queue, _meet(players, player.receiving, rank))
-
-
-def _meet(players: Sequence[_Player[T]], sender: int, receiver: int) -> tuple[T, int, int]:
-    return _later(players[sender].clock, players[receiver].clock), sender, receiver
-
-
-def _later(one: T, other: T) -> T:
-    return other if one < other else one

@@ -78,6 +78,10 @@ class _Counter:
         seconds = ready.seconds + sum(self.fares.fare(sender, receiver, out, into))
         return replace(ready, seconds=seconds, rounds=ready.rounds + 1, sent_bytes=ready.sent_bytes + sum(out.sends))
 
+    def turn(self, ready: _Path) -> int:
+        """Return 0: nobody waits for a link, so any order will do."""
+        return 0
+
     def add(self, rank: int, move: Move, over: _Path) -> _Path:
         """Return the path with the sum of what came."""
         if not move.reduce or not move.recvs:

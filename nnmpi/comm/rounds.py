@@ -11,7 +11,9 @@ steps of rank 0 tell everything, and a round is a handful of sums over arrays wi
 
 4096 ranks take 8190 rounds of a ring, which are 33 million messages, in seconds. The result is that of `play`, but for
 links that several ranks share where ranks are so far apart in time that a message of a later round is ready before one
-of an earlier round: here the earlier round goes first. `Links.out_of_turn` counts these messages.
+of an earlier round: here the earlier round goes first. `Links.out_of_turn` counts these messages. Where it counted any,
+16 to 128 ranks strewn over nodes of 4 or 8 were done after 0.87 to 1.14 of the exact time; where it counted none, the
+times were the same. (When neighbouring ranks share a node, only one of them uses its link in a round: it counts none.)
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from nnmpi.comm.collective import Collective, Phase
 from nnmpi.comm.fare import Fares
-from nnmpi.comm.links import Links
+from nnmpi.comm.links import INSTANT_S, Links
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.moves import Lengths, Move
 from nnmpi.comm.play import play
@@ -113,6 +113,10 @@ class _Seconds:
             ready = self.links.send(nodes[sender], nodes[receiver], ready, wire)
         self.messages += len(out.sends)
         return ready + (latency + wire)
+
+    def turn(self, ready: float) -> int:
+        """Return the instant."""
+        return round(ready / INSTANT_S)
 
     def add(self, rank: int, move: Move, over: float) -> float:
         """Return when what came has been added."""
