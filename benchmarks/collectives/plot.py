@@ -25,20 +25,21 @@ def check_can_draw() -> None:
 
 def draw(file: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Draw the rows into the file; its name says the format."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9.6, 6.4), layout="constrained")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10.8, 6.0), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes in each rank's buffer", ylabel="time, us")
     colours = importlib.import_module("matplotlib").colormaps["tab10"].colors
+    some = any(row.predicted_us for row in rows)
     for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         own = [row for row in rows if row.algorithm == name]
-        _draw_one(axes, own, colours[number % len(colours)], MARKERS[number % len(MARKERS)])
+        _draw_one(axes, own, colours[number % len(colours)], MARKERS[number % len(MARKERS)], some)
     sizes = sorted({row.size for row in rows})
     axes.set_xticks(sizes, [name_bytes(size) for size in sizes], rotation=45, ha="right")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    if any(row.predicted_us for row in rows):
-        axes.plot([], [], color="grey", label="predicted (lines)")
-        axes.plot([], [], color="grey", marker="o", linestyle="", label="measured, median (points)")
-    axes.legend(loc="upper left")
+    if some:
+        axes.plot([], [], color="grey", label="lines: predicted")
+        axes.plot([], [], color="grey", marker="o", linestyle="", label="points: measured, median")
+    figure.legend(loc="outside right upper")
     axes.set_title(
         f"{header['operation']}, {header['ranks']} ranks on {header['nodes']} node{'s' * (header['nodes'] != 1)}, "
         f"{header['mpi']}, {header['dtype']}"
@@ -46,7 +47,7 @@ def draw(file: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _draw_one(axes: Any, rows: Sequence[Row], colour: Any, marker: str) -> None:
+def _draw_one(axes: Any, rows: Sequence[Row], colour: Any, marker: str, some_predicted: bool) -> None:
     """Draw one algorithm's points, and its line where there is a prediction; else a thin line joins the points."""
     predicted = [(row.size, row.predicted_us) for row in rows if row.predicted_us]
     if predicted:
@@ -59,5 +60,5 @@ def _draw_one(axes: Any, rows: Sequence[Row], colour: Any, marker: str) -> None:
         markersize=6,
         linestyle="" if predicted else ":",
         linewidth=0.8,
-        label=rows[0].algorithm + ("" if predicted else " (not predicted)"),
+        label=rows[0].algorithm + ("" if predicted or not some_predicted else " (not predicted)"),
     )

@@ -1,4 +1,8 @@
-"""When each rank enters and leaves each call, taken in rounds: A B C, A B C, ... in one process.
+"""When each rank enters and leaves each call, taken in rounds in one process: every contestant once in each round.
+
+    round 1  |  A  |  B  |  C  |     the order changes from round to round (and is the same on all ranks), since a call
+    round 2  |  C  |  A  |  B  |     leaves caches and threads in a state that the next one meets: MPI's own call took
+    round 3  |  B  |  C  |  A  |     three times as long when it always came behind gloo
 
     rank 0   refill | barrier |>--- call ---|                     refill | barrier |>-- ...
     rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
@@ -8,6 +12,7 @@ The machine's moods then meet all contestants alike. Refilling is not timed, but
 part of the result stays in its core's cache, and shared memory looks three times better than it is.
 """
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -95,7 +100,8 @@ def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify:
     stamps = np.empty((len(contestants), 2, len(rounds)))
     for column, call in enumerate(rounds):
         round_begin = clock()
-        for row, contestant in enumerate(contestants):
+        for row in order(len(contestants), call):
+            contestant = contestants[row]
             contestant.refill(call)
             ranks.barrier()
             begin = clock()
@@ -106,6 +112,11 @@ def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify:
         if signal := stop(clock() - round_begin):
             raise Interrupted(signal)
     return stamps
+
+
+def order(contestants: int, call: int) -> list[int]:
+    """Return the numbers of the contestants in the order of this round, which every rank finds for itself."""
+    return random.Random(call).sample(range(contestants), contestants)
 
 
 def gather(stamps: Stamps, ranks: Ranks) -> NDArray[np.float64]:
