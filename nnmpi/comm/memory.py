@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -24,7 +24,7 @@ from nnmpi.comm.window import SHM, Window, check_room, find_folder, window_bytes
 from nnmpi.errors import ShapeError, UsageError
 
 
-class Ranks(Gathers):
+class Ranks(Gathers, Protocol):
     """What of a `Group` is needed here."""
 
     comm: MPI.Comm

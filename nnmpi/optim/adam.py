@@ -1,7 +1,7 @@
 """Adam and AdamW: gradients divided by a running root mean square of themselves."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from nnmpi.backend.array import Array
@@ -45,13 +45,13 @@ class Adam(Optimizer):
         self.eps: Final = non_negative("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
         beta1, beta2 = self.betas
         # m / c1 / (sqrt(v / c2) + eps)  =  m * (r / c1) / (sqrt(v) + eps * r)  with r = sqrt(c2): one pass less
         root = math.sqrt(1 - beta2**self.steps)
         rate = lr * root / (1 - beta1**self.steps)
         eps = self.eps * root
-        for block in self._blocks:
+        for block in blocks:
             self._average(block, self._gradient(block, lr))
             xp, (m, v), change = block.xp, block.slots, block.scratch[1]
             xp.sqrt(v, out=change)

@@ -5,10 +5,12 @@ the next update is then, bit for bit, the one that a run without a break would h
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim.blocks import Block, Scratch, block_elements, pieces
 from nnmpi.optim.checks import non_negative
 from nnmpi.optim.storage import Storage, check
@@ -41,7 +43,7 @@ class Optimizer(ABC):
         self.weight_decay = _decay_by_buffer(weight_decay, storage.groups)
         self._slots = {name: [_zeros_like(data) for data in storage.data] for name in slots}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
-        self._blocks = self._cut()
+        self._blocks = self.cut()
 
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
@@ -52,29 +54,73 @@ class Optimizer(ABC):
             UsageError: when `lr` was set to a negative or non-finite value, the storage holds other arrays than
                 when the optimizer was made, or the model was initialized again.
         """
-        lr = non_negative("lr", self.lr)
+        non_negative("lr", self.lr)
         self.storage.finish_gradients()
+        self.update(self._blocks, self.storage.frozen())
+
+    def update(self, blocks: Iterable[Block], frozen: Iterable[Array] = ()) -> None:
+        """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
+
+        For strategies that share out the blocks among ranks, or add up a block's gradient just before it is used.
+
+        Args:
+            blocks: what `cut` gave; a generator may write a block's `grad` before it yields it.
+            frozen: arrays that are put back as they are now.
+
+        Raises:
+            UsageError: see `step`.
+        """
+        lr = non_negative("lr", self.lr)
         self._require_same_arrays()
         self.steps += 1
-        frozen = [(part, part.copy()) for part in self.storage.frozen()]
-        self._update(lr)
-        for part, values in frozen:  # decay and momentum move also what has no gradient
+        kept = [(part, part.copy()) for part in frozen]
+        self._update(lr, blocks)
+        for part, values in kept:  # decay and momentum move also what has no gradient
             part[...] = values
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""
         return {name: list(arrays) for name, arrays in self._slots.items()}
 
+    def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
+        """Work on the arrays that the storage has now, of the same shapes and dtypes as before.
+
+        Args:
+            allocate: (elements, dtype) -> a 1-D array, into which the state is copied; it stays where it is without.
+
+        Raises:
+            ShapeError: when the storage's arrays are others than before in number, shape or dtype.
+        """
+        check(self.storage)
+        shapes = [[(array.shape, array.dtype) for array in arrays] for arrays in (self._data, self.storage.data)]
+        if shapes[0] != shapes[1]:
+            raise ShapeError("the storage's arrays have other shapes than before; make a new optimizer")
+        self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
+        if allocate is not None:
+            for arrays in self._slots.values():
+                for i, array in enumerate(arrays):
+                    arrays[i] = allocate(array.size, array.dtype).reshape(array.shape)
+                    arrays[i][...] = array
+        self._blocks = self.cut()
+
     @abstractmethod
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
         """Update every block; `steps` already counts this update."""
 
-    def _cut(self) -> tuple[Block, ...]:
+    def cut(self, parts: Sequence[slice] | None = None, grads: Sequence[Array] | None = None) -> tuple[Block, ...]:
+        """Return blocks of the buffers and their state.
+
+        Args:
+            parts: the part of each buffer that is meant; all of it by default.
+            grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
+        """
         scratch = Scratch(self._data)
+        grads = self._grads if grads is None else grads
         blocks = []
-        for i, (data, grad) in enumerate(zip(self._data, self._grads, strict=True)):
-            state = [arrays[i] for arrays in self._slots.values()]
-            for part, part_grad, *part_state in pieces([data, grad, *state], block_elements(data)):
+        for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
+            whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
+            arrays = whole if parts is None else [array[parts[i]] for array in whole]
+            for part, part_grad, *part_state in pieces(arrays, block_elements(data)):
                 blocks.append(
                     Block(
                         xp=namespace(part),
@@ -90,7 +136,7 @@ class Optimizer(ABC):
     def _require_same_arrays(self) -> None:
         """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""
         for kept, now in ((self._data, self.storage.data), (self._grads, self.storage.grads)):
-            if len(kept) != len(now) or any(a is not b for a, b in zip(kept, now, strict=True)):
+            if len(kept) != len(now) or not all(map(is_, kept, now)):
                 raise UsageError("the storage's arrays were replaced; make a new optimizer after changing them")
 
 

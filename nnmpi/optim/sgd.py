@@ -1,6 +1,6 @@
 """Stochastic gradient descent with momentum, Nesterov's momentum and L2 weight decay."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from nnmpi.backend.array import Array
@@ -47,8 +47,8 @@ class SGD(Optimizer):
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
-    def _update(self, lr: float) -> None:
-        for block in self._blocks:
+    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
+        for block in blocks:
             direction = self._direction(block, decayed_gradient(block))
             change = block.scratch[1]
             block.xp.multiply(direction, lr, out=change)

@@ -10,7 +10,7 @@ another's gradients. Each parameter begins at a multiple of 64 bytes; the gaps h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -80,11 +80,32 @@ class FlatStorage:
             if values[name].shape != parameter.declared:
                 raise ShapeError(f"{name} got values of shape {values[name].shape}, not {parameter.declared}")
             parameter.name = name
-            parameter.data = self.data[span.buffer][span.start : span.stop].reshape(parameter.declared)
-            parameter.buffer = self.grads[span.buffer][span.start : span.stop].reshape(parameter.declared)
+            self._views.append(self._lay(span))
             parameter.data[...] = values[name]
-            parameter.grad = None
-            self._views.append((parameter.data, parameter.buffer))
+
+    def _lay(self, span: Span) -> tuple[Array, Array]:
+        """Let a parameter have its place in the flat arrays, and no gradient; return its views."""
+        parameter, part = span.parameter, slice(span.start, span.stop)
+        parameter.data = self.data[span.buffer][part].reshape(parameter.declared)
+        parameter.buffer = self.grads[span.buffer][part].reshape(parameter.declared)
+        parameter.grad = None
+        return parameter.data, parameter.buffer
+
+    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
+        """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
+
+        Nothing is copied: the values are those found there, and gradients are forgotten. An optimizer has to follow:
+        see its `move`.
+
+        Raises:
+            ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
+        """
+        for now, then in ((self.data, data), (self.grads, grads)):
+            if then is not None and [(a.shape, a.dtype) for a in now] != [(a.shape, a.dtype) for a in then]:
+                raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
+        self.data = self.data if data is None else list(data)
+        self.grads = self.grads if grads is None else list(grads)
+        self._views = [self._lay(span) for span in self.spans]
 
     @property
     def size(self) -> int:

@@ -1,0 +1,201 @@
+"""The update fused into the sum of gradients: parameters stand once per node, each rank updates its slice of them.
+
+                  slice 0     slice 1     slice 2
+    gradients   | a0        | a1        | a2        |  rank 0's own      barrier: all gradients are final
+                | b0        | b1        | b2        |  rank 1's own      rank r adds up column r, block by block, and
+                | c0        | c1        | c2        |  rank 2's own        updates the parameters there from it
+    parameters  | w0        | w1        | w2        |  of all            barrier: all parameters are new
+    state       | m0        | m1        | m2        |  of all
+                  by rank 0   by rank 1   by rank 2
+
+The sum is used where it was computed, while it is in the cache, and never written to the other ranks; each rank does
+its share of the update, and touches that share of the optimizer's state alone. The new parameters are, bit for bit,
+those of a shared-memory all-reduce and an ordinary update (see `comm.shared`).
+
+With the length of the gradient, which clipping and the check for divergence need, it takes two passes: `reduce`, then
+`update`. Over several nodes the ranks of the same number on their nodes add up their slices in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import sqrt
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.algorithms.ring import ring
+from nnmpi.comm.execute import Execution
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.shared import own_slice
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.optim.blocks import Block
+from nnmpi.optim.clip import scale, sum_of_squares
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.tensor.flat import FlatStorage
+
+
+def house(storage: FlatStorage, memory: SharedMemory) -> None:
+    """Move a model's parameters to arrays that stand once per node, and its gradients to shared ones. Collective.
+
+    The parameters become those of the node's first rank.
+
+    Raises:
+        UsageError: for a model that is not in host memory.
+        DeviceError: on all ranks, when there is no room for it.
+    """
+    if not all(isinstance(array, np.ndarray) for array in storage.data):
+        raise UsageError("a fused update works on arrays in host memory; use the NumPy backend, or leave it out")
+    data = [memory.common(array.size, array.dtype) for array in storage.data]
+    grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
+    if memory.rank == 0:
+        for new, old in zip(data, storage.data, strict=True):
+            new[...] = old
+    memory.barrier()
+    storage.move(data, grads)
+
+
+class FusedUpdate:
+    """Sums gradients over the ranks and updates parameters in one go. Making one, and all it does, is collective.
+
+    Args:
+        optimizer: over 1-D buffers that stand once per node (`SharedMemory.common`), with gradients that each rank
+            has for itself (`SharedMemory.allocate`); see `house`. Its state is moved to memory of the node.
+        memory: of the group whose ranks take part.
+        tag: of its barrier, see `SharedMemory.barrier_of`.
+
+    Raises:
+        UsageError: for gradients that do not lie in the memory.
+        LayoutError: on all ranks, for several nodes with different numbers of ranks.
+        DeviceError: on all ranks, when there is no room for the optimizer's state.
+    """
+
+    def __init__(self, optimizer: Optimizer, memory: SharedMemory, tag: int = 0) -> None:
+        storage = optimizer.storage
+        if not all(memory.holds(grad) for grad in storage.grads):
+            raise UsageError("a fused update needs gradients in shared memory; move the model there first: house()")
+        _check_nodes(memory)
+        optimizer.move(memory.common)
+        self.optimizer, self._memory = optimizer, memory
+        self._own = [own_slice(data, memory.size, memory.rank) for data in storage.data]
+        self._parts = [memory.parts(grad) for grad in storage.grads]
+        self._sums = [parts[0][own] for parts, own in zip(self._parts, self._own, strict=True)]
+        self._blocks, self._others = self._cut()
+        self._passing = _with_common_gradient(self._blocks) if memory.size > 1 else self._blocks
+        self._across = self._bind_across(tag)
+        self._lengths = memory.common(memory.size, np.float64)
+        self._barrier = memory.barrier_of(tag)
+
+    def step(self) -> None:
+        """Do one update from the sum of all ranks' gradients, which hold anything afterwards.
+
+        Raises:
+            UsageError: see `Optimizer.step`.
+            CommError: when another rank does not come in time.
+        """
+        self.optimizer.storage.finish_gradients()
+        self._barrier.run()
+        if self._across:
+            self._add()
+            self.optimizer.update(self._blocks, self._frozen())
+        else:
+            self.optimizer.update(self._adding(), self._frozen())
+        self._barrier.run()
+
+    def reduce(self) -> float:
+        """Add up the gradients of all ranks and return the length of the sum: the first half of an update.
+
+        The blocks of the sum of squares are cut at other places than `optim.clip` cuts them, so the last bits of the
+        length may differ from what it gives; they are the same on all ranks.
+
+        Raises:
+            CommError: when another rank does not come in time.
+        """
+        self.optimizer.storage.finish_gradients()
+        self._barrier.run()
+        self._add()
+        self._lengths[self._memory.rank] = sum_of_squares(self._sums)
+        self._barrier.run()
+        return sqrt(sum(self._lengths.tolist()))
+
+    def update(self, factor: float = 1.0) -> None:
+        """Update the parameters from the gradients times a factor: the second half, after `reduce`.
+
+        Raises:
+            UsageError: see `Optimizer.step`.
+            CommError: when another rank does not come in time.
+        """
+        scale(self._sums, factor)
+        self.optimizer.update(self._blocks, self._frozen())
+        self._barrier.run()
+
+    def _add(self) -> None:
+        """Add up this rank's slices of all gradients, into the first rank's."""
+        for block, others in zip(self._blocks, self._others, strict=True):
+            for other in others:
+                np.add(block.grad, other, block.grad)
+        for execution in self._across:
+            execution.run()
+
+    def _adding(self) -> Iterator[Block]:
+        """Yield this rank's blocks, each when its gradients have just been added up, where they stay in the cache."""
+        add = np.add
+        for block, found, others in zip(self._passing, self._blocks, self._others, strict=True):
+            total, first = block.grad, found.grad
+            for other in others:
+                add(first, other, total)
+                first = total
+            yield block
+
+    def _cut(self) -> tuple[tuple[Block, ...], list[tuple[Array, ...]]]:
+        """Return this rank's blocks, with the first rank's gradients, and the other ranks' gradients for each."""
+        first, *rest = (
+            self.optimizer.cut(self._own, [parts[rank] for parts in self._parts]) for rank in range(self._memory.size)
+        )
+        return first, [tuple(blocks[i].grad for blocks in rest) for i in range(len(first))]
+
+    def _bind_across(self, tag: int) -> list[Execution]:
+        """Return the sums over the ranks that have this one's slices on the other nodes."""
+        across = self._memory.across
+        if across.Get_size() == 1:
+            return []
+        steps = ring(across.Get_rank(), across.Get_size())
+        return [Execution(steps, own, across, tag, persistent=True) for own in self._sums]
+
+    def _frozen(self) -> list[Array]:
+        """Return what of the frozen parameters this rank would update."""
+        storage = self.optimizer.storage
+        return [
+            part
+            for array in storage.frozen()
+            for data, own in zip(storage.data, self._own, strict=True)
+            for part in _overlap(array, data[own])
+        ]
+
+
+def _check_nodes(memory: SharedMemory) -> None:
+    counts = sorted({memory.node_of.count(node) for node in memory.node_of})
+    if len(counts) > 1:
+        raise LayoutError(
+            f"a fused update over several nodes needs as many ranks on each, not {counts[0]} and {counts[-1]}; start "
+            "as many on each, or leave it out"
+        )
+
+
+def _with_common_gradient(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks with gradients that all lie in the same memory, one of a kind, which stays in the cache."""
+    longest: dict[str, Array] = {}
+    for block in blocks:
+        kind = str(block.grad.dtype)
+        if kind not in longest or longest[kind].size < block.grad.size:
+            longest[kind] = np.empty(block.grad.size, block.grad.dtype)
+    return tuple(replace(block, grad=longest[str(block.grad.dtype)][: block.grad.size]) for block in blocks)
+
+
+def _overlap(array: Array, part: Array) -> Iterator[Array]:
+    """Yield the view of a C-contiguous array that lies in `part`, if any of it does."""
+    start = (part.ctypes.data - array.ctypes.data) // array.itemsize
+    found = array.reshape(-1)[max(start, 0) : max(start + part.size, 0)]
+    if found.size:
+        yield found
