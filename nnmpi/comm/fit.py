@@ -1,0 +1,164 @@
+"""The cost model's numbers for the machine at hand: measured once, kept in a file, used to predict and to choose.
+
+    mpirun -n 4 python -m nnmpi.comm fit        ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
+
+A fit holds for the ranks, nodes and MPI that it was made with. What is made of messages is predicted by simulating its
+steps on the fitted machine. What is not made of messages that could be looked at (MPI's own all-reduce, the one through
+shared memory) was measured as it is, at several lengths.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_algorithm
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.simulate import simulate
+from nnmpi.errors import NnmpiError, UsageError
+
+FORMAT = 1
+COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What messages, sums and whole all-reduces cost on a machine, for one number of ranks.
+
+    Attributes:
+        machine: links and adding.
+        native: seconds of MPI's own all-reduce by bytes, as a blocking call.
+        native_started: the same, started and then waited for, which is another code in MPI.
+        shared: seconds of the all-reduce through shared memory; None where there is none.
+        facts: "ranks", "nodes" (of each rank), "mpi", "host", "cpu", "cores", "date" and more.
+    """
+
+    machine: Machine
+    native: Curve
+    native_started: Curve
+    shared: Curve | None
+    facts: Mapping[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that it holds for."""
+        return int(self.facts["ranks"])
+
+    def predict(self, algorithm: str, nbytes: int, started: bool = False) -> float:
+        """Return the seconds that an all-reduce of float32 will take.
+
+        Args:
+            algorithm: "native", "shared" or one of `registry.ALGORITHMS`.
+            started: whether it is started and polled, under computation, and not a blocking call.
+
+        Raises:
+            UsageError: for an unknown algorithm, or "shared" where there was no shared memory.
+        """
+        if algorithm == NATIVE:
+            return self.native_started(nbytes) if started else self.native(nbytes)
+        if algorithm == SHARED:
+            if self.shared is None:
+                raise UsageError("this fit was made without shared memory and cannot predict the shared all-reduce")
+            return self.shared(nbytes)
+        collective = find_algorithm(algorithm, self.machine.nodes)
+        return simulate(collective, self.ranks, nbytes, self.machine).seconds
+
+    def check(self, ranks: int, nodes: list[int], mpi: str, source: str = "the fit") -> None:
+        """Raise unless it was made for these ranks, on these nodes, with this MPI.
+
+        Raises:
+            UsageError: says what differs and how a right one is made.
+        """
+        made = (self.ranks, list(self.facts["nodes"]), self.facts["mpi"])
+        if made != (ranks, nodes, mpi):
+            raise UsageError(
+                f"{source} was made with {_describe(*made)}, but this run has {_describe(ranks, nodes, mpi)}; "
+                f"make one for it: {COMMAND.format(ranks=ranks)}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "format": FORMAT,
+            "facts": dict(self.facts),
+            "machine": self.machine.to_json(),
+            "native": self.native.to_json(),
+            "native_started": self.native_started.to_json(),
+            "shared": None if self.shared is None else self.shared.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Fit":
+        """Return the fit that `to_json` gave the values of.
+
+        Raises:
+            KeyError, TypeError, ValueError: for values that are none.
+        """
+        if value["format"] != FORMAT:
+            raise ValueError(f"its format is {value['format']}, not {FORMAT}")
+        shared = value["shared"]
+        return cls(
+            machine=Machine.from_json(value["machine"]),
+            native=Curve.from_json(value["native"]),
+            native_started=Curve.from_json(value["native_started"]),
+            shared=None if shared is None else Curve.from_json(shared),
+            facts={**value["facts"], "ranks": int(value["facts"]["ranks"]), "nodes": list(value["facts"]["nodes"])},
+        )
+
+
+def load_fit(file: Path) -> Fit:
+    """Return the fit in a file.
+
+    Raises:
+        UsageError: when there is none, or what is there is no fit.
+    """
+    try:
+        return Fit.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(
+            f"the fit {file} cannot be read ({error.strerror}); make one: {COMMAND.format(ranks='RANKS')}"
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, NnmpiError) as error:
+        raise UsageError(
+            f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"
+        ) from None
+
+
+def save_fit(fit: Fit, file: Path) -> None:
+    """Write a fit, whole or not at all; folders are made.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(fit.to_json(), stream, indent=1)
+            stream.write("\n")
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def default_file(facts: Mapping[str, Any]) -> Path | None:
+    """Return where a fit with these facts is kept for reuse; None where no home directory is known."""
+    nodes = len(set(facts["nodes"]))
+    words = f"fit-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "nnmpi" / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
+
+
+def _describe(ranks: int, nodes: list[int], mpi: str) -> str:
+    """Return ranks, nodes and MPI in words."""
+    count = len(set(nodes))
+    return f"{ranks} ranks on {count} node{'' if count == 1 else 's'} under {mpi}"

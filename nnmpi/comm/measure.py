@@ -1,0 +1,150 @@
+"""Makes a fit: measures links, adding, and the all-reduces that are not made of steps, in under a minute."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.describe import name_library
+from nnmpi.comm.fit import Fit
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.native import Native
+from nnmpi.comm.probe import Refilled, measure_add, measure_curve, measure_link
+from nnmpi.comm.shared import SharedSum
+from nnmpi.comm.sizes import parse_bytes
+from nnmpi.errors import DeviceError, UsageError
+
+BUDGET_S = 24.0
+WHOLE_SIZES = (4, *(2**bit for bit in range(8, 27, 2)))  # of all-reduces; the crossover from one to another is in them
+NAP_S = 0.0005
+
+Progress = Callable[[str], Any]
+
+
+def measure(group: Group, progress: Progress | None = None, budget_s: float = BUDGET_S) -> Fit:
+    """Measure this machine with these ranks. Collective.
+
+    Args:
+        progress: called on rank 0 with a line about what comes next.
+        budget_s: seconds to spend in measuring, about.
+
+    Raises:
+        UsageError: for a single rank.
+    """
+    if group.size == 1:
+        raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
+    begin, share = time.perf_counter(), budget_s / 6
+    say = progress if progress is not None and group.is_root else _silent
+    local = group.node()
+    leaders = group.split(min(local.rank, 1))
+    say("messages inside a node")
+    inside = _links(group, local, local.size > 1, share)
+    say("messages between nodes")
+    several = len(set(group.nodes())) > 1
+    across = _links(group, leaders, several and local.rank == 0, share)
+    say("adding")
+    add = measure_add(group, share / 2)
+    say("MPI's own all-reduce")
+    native = measure_curve(group, lambda nbytes: _native(group, nbytes, started=False), WHOLE_SIZES, share)
+    started = measure_curve(group, lambda nbytes: _native(group, nbytes, started=True), WHOLE_SIZES, share)
+    say("the all-reduce through shared memory")
+    shared = _measure_shared(group, share) if local.size > 1 or several else None
+    leaders.free()
+    local.free()
+    link = inside or across
+    assert link is not None  # two ranks are on one node or on two
+    machine = Machine(inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add)
+    took = {"seconds": round(time.perf_counter() - begin, 1)}
+    return Fit(machine, native, started, shared, group.share(facts(group) | took))
+
+
+def facts(group: Group) -> dict[str, Any]:
+    """Return what a fit depends on, and what is good to know beside it. Collective."""
+    return {
+        "ranks": group.size,
+        "nodes": group.nodes(),
+        "mpi": name_library(MPI.Get_library_version()),
+        "host": group.share(platform.node()),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "cache_bytes": _cache_bytes(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "mpi4py": mpi4py.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
+    """Return what the first of the ranks that take part have measured among their members; None if there are none."""
+    own = measure_link(members, budget_s).to_json() if taking_part else None
+    _wait_asleep(group)
+    found = next((each for each in group.gather(own) if each is not None), None)
+    return None if found is None else Link.from_json(found)
+
+
+def _wait_asleep(group: Group) -> None:
+    """Wait for all ranks without taking a core from those that measure."""
+    request = group.comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP_S)
+
+
+def _native(group: Group, nbytes: int, started: bool) -> Refilled:
+    array = np.ones(max(1, nbytes // 4), np.float32)
+    fresh, native = array.copy(), Native(array, group.comm)
+
+    def start_and_wait() -> None:
+        native.start()
+        native.wait()
+
+    return start_and_wait if started else native.run, lambda: np.copyto(array, fresh)
+
+
+def _measure_shared(group: Group, budget_s: float) -> Curve | None:
+    """Return what the all-reduce through shared memory takes; None where there is none, or too little."""
+    try:
+        memory = SharedMemory(group)
+        array = memory.allocate(WHOLE_SIZES[-1] // 4, np.float32)
+    except DeviceError:
+        return None
+    curve = measure_curve(group, lambda nbytes: _shared(array[: max(1, nbytes // 4)], memory), WHOLE_SIZES, budget_s)
+    group.barrier()
+    memory.free()
+    return curve
+
+
+def _shared(array: Buffer, memory: SharedMemory) -> Refilled:
+    fresh, whole = np.ones(array.size, np.float32), SharedSum(array, memory)
+    return whole.run, lambda: np.copyto(array, fresh)
+
+
+def _cpu_name() -> str:
+    """Return the processor's name as Linux gives it, else what Python knows."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            line = next((line for line in file if line.startswith("model name")), "")
+    except OSError:
+        line = ""
+    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+def _cache_bytes() -> int:
+    """Return the size of the last-level cache as Linux gives it; 8 MB where nothing is known."""
+    sizes = [parse_bytes(file.read_text()) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(sizes, default=8 * 2**20)
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""

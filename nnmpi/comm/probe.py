@@ -1,0 +1,120 @@
+"""Measures what messages and additions cost on the machine at hand, by the code that collectives run on.
+
+    one way      0 ---> 1   2 ---> 3        then back: half of the time of both, with all pairs at it
+                 0 <--- 1   2 <--- 3
+    both ways    0 ---> 1 ---> 2 ---> 3 ---> (0)        everybody sends to the right and receives from the left
+
+A message that is sent before anybody waits for it ("eager") costs less than one that needs a handshake first
+("rendezvous"): there is a step between the two. MPI does not say where, so lengths lie close together where it may be.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.execute import Execution
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Link
+from nnmpi.comm.steps import Step
+from nnmpi.comm.timing import time_calls
+
+K = 1024
+SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)
+SIZES = (*SHORT_SIZES, 32 * K, 64 * K, 128 * K, 256 * K, K**2, 4 * K**2, 16 * K**2)  # bytes
+STEP_SIZES = (512, 64 * K)  # the eager limit of an MPI library lies between them
+STEEP = 4  # how many times steeper than usual the step is
+TAG = 2**13
+QUANTILE = 0.25  # of many calls: what else the machine does makes some of them longer, and none shorter
+PASSES = 2
+LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
+
+Refilled = tuple[Callable[[], object], Callable[[], object]]
+"""A call and what refills its buffers."""
+
+
+def measure_link(group: Group, budget_s: float) -> Link:
+    """Return what messages among these two or more ranks cost. Collective."""
+    one_way = measure_curve(group, lambda nbytes: _there_and_back(group, nbytes), SIZES, budget_s / 2, share=0.5)
+    both_ways = measure_curve(group, lambda nbytes: _around(group, nbytes), SIZES, budget_s / 2)
+    return Link(one_way, both_ways)
+
+
+def measure_add(group: Group, budget_s: float) -> Curve:
+    """Return the seconds that adding so many bytes takes when all ranks do it at once. Collective."""
+
+    def prepare(nbytes: int) -> Refilled:
+        target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
+        return lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh)
+
+    return measure_curve(group, prepare, SIZES, budget_s)
+
+
+def measure_curve(
+    group: Group,
+    prepare: Callable[[int], Refilled],
+    sizes: Sequence[int],
+    budget_s: float,
+    share: float = 1.0,
+) -> Curve:
+    """Return the seconds of a call for each size, the lower quartile of many. Collective.
+
+    Args:
+        prepare: bytes -> the call, and what refills its buffers before each one.
+        budget_s: seconds for all sizes together, about.
+        share: of a call's time that counts.
+    """
+    best: dict[int, float] = {}
+    for _ in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
+        for nbytes in sizes:
+            call, refill = prepare(nbytes)
+            times = time_calls(group, call, refill, budget_s / len(sizes) / PASSES)
+            best[nbytes] = min(best.get(nbytes, float("inf")), float(np.quantile(times, QUANTILE)))
+            if best[nbytes] > LONGEST_S:
+                break
+    return Curve(tuple((float(nbytes), share * seconds) for nbytes, seconds in best.items()))
+
+
+def find_eager_limit(one_way: Curve) -> int | None:
+    """Return the longest message known to lie below the step of a link's curve, None if there is no step."""
+    slopes = [
+        ((later[1] - earlier[1]) / (later[0] - earlier[0]), int(earlier[0]))
+        for earlier, later in pairwise(one_way.points)
+        if STEP_SIZES[0] <= earlier[0] and later[0] <= STEP_SIZES[1]
+    ]
+    if not slopes:
+        return None
+    usual = float(np.median([slope for slope, _ in slopes]))
+    steepest, nbytes = max(slopes)
+    return nbytes if steepest > STEEP * usual else None
+
+
+def _there_and_back(group: Group, nbytes: int) -> Refilled:
+    """Prepare pairs of ranks that send one another a message of so many bytes, one after the other."""
+    array, sent, received = _halves(nbytes, group.size)
+    partner = group.rank ^ 1
+    steps: tuple[Step, ...] = (Step(to=partner, send=sent), Step(from_=partner, recv=received))
+    if group.rank % 2:
+        steps = steps[::-1]
+    return _prepared(group, steps if partner < group.size else (), array)
+
+
+def _around(group: Group, nbytes: int) -> Refilled:
+    """Prepare a ring on which everybody sends and receives so many bytes at once."""
+    array, sent, received = _halves(nbytes, group.size)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    return _prepared(group, (Step(to=right, send=sent, from_=left, recv=received),), array)
+
+
+def _halves(nbytes: int, size: int) -> tuple[Buffer, range, range]:
+    """Return an array in `size` chunks, and two ranges of its chunks with so many bytes each (rounded up)."""
+    half = size // 2
+    chunk = max(1, -(-nbytes // (4 * half)))
+    return np.ones(chunk * size, np.float32), range(half), range(half, 2 * half)
+
+
+def _prepared(group: Group, steps: tuple[Step, ...], array: Buffer) -> Refilled:
+    execution, fresh = Execution(steps, array, group.comm, TAG, persistent=True), array.copy()
+    return execution.run, lambda: np.copyto(array, fresh)
