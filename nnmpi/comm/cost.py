@@ -1,0 +1,174 @@
+"""What collectives cost on paper: the table that courses teach, and what the steps here really cost, side by side.
+
+    N      ranks
+    M      bytes: of the whole buffer; in an all-gather, of the part that each rank brings
+    alpha  seconds that a message takes however short it is (latency)
+    beta   seconds per byte
+    gamma  seconds to add a byte to another
+    log N  the levels of a binary tree over N ranks: log2 N, rounded up when N is no power of two
+
+    operation             the course's table                         what runs here
+    parameter server      2 alpha         + 2 (N-1) M beta           2 (N-1) alpha + 2 (N-1) M beta   + (N-1) M gamma
+    ring all-reduce       2 (N-1) alpha   + 2 (N-1)/N M beta         the same                         + (N-1)/N M gamma
+    tree all-reduce       2 alpha log N   + 2 log N M beta           the same                         + log N M gamma
+    broadcast             alpha log N     + log N M beta             the same
+    all-gather            alpha log N     + (N-1) M beta             the same
+
+The forms on the right hold for one link everywhere and for buffers that N divides. `price` and `simulate` give the
+exact time for everything else: several nodes, curves, unequal chunks, slow ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.simulate import simulate
+
+
+def levels(N: int) -> int:
+    """Return log N of the formulas: the smallest number of doublings that reach N."""
+    return (N - 1).bit_length()
+
+
+def parameter_server(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the course's seconds: one latency to the server and one back, and every byte over the server's link.
+
+    That latency supposes a server which receives from all workers at once, while their bytes still queue. See
+    `exact_parameter_server`.
+    """
+    return 2 * alpha + 2 * (N - 1) * M * beta
+
+
+def exact_parameter_server(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of `star`: the server receives from one worker after another, so every latency counts.
+
+    It differs from the course's by 2 (N-2) alpha, which decides for short messages: at N = 16 it is 15 times more. In
+    return the sum does not depend on which worker comes first.
+    """
+    return 2 * (N - 1) * (alpha + M * beta) + (N - 1) * M * gamma
+
+
+def ring_all_reduce(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the course's seconds: 2 (N-1) steps, each with an N-th of the buffer."""
+    return 2 * (N - 1) * alpha + 2 * (N - 1) / N * M * beta
+
+
+def exact_ring_all_reduce(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of `ring`: the course's and the time to add, which it leaves out."""
+    return ring_all_reduce(N, M, alpha, beta) + (N - 1) / N * M * gamma
+
+
+def tree_all_reduce(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the course's seconds: up the tree and down again, the whole buffer on every level."""
+    return 2 * alpha * levels(N) + 2 * levels(N) * M * beta
+
+
+def exact_tree_all_reduce(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of `tree`: the course's and the time to add on every level on the way up."""
+    return tree_all_reduce(N, M, alpha, beta) + levels(N) * M * gamma
+
+
+def broadcast(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the course's seconds, which are those of `tree_broadcast`: the whole buffer on every level of a tree."""
+    return alpha * levels(N) + levels(N) * M * beta
+
+
+def exact_ring_broadcast(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the seconds of the other broadcast, `tree_scatter` and a ring: for long buffers; N a power of two."""
+    return (levels(N) + N - 1) * alpha + 2 * (N - 1) / N * M * beta
+
+
+def all_gather(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the course's seconds, which are those of `bruck_all_gather`, too. M is what each rank brings.
+
+    (So N M bytes come together. Other texts, and the docstrings of the algorithms here, call those M.)
+    """
+    return alpha * levels(N) + (N - 1) * M * beta
+
+
+def exact_ring_all_gather(N: int, M: float, alpha: float, beta: float) -> float:
+    """Return the seconds of the other all-gather, around a ring: the same bytes and N-1 latencies."""
+    return (N - 1) * (alpha + M * beta)
+
+
+def exact_halving_doubling(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of `halving_doubling` for N a power of two: the tree's latencies with the ring's bytes."""
+    return 2 * levels(N) * alpha + 2 * (N - 1) / N * M * beta + (N - 1) / N * M * gamma
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of `table`.
+
+    Attributes:
+        name: the course's name; for what the course does not have, (operation, algorithm) in words.
+        formula: the course's formula; empty where it has none.
+        course_s: what that formula gives; None where there is none.
+        exact_s: what the steps here take on the machine.
+        differs: where and why the two differ, in words; empty where they do not.
+    """
+
+    name: str
+    formula: str
+    course_s: float | None
+    exact_s: float
+    differs: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Taught:
+    name: str
+    formula: str
+    seconds: Callable[[int, float, float, float], float]
+    differs: str
+
+
+_ADDING = "the table leaves out the time to add (gamma)"
+_TAUGHT: Mapping[tuple[str, str], _Taught] = MappingProxyType(
+    {
+        ("all-reduce", "ps"): _Taught(
+            "parameter server",
+            "2 alpha + 2 (N-1) M beta",
+            parameter_server,
+            f"one server receives one message after another: 2 (N-1) alpha; and {_ADDING}",
+        ),
+        ("all-reduce", "ring"): _Taught(
+            "ring all-reduce", "2 (N-1) alpha + 2 (N-1)/N M beta", ring_all_reduce, _ADDING
+        ),
+        ("all-reduce", "tree"): _Taught("tree all-reduce", "2 alpha log N + 2 log N M beta", tree_all_reduce, _ADDING),
+        ("broadcast", "tree"): _Taught("broadcast", "alpha log N + log N M beta", broadcast, ""),
+        ("all-gather", "tree"): _Taught("all-gather", "alpha log N + (N-1) M beta", all_gather, ""),
+    }
+)
+
+
+def table(ranks: int, nbytes: int, machine: Machine) -> list[Row]:
+    """Return the course's table for so many ranks and bytes, beside what the collectives here take on a machine.
+
+    Args:
+        ranks: N.
+        nbytes: M; in the all-gathers the bytes that each rank brings.
+        machine: alpha and beta are those of its slowest link, one way, for a message of M bytes.
+
+    Raises:
+        UsageError: for no ranks, or a machine with another number of them.
+    """
+    link = machine.link(len(set(machine.places(ranks))) > 1).one_way
+    alpha, beta = link.alpha_s, link.beta(max(nbytes, 1))
+    others = [key for key in COLLECTIVES if key not in _TAUGHT]
+    rows = []
+    for operation, algorithm in (*_TAUGHT, *others):
+        whole = COLLECTIVES[operation, algorithm]
+        if operation == "all-reduce":
+            whole = find_algorithm(algorithm, machine.nodes)
+        buffer = ranks * nbytes if operation == "all-gather" else nbytes
+        exact_s = simulate(whole, ranks, buffer, machine).seconds
+        taught = _TAUGHT.get((operation, algorithm))
+        if taught is None:
+            rows.append(Row(f"{operation} by {algorithm}", "", None, exact_s, "the table does not have it"))
+        else:
+            course_s = taught.seconds(ranks, nbytes, alpha, beta)
+            rows.append(Row(taught.name, taught.formula, course_s, exact_s, taught.differs))
+    return rows
