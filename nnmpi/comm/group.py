@@ -11,12 +11,15 @@ import numpy as np
 from mpi4py import MPI
 
 from nnmpi.comm import wire
-from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, find_algorithm, find_collective
+from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, find_algorithm, find_collective
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_contiguous, pieces
-from nnmpi.comm.choose import choose
+from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
+from nnmpi.comm.fit import Fit
+from nnmpi.comm.memory import SharedMemory
 from nnmpi.comm.native import Native
+from nnmpi.comm.shared import SharedSum
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 
@@ -57,6 +60,7 @@ class Group:
         rank: this process's number in the group.
         size: the number of ranks.
         comm: the group's own communicator, for the modules of this package.
+        fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
     """
 
     def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
@@ -64,7 +68,9 @@ class Group:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self._started = 0
+        self.fit: Fit | None = None
         self._nodes: list[int] | None = None
+        self._memory: SharedMemory | None = None
 
     def __repr__(self) -> str:
         """Return rank and size."""
@@ -103,8 +109,22 @@ class Group:
         return self._nodes
 
     def duplicate(self) -> "Group":
-        """Return a group of the same ranks whose messages never meet this one's."""
-        return Group(self.comm)
+        """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
+        twin = Group(self.comm)
+        twin.fit, twin._nodes = self.fit, self._nodes
+        if self._memory is not None:
+            twin._memory = self._memory.twin(twin)
+        return twin
+
+    def memory(self) -> SharedMemory:
+        """Return the memory that the ranks of each node share, the same one each time. Collective the first time.
+
+        Raises:
+            DeviceError: on all ranks, when there is none on one of their nodes.
+        """
+        if self._memory is None:
+            self._memory = SharedMemory(self)
+        return self._memory
 
     def free(self) -> None:
         """Give the communicator back to MPI; for programs that make many groups."""
@@ -210,14 +230,27 @@ class Group:
     ) -> Pending:
         check_buffer(array)
         if algorithm == AUTO and operation == ALL_REDUCE.name:
-            algorithm = choose(array.nbytes, self.size).algorithm
+            algorithm = self.choose(array, started=persistent).algorithm
         if algorithm == NATIVE:
             return Native(array, self.comm, operation)
+        if algorithm == SHARED and operation == ALL_REDUCE.name:
+            return SharedSum(array, self.memory(), tag)
         if operation != ALL_REDUCE.name:
             collective = find_collective(operation, algorithm)
         else:
             collective = find_algorithm(algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
         return Execution(collective(self.rank, self.size), array, self.comm, tag, persistent=persistent)
+
+    def choose(self, array: Buffer, started: bool = False) -> Choice:
+        """Return what "auto" means for this array, and why (not collective, but the same on all ranks).
+
+        Shared memory is among what is chosen from only if the array was allocated there: see `memory`.
+
+        Args:
+            started: whether it will be started and polled, and not be a blocking call.
+        """
+        shared = self._memory is not None and self._memory.holds(array)
+        return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:
         """Make sure that all ranks have an array of the same length and dtype that can be summed.
