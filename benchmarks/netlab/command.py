@@ -1,0 +1,157 @@
+"""The command line: `python benchmarks/netlab bench | up | run | bytes | rate | down`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.netlab.bench import Bench
+from benchmarks.netlab.build import up
+from benchmarks.netlab.lab import find, sweep, take_down
+from benchmarks.netlab.launch import LIBRARIES, find_library, parse_settings
+from benchmarks.netlab.link import Speed
+from benchmarks.netlab.plan import Plan
+from benchmarks.netlab.process import children_of
+from benchmarks.netlab.shell import check_machine
+from benchmarks.netlab.state import State
+from nnmpi.errors import NnmpiError, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its status: 2 for wrong use, 1 for a failure, 128 and the number for a signal."""
+    options = _parser().parse_args(arguments)
+    act: Callable[[argparse.Namespace], int] = options.act
+    try:
+        with _signals_unwind():
+            check_machine()
+            return act(options)
+    except NnmpiError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return error.exit_status
+    except _Stopped as stopped:
+        print(f"netlab: ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
+        return 128 + stopped.number
+
+
+class _Stopped(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Let the first signal unwind the stack, and with it take down the lab; later ones must not disturb that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    plan = Plan.parse(options.hosts, options.rate, options.sizes, options.algorithms, options.repeats, options.cut)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {options.json.absolute().parent} for the result")
+    library, version = find_library(options.mpi)
+    settings = parse_settings(options.set)
+    sweep()
+    bench = Bench(plan, f"{LIBRARIES[library].vendor} {version}", library, settings)
+    try:
+        bench.run()
+    finally:
+        if options.json is not None and bench.rows:
+            bench.save(options.json)
+    return 0
+
+
+def _up(options: argparse.Namespace) -> int:
+    sweep()
+    lab = up(State(options.name), options.hosts, Speed(options.rate))
+    print(f"up: {len(lab.hosts)} hosts, links of {options.rate}; launch agent: {lab.agent}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command on the head and return its status; a signal is handed on to it."""
+    if not options.command:
+        raise UsageError("run needs a command: run mpirun ... or run sh")
+    lab = find(State(options.name))
+    process = subprocess.Popen((*lab.enter_head(), *options.command))
+    try:
+        return process.wait()
+    except _Stopped as stopped:
+        for child in children_of(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, stopped.number)
+        process.wait()
+        raise
+
+
+def _bytes(options: argparse.Namespace) -> int:
+    print(f"{'host':<6} {'received bytes':>16} {'sent bytes':>16}")
+    for name, (received, sent) in find(State(options.name)).bytes().items():
+        print(f"{name:<6} {received:16} {sent:16}")
+    return 0
+
+
+def _rate(options: argparse.Namespace) -> int:
+    find(State(options.name)).set_speed(Speed(options.rate))
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    state = State(options.name)
+    names = [state.name] if take_down(state) else []
+    names += sweep()
+    print(f"down: {', '.join(names)}" if names else "down: there was no lab")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="netlab", description="A cluster of hosts with slow links on this machine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(act=act)
+        return command
+
+    bench = add("bench", _bench, "make a lab, measure collectives across it beside their prediction, take it down")
+    bench.add_argument("--hosts", default="2,4,8,16", help="numbers of hosts (default %(default)s)")
+    bench.add_argument("--rate", default="100mbit", help="rates of the links (default %(default)s)")
+    bench.add_argument("--sizes", default="1m,2m", help="bytes of the buffers (default %(default)s)")
+    bench.add_argument("--algorithms", default="ps,tree,ring,halving-doubling,native", help="default %(default)s")
+    bench.add_argument("--mpi", choices=LIBRARIES, help="refuse to run with another MPI than this")
+    bench.add_argument("--repeats", type=int, default=5, help="times that each is measured (default %(default)s)")
+    bench.add_argument("--cut", default="1g", help="cut messages into pieces of that (default %(default)s)")
+    bench.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an MCA parameter, or a variable of MPICH's"
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the result, also what there is of it so far")
+    for command in (make := add("up", _up, "make a lab that stays"), add("rate", _rate, "change its links' rate")):
+        command.add_argument("--rate", default="100mbit", help="default %(default)s")
+    make.add_argument("--hosts", type=int, default=4, help="default %(default)s")
+    run = add("run", _run, "run a command on the lab's head, where mpirun is started")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND...")
+    others = (run, add("bytes", _bytes, "print what each link has carried"), add("down", _down, "take a lab down"))
+    for command in (make, *others, commands.choices["rate"]):
+        command.add_argument("--name", default="lab", help="which lab, if there are several (default %(default)s)")
+    return parser

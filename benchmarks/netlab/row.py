@@ -1,0 +1,109 @@
+"""One line of the result: an algorithm at a size on so many hosts, measured, predicted, and counted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from benchmarks.netlab.shell import LabError
+from nnmpi.comm.sizes import name_bytes
+
+HEADER = f"{'rate':>8} {'hosts':>5} {'size':>7}  {'algorithm':<16} {'measured':>11} {'predicted':>11} {'ratio':>6}"
+HEADER += f" {'spread':>7} {'crossed':>10}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement.
+
+    Attributes:
+        seconds: of each repetition, from the common start until the last rank had finished.
+        predicted_s: None for MPI's own algorithm, of which the steps are not known.
+        expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
+        sent_bytes: what the hosts' links have counted.
+    """
+
+    mpi: str
+    rate: str
+    hosts: int
+    bytes: int
+    algorithm: str
+    seconds: tuple[float, ...]
+    predicted_s: float | None
+    expected_bytes: float
+    sent_bytes: float
+
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured by predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s else None
+
+    def check_crossed(self) -> None:
+        """Return if the messages went over the links.
+
+        Raises:
+            LabError: when fewer bytes were counted there than any all-reduce must send.
+        """
+        # each element must travel N-1 times to be summed and N-1 times to be known
+        least = self.expected_bytes or 2 * (self.hosts - 1) * self.bytes * len(self.seconds)
+        if self.sent_bytes < least:
+            raise LabError(
+                f"{self.algorithm} on {self.hosts} hosts sent {self.sent_bytes:.0f} bytes over the links where "
+                f"{least:.0f} were to be sent: the messages went another way"
+            )
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        predicted = f"{self.predicted_s * 1e3:8.1f} ms" if self.predicted_s else f"{'-':>11}"
+        ratio = f"{self.ratio:6.3f}" if self.ratio else f"{'-':>6}"
+        spread = (max(self.seconds) - min(self.seconds)) / self.measured_s
+        return (
+            f"{self.rate:>8} {self.hosts:5} {name_bytes(self.bytes):>7}  {self.algorithm:<16} "
+            f"{self.measured_s * 1e3:8.1f} ms {predicted} {ratio} {spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return {**asdict(self), "measured_s": self.measured_s, "ratio": self.ratio}
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Name the measured best and the model's choice among rows of the same rate, hosts and size."""
+    best = min(rows, key=lambda row: row.measured_s)
+    chosen = pick(rows)
+    if chosen is None:
+        return f"best: {best.algorithm}"
+    behind = chosen.measured_s / best.measured_s - 1
+    return f"best: {best.algorithm}; the model picks {chosen.algorithm}" + (f" ({behind:.1%} slower)" if behind else "")
+
+
+def pick(rows: Iterable[Row]) -> Row | None:
+    """Return the row that the model says is fastest; None when it says nothing of any."""
+    return min((row for row in rows if row.predicted_s), key=lambda row: row.predicted_s or 0.0, default=None)
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what all rows together show."""
+    for algorithm in dict.fromkeys(row.algorithm for row in rows):
+        ratios = [row.ratio for row in rows if row.algorithm == algorithm and row.ratio]
+        if ratios:
+            yield f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}"
+    places = [list(group) for _, group in groupby(rows, key=lambda row: (row.rate, row.hosts, row.bytes))]
+    for group in places:
+        times = {row.algorithm: row.measured_s for row in group}
+        if "ring" in times and "ps" in times:
+            yield (
+                f"{group[0].hosts} hosts, {name_bytes(group[0].bytes)}, {group[0].rate}: "
+                f"ring {times['ps'] / times['ring']:.1f}x faster than ps"
+            )
+    choices = [(min(row.measured_s for row in group), chosen) for group in places if (chosen := pick(group))]
+    good = sum(chosen.measured_s <= 1.05 * best for best, chosen in choices)
+    yield f"the model's choice was the best, or within 5% of it, in {good} of {len(choices)} places"
