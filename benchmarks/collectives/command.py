@@ -45,7 +45,7 @@ def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> 
             gloo.check_gloo(len(set(group.nodes())))
     prediction = Prediction.find(options, group, console)
     facts = collect(options, group, backend, prediction.name)
-    console.say(*lines(facts, options))
+    console.say(*lines(facts, options, prediction.place))
     Measurement(options, group, backend, prediction, facts, console).run()
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from benchmarks.collectives.contestants import Entry, staged
 from benchmarks.collectives.gloo import gloo_sum
-from benchmarks.collectives.names import GLOO, SHARED, UPDATE
+from benchmarks.collectives.names import FUSED, GLOO, SHARED, UPDATE
 from benchmarks.collectives.options import Options
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.collectives.prediction import Prediction
@@ -18,11 +18,13 @@ from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
 from nnmpi.comm.choose import choose
 from nnmpi.comm.group import Group
 from nnmpi.comm.memory import SharedMemory
-from nnmpi.comm.shared import SharedSum
+from nnmpi.comm.shared import SharedSum, own_slice
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays
+from nnmpi.parallel.fused import FusedUpdate
 
+SHARED_TAG, AUTO_TAG, FUSED_TAG = range(3)
 LR = 1.0  # the parameters are then minus the sum, exactly
 
 
@@ -33,6 +35,7 @@ class Field:
         options: what is measured.
         group: the ranks.
         backend: where the buffers lie.
+        prediction: what "auto" chooses by.
         nbytes: the length of each rank's buffer.
 
     Attributes:
@@ -46,6 +49,7 @@ class Field:
 
     def __init__(self, options: Options, group: Group, backend: Backend, prediction: Prediction, nbytes: int) -> None:
         self._options, self._group, self._backend = options, group, backend
+        self._nbytes, self._fit = nbytes, prediction.fit
         self._elements = nbytes // np.dtype(options.dtype).itemsize
         contract = next(each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation)
         self._pattern = Pattern(contract, group.rank, group.size, self._elements, options.dtype, backend)
@@ -58,7 +62,7 @@ class Field:
         self.entries: list[Entry] = []
         for name in options.algorithms:
             try:
-                self.entries.append(self._make(name, name))
+                self.entries.append(self._make(name))
             except (DeviceError, UsageError) as error:  # on all ranks
                 if not options.everything:
                     raise
@@ -71,20 +75,35 @@ class Field:
         if self._memory is not None:
             self._memory.free()
 
-    def _make(self, name: str, algorithm: str) -> Entry:
-        if algorithm == AUTO:
-            self.chosen[name] = choose(
-                self._elements * np.dtype(self._options.dtype).itemsize, self._group.size
-            ).algorithm
-            return self._make(name, self.chosen[name])
-        if algorithm == UPDATE:
-            return self._native_update(name)
-        if algorithm == GLOO:
+    def _make(self, name: str) -> Entry:
+        if name == AUTO:
+            return self._auto()
+        if name == UPDATE:
+            return self._native_update()
+        if name == FUSED:
+            return self._fused_update()
+        if name == GLOO:
             return self._entry(name, self._own(), gloo_sum(self._own()))
-        if algorithm == SHARED:
-            return self._entry(name, self._shared(), SharedSum(self._shared(), self._share()).run)
-        pending = self._group.bind(self._own(), algorithm, operation=self._options.operation)
-        return self._entry(name, self._own(), pending.run, pending.free)
+        if name == SHARED:
+            return self._entry(name, self._shared(), SharedSum(self._shared(), self._share(), SHARED_TAG).run)
+        return self._bound(name, name, self._own())
+
+    def _auto(self) -> Entry:
+        """Return what is chosen for gradients in the node's memory; in private memory, where there is none."""
+        try:
+            array, is_shared = self._shared(), True
+        except DeviceError:
+            array, is_shared = self._own(), False
+        choice = choose(self._nbytes, self._group.size, self._fit, shared=is_shared)
+        self.chosen[AUTO] = choice.algorithm
+        if choice.algorithm == SHARED:
+            return self._entry(AUTO, array, SharedSum(array, self._share(), AUTO_TAG).run)
+        return self._bound(AUTO, choice.algorithm, array)
+
+    def _bound(self, name: str, algorithm: str, array: NDArray[Any]) -> Entry:
+        """Return what works by messages."""
+        pending = self._group.bind(array, algorithm, operation=self._options.operation)
+        return self._entry(name, array, pending.run, pending.free)
 
     def _entry(
         self, name: str, host: NDArray[Any], run: Callable[[], Any], free: Callable[[], Any] | None = None
@@ -98,9 +117,9 @@ class Field:
         call = staged(run, host, device, self._backend)
         return Entry(name, self._pattern, device, call, result=lambda: self._backend.to_host(device), free=free)
 
-    def _native_update(self, name: str) -> Entry:
+    def _native_update(self) -> Entry:
         """Return MPI's all-reduce with the update of all parameters on every rank."""
-        self._check_update(name)
+        self._check_update(UPDATE)
         grads, params = self._own(), np.zeros(self._elements, self._options.dtype)
         pending = self._group.bind(grads, NATIVE)
         optimizer = SGD(Arrays([params], [grads]), lr=LR)
@@ -109,7 +128,23 @@ class Field:
             pending.run()
             optimizer.step()
 
-        return Entry(name, self._pattern, grads, run, lambda: -params, lambda: params.fill(0), pending.free)
+        return Entry(UPDATE, self._pattern, grads, run, lambda: -params, self._zeros(params), pending.free)
+
+    def _fused_update(self) -> Entry:
+        """Return the sum over shared memory in which each rank updates its slice of the node's parameters."""
+        self._check_update(FUSED)
+        grads, memory = self._shared(), self._share()
+        params = memory.common(self._elements, self._options.dtype)
+        fused = FusedUpdate(SGD(Arrays([params], [grads]), lr=LR), memory, FUSED_TAG)
+        own = params[own_slice(params, memory.size, memory.rank)]
+        return Entry(FUSED, self._pattern, grads, fused.step, lambda: -params, self._zeros(own))
+
+    def _zeros(self, params: NDArray[Any]) -> Callable[[], None] | None:
+        """Return what puts parameters back before a call, so that the sum can be read from them; None unless checked.
+
+        Unchecked, they lie where the update before has left them, as they do in training.
+        """
+        return (lambda: params.fill(0)) if self._options.check else None
 
     def _check_update(self, name: str) -> None:
         """Refuse an update of what no optimizer works on."""

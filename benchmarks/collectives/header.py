@@ -42,8 +42,8 @@ def collect(options: Options, group: Group, backend: Backend, fit: str) -> dict[
     }
 
 
-def lines(header: Mapping[str, Any], options: Options) -> list[str]:
-    """Return the facts as they are printed."""
+def lines(header: Mapping[str, Any], options: Options, fit_place: str) -> list[str]:
+    """Return the facts as they are printed, with the place of the fit, which is nobody else's matter."""
     machine, nodes = header["machine"], header["nodes"]
     pins = ", ".join(f"{name}={value}" for name, value in header["pins"].items())
     how = f"{options.iterations} rounds" if options.iterations else f"{options.budget_s:g} s"
@@ -58,7 +58,7 @@ def lines(header: Mapping[str, Any], options: Options) -> list[str]:
         ("processor", f"{machine['cpu']}; cores {_cores(header['affinity'])}"),
         ("threads", header["blas"]),
         ("settings", pins or "none"),
-        ("fit", header["fit"]),
+        ("fit", header["fit"] + fit_place),
         *(("warning", text) for text in header["warnings"]),
     ]
     return [f"{name + ':':<12} {text}" for name, text in named]

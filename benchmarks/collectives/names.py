@@ -20,7 +20,7 @@ def algorithms(operation: str) -> tuple[str, ...]:
     made_of_steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
         return (NATIVE, *made_of_steps)
-    return (NATIVE, SHARED, *made_of_steps, AUTO, UPDATE)
+    return (NATIVE, SHARED, *made_of_steps, AUTO, UPDATE, FUSED)
 
 
 def known(operation: str) -> tuple[str, ...]:

@@ -1,8 +1,19 @@
 """What the cost model says each row should take: a fit that was made before, or now, or none."""
 
+from pathlib import Path
+
+from benchmarks.collectives import results
+from benchmarks.collectives.names import ALL_REDUCE
 from benchmarks.collectives.options import Options
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
+from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.group import Group
+from nnmpi.comm.measure import facts, measure
+from nnmpi.comm.simulate import simulate
+from nnmpi.errors import UsageError
 from nnmpi.train.progress import Console
+from nnmpi.train.root import on_root
 
 NO_FIT = "no fit"
 
@@ -11,17 +22,64 @@ class Prediction:
     """Predicts times from a fitted model, or nothing without one.
 
     Attributes:
-        name: the fit in words, with its file and date.
+        fit: the model.
+        name: the fit in words.
+        place: its file in words, for the screen: paths of one machine are no part of a result.
     """
 
-    def __init__(self, name: str = NO_FIT) -> None:
-        self.name = name
+    def __init__(self, operation: str, fit: Fit | None = None, place: str = "") -> None:
+        self.fit, self._operation = fit, operation
+        self.name = NO_FIT
+        self.place = place
+        if fit is not None:
+            self.name = f"of {fit.facts['date']}, {fit.ranks} ranks under {fit.facts['mpi']}"
 
     @classmethod
     def find(cls, options: Options, group: Group, console: Console) -> "Prediction":
-        """Return the predictions of the fit that the options ask for. Collective."""
-        return cls()
+        """Return the predictions of the fit that the options ask for. Collective.
+
+        Without --fit it is the one that was kept for this machine, these ranks and this MPI, if there is one.
+
+        Raises:
+            UsageError: on all ranks, for a file that is no fit or was made with other ranks or another MPI, and for
+                --refit with a single rank.
+        """
+        here = facts(group)
+        usual = on_root(group, lambda: str(default_file(here) or ""))
+        file = options.fit or (Path(usual) if usual else None)
+        if options.refit:
+            return cls(options.operation, _make(file, group, console), f" ({file})" if file else "")
+        if file is None or not (options.fit or on_root(group, file.exists)):
+            return cls(options.operation)
+        try:
+            fit = Fit.from_json(on_root(group, lambda: load_fit(file).to_json()))
+            fit.check(group.size, group.nodes(), here["mpi"], str(file))
+        except UsageError as error:
+            if options.fit:
+                raise
+            console.say(f"the kept fit is not used: {error}")
+            return cls(options.operation)
+        return cls(options.operation, fit, f" ({file})")
 
     def seconds(self, algorithm: str, nbytes: int) -> float | None:
         """Return the time of one call, None where the model says nothing."""
-        return None
+        if self.fit is None or (self._operation, algorithm) not in COLLECTIVES and algorithm not in (NATIVE, SHARED):
+            return None
+        if self._operation == ALL_REDUCE:
+            return None if algorithm == SHARED and self.fit.shared is None else self.fit.predict(algorithm, nbytes)
+        if algorithm == NATIVE:
+            return None
+        collective = COLLECTIVES[self._operation, algorithm]
+        return simulate(collective, self.fit.ranks, nbytes, self.fit.machine).seconds
+
+
+def _make(file: Path | None, group: Group, console: Console) -> Fit:
+    """Return a fit that is made now, after keeping it in the file. Collective."""
+    console.say(f"fitting the model, about half a minute; it will be kept in {file}")
+    if file is not None and file.parent.is_dir():
+        on_root(group, lambda: results.check_writable("--fit", file))
+    fit = measure(group, lambda text: console.say(f"  {text}"))
+    with agreed(group):
+        if group.is_root and file is not None:
+            save_fit(fit, file)
+    return fit
