@@ -1,11 +1,11 @@
-"""Plays all ranks' moves against a clock: what happens when, message by message.
+"""Plays all ranks' moves (or steps) against a clock: what happens when, message by message.
 
     rank 0   |--- message to 1 ---|            a message begins when both its ends have come to it (rendezvous)
     rank 1   ..|-- from 0 --------|+++|        its step is over when its messages are, and the sum is added (+)
     rank 2   |------- to 3 -------------|      then the rank comes to its next step
 
 Messages are taken in the order in which they become ready, which is the order in which they queue for a link. The
-clock may be seconds, or seconds with a count of what they were spent on (`price`).
+clock may be seconds, seconds with a count of what they were spent on (`price`), or rounds (`render`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
-from nnmpi.comm.moves import Move
 from nnmpi.errors import ScheduleError
 
 
@@ -24,27 +23,41 @@ class Clock(Protocol):
         """Whether this moment is before the other."""
 
 
+class Meeting(Protocol):
+    """What a rank does next, a `Step` or a `Move`: it ends when whom it names have come to theirs."""
+
+    @property
+    def to(self) -> int | None:
+        """The rank that gets something."""
+
+    @property
+    def from_(self) -> int | None:
+        """The rank that something comes from."""
+
+
 T = TypeVar("T", bound=Clock)
+M = TypeVar("M", bound=Meeting)
+M_contra = TypeVar("M_contra", bound=Meeting, contravariant=True)
 
 
-class Carrier(Protocol[T]):
+class Carrier(Protocol[M_contra, T]):
     """Says how long things take."""
 
-    def carry(self, sender: int, receiver: int, out: Move, into: Move, ready: T) -> T:
+    def carry(self, sender: int, receiver: int, out: M_contra, into: M_contra, ready: T) -> T:
         """Return when the messages are there that both ends are ready for at `ready`; called in order of `turn`."""
 
     def turn(self, ready: T) -> int:
         """Return a number by which messages that become ready are put in order; of equals the lower sender is first."""
 
-    def add(self, rank: int, move: Move, over: T) -> T:
+    def add(self, rank: int, move: M_contra, over: T) -> T:
         """Return when a rank has added what the move brought, whose messages were there at `over`."""
 
 
 @dataclass(slots=True)
-class _Player(Generic[T]):
+class _Player(Generic[M, T]):
     """One rank: its moves, the one it is in, when it came to it, and what of it has happened."""
 
-    moves: Sequence[Move]
+    moves: Sequence[M]
     clock: T
     over: T
     at: int = -1
@@ -60,7 +73,7 @@ class _Player(Generic[T]):
             self.sending, self.receiving = move.to, move.from_
 
 
-def play(moves: Sequence[Sequence[Move]], clocks: Sequence[T], carrier: Carrier[T]) -> list[T]:
+def play(moves: Sequence[Sequence[M]], clocks: Sequence[T], carrier: Carrier[M, T]) -> list[T]:
     """Return when each rank has finished its moves.
 
     Args:

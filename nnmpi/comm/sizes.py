@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted."""
+"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times."""
 
 import re
 
@@ -31,3 +31,9 @@ def name_bytes(nbytes: int) -> str:
         ((name, unit) for name, unit in _NAMES.items() if unit <= max(nbytes, 1)), key=lambda pair: pair[1]
     )
     return f"{nbytes / unit:.4g} {name}"
+
+
+def name_seconds(seconds: float) -> str:
+    """Return a time in the unit in which it is not small: name_seconds(2.5e-6) -> "2.5 us"."""
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6))
+    return f"{seconds / factor:.4g} {unit}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.sizes import name_bytes, parse_bytes
+from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes
 from nnmpi.errors import UsageError
 
 
@@ -49,3 +49,15 @@ def test_names() -> None:
 @given(st.integers(0, 1023), st.sampled_from([1, 2**10, 2**20, 2**30, 2**40]))
 def test_a_name_is_read_back(count: int, unit: int) -> None:
     assert parse_bytes(name_bytes(count * unit)) == count * unit
+
+
+def test_times() -> None:
+    assert [name_seconds(s) for s in (0, 2.5e-6, 999e-6, 0.001, 0.0123456, 1, 90)] == [
+        "0 us",
+        "2.5 us",
+        "999 us",
+        "1 ms",
+        "12.35 ms",
+        "1 s",
+        "90 s",
+    ]

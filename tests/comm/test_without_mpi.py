@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PURE = ["steps", "algorithms.registry", "replay", "prove", "choose", "buckets", "wire", "agree", "wording", "buffers"]
-PURE += ["sizes", "cost", "price", "simulate"]
+PURE += ["sizes", "cost", "price", "simulate", "render"]
 
 
 def imported_without_mpi(*modules: str) -> subprocess.CompletedProcess[str]:
