@@ -7,20 +7,23 @@ another gradient is reported.
     backward     | layer 3 | layer 2    | layer 1  |
     bucket 0                 launch . . . poll . . . |
     bucket 1                              launch . . | finish: wait
+    hidden                        -----    -----          under way while this rank computes
+    exposed               --           ----     -    -------   this rank launches, polls, waits
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import nan
 
 from nnmpi.comm.agree import agreed
-from nnmpi.comm.algorithms.registry import AUTO, NAMES
+from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED
 from nnmpi.comm.buckets import Bucket, Span, plan_buckets
 from nnmpi.comm.buffers import Buffer, check_buffer
-from nnmpi.comm.choose import Choice, choose
-from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError
+from nnmpi.comm.choose import Choice
+from nnmpi.comm.group import Group, Pending
+from nnmpi.errors import CommError, DeviceError, UsageError
 
 # Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen
 # 5: a step with buckets of 1 | 4 | 25 MB, native, lower decile in ms, summed at the end (and while backward runs).
@@ -51,17 +54,25 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one step's exchange was.
+    """What the communication of a step, or of several, was.
 
     Attributes:
-        sync_s: seconds that this rank spent in the exchange.
-        bytes: bytes of gradients that were summed (what goes over a link depends on the algorithm).
+        sync_s: seconds in which this rank launched, moved on or waited for messages and did nothing else.
+        hidden_s: seconds in which it computed while messages were under way, as far as it knew when it looked.
+        bytes: bytes of arrays that were summed (what goes over a link depends on the algorithm).
         calls: collectives that were run.
+        predicted_s: seconds that the fitted model gives them, one after another, with nobody late; NaN without a fit.
     """
 
     sync_s: float = 0.0
+    hidden_s: float = 0.0
     bytes: int = 0
     calls: int = 0
+    predicted_s: float = 0.0
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Return the sums of both."""
+        return Traffic(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 class Exchange:
@@ -72,7 +83,8 @@ class Exchange:
             never meet those of others (say, of a batch norm in the same backward pass).
         buffers: flat gradient buffers, 1-D NumPy arrays; the same lengths and dtypes on all ranks.
         spans: where each parameter's gradient lies, in order of registration.
-        algorithm: for every bucket; "auto" asks `choose` for each.
+        algorithm: for every bucket, or one name for each bucket in order; "auto" asks `choose`. Where "shared" is asked
+            for and there is no shared memory, MPI's own takes its place, and the choice says why.
         bucket_bytes: the longest bucket, unless a single gradient is longer.
         overlap: whether buckets are launched as they become complete; otherwise all are summed in `finish`.
         stage: for gradients on a device: `buffers` are then their places in host memory.
@@ -92,28 +104,28 @@ class Exchange:
         group: Group,
         buffers: Sequence[Buffer],
         spans: Sequence[Span],
-        algorithm: str = AUTO,
+        algorithm: str | Sequence[str] = AUTO,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         stage: Stage | None = None,
     ) -> None:
         with agreed(group):
-            if algorithm not in NAMES:
-                raise UsageError(f"there is no all-reduce algorithm {algorithm!r}; the names are {', '.join(NAMES)}")
             itemsizes = [check_buffer(buffer).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_bytes)
+            names = [algorithm] * len(self.buckets) if isinstance(algorithm, str) else list(algorithm)
+            _check_names([algorithm] if isinstance(algorithm, str) else names, len(names), len(self.buckets))
         _check_same(group, self.buckets, buffers)
         self._alone = group.size == 1
         self._overlap = overlap
         self._stage = stage
         self._group = group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
-        self.choices = tuple(_choose(algorithm, part.nbytes, group.size) for part in parts)
-        self._sums = [
-            self._group.bind(part, choice.algorithm, tag)
-            for tag, (part, choice) in enumerate(zip(parts, self.choices, strict=True))
-        ]
+        bound = [self._bind(part, name, tag) for tag, (part, name) in enumerate(zip(parts, names, strict=True))]
+        self._sums = [pending for pending, _ in bound]
+        self.choices = tuple(choice for _, choice in bound)
         self._bytes = sum(part.nbytes for part in parts)
+        predicted = [choice.predicted_s for choice in self.choices]
+        self._predicted_s = sum(nan if seconds is None else seconds for seconds in predicted)
         self._home = {span: bucket.index for bucket in self.buckets for span in bucket.spans}
         self.traffic = Traffic()
         self._reset()
@@ -123,7 +135,8 @@ class Exchange:
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._launched = 0
         self._flying: deque[Bucket] = deque()
-        self._sync_s = 0.0
+        self._sync_s = self._hidden_s = 0.0
+        self._left: float | None = None  # when this rank went to compute with messages under way
 
     @property
     def under_way(self) -> bool:
@@ -144,27 +157,56 @@ class Exchange:
         self._reported.add(span)
         self._missing[self._home[span]] -= 1
         if self._overlap and not self._alone:
-            begin = time.perf_counter()
+            begin = self._come_back()
             self._launch_complete()
             self._poll()
-            self._sync_s += time.perf_counter() - begin
+            now = time.perf_counter()
+            self._sync_s += now - begin
+            self._left = now if self._flying else None
 
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
-        begin = time.perf_counter()
+        begin = self._come_back()
         if not self._alone and self._overlap:
             self._launch_rest()
             self._wait()
         elif not self._alone:
             self._sum_all()
-        calls = 0 if self._alone else len(self.buckets)
-        spent = self._sync_s + time.perf_counter() - begin
+        spent_s = self._sync_s + time.perf_counter() - begin
+        if self._alone:
+            self.traffic = Traffic(spent_s)
+        else:
+            self.traffic = Traffic(spent_s, self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
         self._reset()
-        self.traffic = Traffic(spent, self._bytes if calls else 0, calls)
 
     def free(self) -> None:
         """Give the exchange's communicator back to MPI. Collective."""
+        for pending in self._sums:
+            pending.free()
         self._group.free()
+
+    def _come_back(self) -> float:
+        """Return the time, after counting how long messages were under way while this rank computed."""
+        now = time.perf_counter()
+        if self._left is not None:
+            self._hidden_s += now - self._left
+            self._left = None
+        return now
+
+    def _bind(self, part: Buffer, name: str, tag: int) -> tuple[Pending, Choice]:
+        """Return a bucket's sum, ready to be started, and what it is; collective."""
+        group = self._group
+        if name == AUTO:
+            choice = group.choose(part, started=self._overlap)
+        else:
+            choice = Choice(name, "asked for", predict(group, name, part.nbytes, self._overlap))
+        try:
+            return group.bind(part, choice.algorithm, tag), choice
+        except DeviceError as error:
+            if choice.algorithm != SHARED:
+                raise
+            instead = Choice(NATIVE, f"instead of shared: {error}", predict(group, NATIVE, part.nbytes, self._overlap))
+            return group.bind(part, NATIVE, tag), instead
 
     def _launch_complete(self) -> None:
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
@@ -210,8 +252,21 @@ class Exchange:
             self._stage.from_host(bucket)
 
 
-def _choose(algorithm: str, nbytes: int, size: int) -> Choice:
-    return choose(nbytes, size) if algorithm == AUTO else Choice(algorithm, "asked for")
+def predict(group: Group, algorithm: str, nbytes: int, started: bool = False) -> float | None:
+    """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it does not know."""
+    if group.size == 1:
+        return 0.0
+    if group.fit is None or (algorithm == SHARED and group.fit.shared is None):
+        return None
+    return group.fit.predict(algorithm, nbytes, started)
+
+
+def _check_names(names: Sequence[str], given: int, buckets: int) -> None:
+    for name in names:
+        if name not in NAMES:
+            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
+    if given != buckets:
+        raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 
 
 def _check_same(group: Group, plan: Sequence[Bucket], buffers: Sequence[Buffer]) -> None:

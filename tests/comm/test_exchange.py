@@ -1,6 +1,8 @@
 """The bucketed gradient exchange: whatever order gradients come in, every rank gets the same sums."""
 
+import math
 import random
+import time
 import zlib
 
 import numpy as np
@@ -44,7 +46,7 @@ def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**9])
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "tree", "ps"])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
 def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, bucket_bytes: int, overlap: bool) -> None:
     """On every rank in another order, each written just before it is reported; some never are, on one rank none."""
     spans = layout(LENGTHS, 2)
@@ -157,6 +159,60 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
     exchange.free()
     one = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
     assert group.gather(seen) == [[one, one]] * group.size
+
+
+@pytest.mark.mpi
+def test_buffers_in_shared_memory_are_summed_there(group: Group) -> None:
+    spans = layout(LENGTHS)
+    buffers = [group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])]
+    exchange = Exchange(group, buffers, spans, "auto", bucket_bytes=10_000)
+    right = []
+    for step in range(3):
+        fill(buffers, group.rank, step)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    names = [choice.algorithm for choice in exchange.choices]
+    exchange.free()
+    assert group.gather(right) == [[True] * 3] * group.size
+    assert group.size == 1 or "shared" in names
+
+
+@pytest.mark.mpi
+def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
+    spans = layout([1000, 1000, 1000])
+    buffers = arrays(spans, ["float32"])
+    with pytest.raises(UsageError, match="2 all-reduce algorithms are given for 3 buckets"):
+        Exchange(group, buffers, spans, ["ring", "tree"], bucket_bytes=4000)
+    exchange = Exchange(group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000)
+    fill(buffers, group.rank, 0)
+    exchange.finish()
+    right = summed(buffers, group.size, 0)
+    assert [choice.algorithm for choice in exchange.choices] == ["ring", "tree", "native"]
+    exchange.free()
+    assert all(group.gather(right))
+
+
+@pytest.mark.mpi
+def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> None:
+    spans = layout([1000, 1000])
+    exchange = Exchange(group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000)
+    hidden = []
+    for pause_s in (0.0, 0.2):
+        exchange.ready(1)  # its bucket is launched
+        time.sleep(pause_s)
+        exchange.ready(0)
+        exchange.finish()
+        hidden.append(exchange.traffic.hidden_s)
+    unknown = math.isnan(exchange.traffic.predicted_s)
+    exchange.free()
+    group.barrier()
+    if group.size == 1:
+        assert hidden == [0.0, 0.0]
+    elif group.rank == 0:  # the others may find it finished when they come
+        assert hidden[1] >= 0.2 and hidden[1] > hidden[0]
+    assert unknown == (group.size > 1)
 
 
 @pytest.mark.mpi

@@ -51,7 +51,7 @@ ALGORITHMS: Mapping[str, Collective] = MappingProxyType({c.name: c for c in _ALL
 NATIVE = "native"  # MPI's own all-reduce: there are no steps to look at
 AUTO = "auto"  # chosen by size: see choose.py
 SHARED = "shared"  # loads and stores in memory that the ranks of a node share
-NAMES = (AUTO, NATIVE, *ALGORITHMS)
+NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 
 
 def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
