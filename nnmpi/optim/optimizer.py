@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim.blocks import Block, Scratch, block_elements, pieces
@@ -56,6 +58,7 @@ class Optimizer(ABC):
         """
         non_negative("lr", self.lr)
         self.storage.finish_gradients()
+        self._require_same_arrays()
         self.update(self._blocks, self.storage.frozen())
 
     def update(self, blocks: Iterable[Block], frozen: Iterable[Array] = ()) -> None:
@@ -68,10 +71,9 @@ class Optimizer(ABC):
             frozen: arrays that are put back as they are now.
 
         Raises:
-            UsageError: see `step`.
+            UsageError: when `lr` was set to a negative or non-finite value.
         """
         lr = non_negative("lr", self.lr)
-        self._require_same_arrays()
         self.steps += 1
         kept = [(part, part.copy()) for part in frozen]
         self._update(lr, blocks)
@@ -107,12 +109,18 @@ class Optimizer(ABC):
     def _update(self, lr: float, blocks: Iterable[Block]) -> None:
         """Update every block; `steps` already counts this update."""
 
-    def cut(self, parts: Sequence[slice] | None = None, grads: Sequence[Array] | None = None) -> tuple[Block, ...]:
+    def cut(
+        self,
+        parts: Sequence[slice] | None = None,
+        grads: Sequence[Array] | None = None,
+        limit_bytes: int | None = None,
+    ) -> tuple[Block, ...]:
         """Return blocks of the buffers and their state.
 
         Args:
             parts: the part of each buffer that is meant; all of it by default.
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
+            limit_bytes: the longest block, if not what suits an ordinary update.
         """
         scratch = Scratch(self._data)
         grads = self._grads if grads is None else grads
@@ -120,7 +128,8 @@ class Optimizer(ABC):
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
             whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
             arrays = whole if parts is None else [array[parts[i]] for array in whole]
-            for part, part_grad, *part_state in pieces(arrays, block_elements(data)):
+            elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
+            for part, part_grad, *part_state in pieces(arrays, elements):
                 blocks.append(
                     Block(
                         xp=namespace(part),
@@ -148,6 +157,14 @@ def decayed_gradient(block: Block) -> Array:
     block.xp.multiply(block.data, block.decay, out=result)
     block.xp.add(result, block.grad, out=result)
     return result
+
+
+def factor(block: Block, value: float) -> Array | float:
+    """Return a number for a block to be multiplied by: an array, if that is quicker for its library.
+
+    NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's.
+    """
+    return np.array(value, block.data.dtype) if block.xp is np else value
 
 
 def _zeros_like(data: Array) -> Array:

@@ -7,7 +7,7 @@ from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import Block
 from nnmpi.optim.checks import below_one
-from nnmpi.optim.optimizer import Optimizer, decayed_gradient
+from nnmpi.optim.optimizer import Optimizer, decayed_gradient, factor
 from nnmpi.optim.storage import Storage
 
 
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         for block in blocks:
             direction = self._direction(block, decayed_gradient(block))
             change = block.scratch[1]
-            block.xp.multiply(direction, lr, out=change)
+            block.xp.multiply(direction, factor(block, lr), out=change)
             block.xp.subtract(block.data, change, out=block.data)
 
     def _direction(self, block: Block, gradient: Array) -> Array:

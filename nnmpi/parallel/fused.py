@@ -35,6 +35,8 @@ from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.flat import FlatStorage
 
+BLOCK_BYTES = 128 * 1024
+
 
 def house(storage: FlatStorage, memory: SharedMemory) -> None:
     """Move a model's parameters to arrays that stand once per node, and its gradients to shared ones. Collective.
@@ -64,6 +66,7 @@ class FusedUpdate:
             has for itself (`SharedMemory.allocate`); see `house`. Its state is moved to memory of the node.
         memory: of the group whose ranks take part.
         tag: of its barrier, see `SharedMemory.barrier_of`.
+        block_bytes: how much of each buffer is summed and updated at a time.
 
     Raises:
         UsageError: for gradients that do not lie in the memory.
@@ -71,7 +74,9 @@ class FusedUpdate:
         DeviceError: on all ranks, when there is no room for the optimizer's state.
     """
 
-    def __init__(self, optimizer: Optimizer, memory: SharedMemory, tag: int = 0) -> None:
+    def __init__(
+        self, optimizer: Optimizer, memory: SharedMemory, tag: int = 0, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         storage = optimizer.storage
         if not all(memory.holds(grad) for grad in storage.grads):
             raise UsageError("a fused update needs gradients in shared memory; move the model there first: house()")
@@ -81,8 +86,8 @@ class FusedUpdate:
         self._own = [own_slice(data, memory.size, memory.rank) for data in storage.data]
         self._parts = [memory.parts(grad) for grad in storage.grads]
         self._sums = [parts[0][own] for parts, own in zip(self._parts, self._own, strict=True)]
-        self._blocks, self._others = self._cut()
-        self._passing = _with_common_gradient(self._blocks) if memory.size > 1 else self._blocks
+        self._blocks, self._others = self._cut(block_bytes)
+        self._passes = _passes(self._blocks, self._others)
         self._across = self._bind_across(tag)
         self._lengths = memory.common(memory.size, np.float64)
         self._barrier = memory.barrier_of(tag)
@@ -141,17 +146,17 @@ class FusedUpdate:
     def _adding(self) -> Iterator[Block]:
         """Yield this rank's blocks, each when its gradients have just been added up, where they stay in the cache."""
         add = np.add
-        for block, found, others in zip(self._passing, self._blocks, self._others, strict=True):
-            total, first = block.grad, found.grad
-            for other in others:
-                add(first, other, total)
-                first = total
+        for block, pairs in self._passes:
+            total = block.grad
+            for first, second in pairs:
+                add(first, second, total)
             yield block
 
-    def _cut(self) -> tuple[tuple[Block, ...], list[tuple[Array, ...]]]:
+    def _cut(self, limit_bytes: int) -> tuple[tuple[Block, ...], list[tuple[Array, ...]]]:
         """Return this rank's blocks, with the first rank's gradients, and the other ranks' gradients for each."""
         first, *rest = (
-            self.optimizer.cut(self._own, [parts[rank] for parts in self._parts]) for rank in range(self._memory.size)
+            self.optimizer.cut(self._own, [parts[rank] for parts in self._parts], limit_bytes)
+            for rank in range(self._memory.size)
         )
         return first, [tuple(blocks[i].grad for blocks in rest) for i in range(len(first))]
 
@@ -183,14 +188,21 @@ def _check_nodes(memory: SharedMemory) -> None:
         )
 
 
-def _with_common_gradient(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Return the blocks with gradients that all lie in the same memory, one of a kind, which stays in the cache."""
+def _passes(
+    blocks: Sequence[Block], others: Sequence[Sequence[Array]]
+) -> list[tuple[Block, list[tuple[Array, Array]]]]:
+    """Return each block with what is to be added up into its gradient; the gradients share memory, one of a kind."""
     longest: dict[str, Array] = {}
     for block in blocks:
         kind = str(block.grad.dtype)
         if kind not in longest or longest[kind].size < block.grad.size:
             longest[kind] = np.empty(block.grad.size, block.grad.dtype)
-    return tuple(replace(block, grad=longest[str(block.grad.dtype)][: block.grad.size]) for block in blocks)
+    result = []
+    for block, rest in zip(blocks, others, strict=True):
+        total = longest[str(block.grad.dtype)][: block.grad.size] if rest else block.grad
+        pairs = [(total if i else block.grad, other) for i, other in enumerate(rest)]
+        result.append((replace(block, grad=total), pairs))
+    return result
 
 
 def _overlap(array: Array, part: Array) -> Iterator[Array]:

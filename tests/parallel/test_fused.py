@@ -1,0 +1,197 @@
+"""The fused update against a shared sum and an ordinary update: the same bits, whatever optimizer, groups and nodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.shared import SharedSum
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.optim import names
+from nnmpi.optim.clip import clip_by_global_norm
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.storage import Arrays
+from nnmpi.parallel.fused import FusedUpdate, house
+
+LENGTHS = (40_003, 5, 0, 300)
+GROUPS = ("weights", "biases", "weights", "biases")
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": {"weights": 0.1}}),
+    ("adam", {"lr": 0.01, "weight_decay": {"biases": 0.1}}),
+    ("adamw", {"lr": 0.01}),
+]
+EVERY = pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=["sgd", "momentum", "nesterov", "adam", "adamw"])
+STEPS = 3
+
+
+class Setting:
+    """Two sets of the same buffers: one for the fused update, one for a shared sum and an ordinary update."""
+
+    def __init__(self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str) -> None:
+        self.group, self.memory = group, memory
+        self.fused_data = [memory.common(n, dtype) for n in LENGTHS]
+        self.fused_grads = [memory.allocate(n, dtype) for n in LENGTHS]
+        self.data = [np.random.default_rng(n).normal(size=n).astype(dtype) for n in LENGTHS]
+        self.grads = [memory.allocate(n, dtype) for n in LENGTHS]
+        for common, values in zip(self.fused_data, self.data, strict=True):
+            common[:] = values
+        memory.barrier()
+        self.optimizer = names.build(name, Arrays(self.data, self.grads, GROUPS), **options)
+        self.fused_optimizer = names.build(name, Arrays(self.fused_data, self.fused_grads, GROUPS), **options)
+        self.fused = FusedUpdate(self.fused_optimizer, memory, tag=1, block_bytes=4096)
+        self._sums = [SharedSum(grad, memory) for grad in self.grads]
+
+    def draw(self, turn: int) -> None:
+        """Give both sets the same gradients, each rank its own."""
+        draws = np.random.default_rng([turn, self.group.rank])
+        for grad, other in zip(self.grads, self.fused_grads, strict=True):
+            grad[:] = other[:] = draws.normal(size=grad.size)
+
+    def sum_gradients(self) -> None:
+        """Sum the ordinary set's gradients over the ranks."""
+        for one in self._sums:
+            one.run()
+
+    def equal(self, close: bool = False) -> bool:
+        """Whether parameters and state agree, by all bits or nearly."""
+        compare: Callable[..., bool] = np.allclose if close else np.array_equal
+        pairs = [*zip(self.data, self.fused_data, strict=True)]
+        for theirs, ours in zip(self.optimizer.slots().values(), self.fused_optimizer.slots().values(), strict=True):
+            pairs += zip(theirs, ours, strict=True)
+        right = all(compare(theirs, ours) for theirs, ours in pairs)
+        self.memory.barrier()
+        return right
+
+
+@pytest.mark.mpi
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("passes", ["one pass", "two passes"])
+def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
+    group: Group, name: str, options: dict[str, Any], dtype: str, passes: str
+) -> None:
+    memory = SharedMemory(group)
+    setting, right = Setting(group, memory, name, options, dtype), []
+    for turn in range(STEPS):
+        setting.draw(turn)
+        setting.sum_gradients()
+        setting.optimizer.step()
+        if passes == "one pass":
+            setting.fused.step()
+        else:
+            setting.fused.reduce()
+            setting.fused.update()
+        right.append(setting.equal())
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group) -> None:
+    memory = SharedMemory(group)
+    setting, right = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
+    for turn in range(STEPS):
+        setting.draw(turn)
+        setting.sum_gradients()
+        norm = clip_by_global_norm(setting.grads, 3.0)
+        setting.optimizer.step()
+        ours = setting.fused.reduce()
+        setting.fused.update(3.0 / (ours + 1e-6))
+        right += [abs(ours - norm) < 1e-9 * norm, setting.equal(close=True)]
+    lengths = group.gather(ours)
+    memory.free()
+    assert all(map(all, group.gather(right)))
+    assert set(lengths) == {lengths[0]}
+
+
+@pytest.mark.mpi
+def test_without_an_update_the_parameters_stay(group: Group) -> None:
+    memory = SharedMemory(group)
+    setting = Setting(group, memory, "adam", {}, "float32")
+    setting.draw(0)
+    setting.fused_grads[0][group.rank] = np.nan
+    norm = setting.fused.reduce()
+    right = np.isnan(norm) and setting.equal() and setting.fused_optimizer.steps == 0
+    memory.free()
+    assert all(group.gather(bool(right)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("passes", ["one pass", "two passes"])
+def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, passes: str) -> None:
+    per_node = 2 if group.size % 2 == 0 else 1
+    memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
+    setting, right = Setting(group, memory, "adamw", {"lr": 0.01}, "float64"), []
+    for turn in range(STEPS):
+        setting.draw(turn)
+        setting.sum_gradients()
+        setting.optimizer.step()
+        if passes == "one pass":
+            setting.fused.step()
+        else:
+            setting.fused.reduce()
+            setting.fused.update()
+        right.append(setting.equal(close=True))
+    bits = group.gather(setting.fused_data[0].tobytes().hex())
+    memory.free()
+    assert all(map(all, group.gather(right)))
+    assert set(bits) == {bits[0]}
+
+
+@pytest.mark.mpi
+def test_nodes_with_different_numbers_of_ranks_are_refused(group: Group) -> None:
+    memory = SharedMemory(group, nodes=[int(rank > 0) for rank in range(group.size)])
+    storage = Arrays([memory.common(3, "float32")], [memory.allocate(3, "float32")])
+    if group.size > 2:
+        with pytest.raises(LayoutError, match=f"as many ranks on each, not 1 and {group.size - 1}"):
+            FusedUpdate(names.build("adam", storage), memory)
+    else:
+        FusedUpdate(names.build("adam", storage), memory).step()
+    memory.free()
+
+
+@pytest.mark.mpi
+def test_a_model_moves_into_the_memory_and_frozen_parameters_stay(group: Group) -> None:
+    models, right = [], []
+    memory = SharedMemory(group)
+    for shared in (True, False):
+        model = Sequential(Linear(9, 70, "relu"), Linear(70, 3)).initialize(seed=3)
+        parameters = dict(model.named_parameters())
+        parameters["0.weight"].requires_grad = False
+        optimizer: Optimizer = names.build("adamw", model.storage, lr=0.1)
+        before = parameters["0.weight"].data.copy()
+        if shared:
+            house(model.storage, memory)
+            fused = FusedUpdate(optimizer, memory)
+        for turn in range(STEPS):
+            model.zero_grad()
+            for number, parameter in enumerate(parameters.values()):
+                if parameter.requires_grad:
+                    share = 1 if not shared else (group.rank + 1) / (group.size * (group.size + 1) / 2)
+                    draws = np.random.default_rng([turn, number])
+                    parameter.grad = (draws.integers(-9, 9, parameter.shape) * share).astype("float32")
+            if shared:
+                fused.step()
+            else:
+                optimizer.step()
+        right.append(np.array_equal(before, parameters["0.weight"].data))
+        models.append({name: parameter.data.copy() for name, parameter in parameters.items()})
+        memory.barrier()
+    right += [np.allclose(models[0][name], models[1][name], atol=1e-5) for name in models[0]]
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+def test_gradients_elsewhere_are_refused(group: Group) -> None:
+    memory = SharedMemory(group)
+    storage = Arrays([memory.common(3, "float32")], [np.zeros(3, "float32")])
+    with pytest.raises(UsageError, match="needs gradients in shared memory"):
+        FusedUpdate(names.build("adam", storage), memory)
+    memory.free()
