@@ -19,11 +19,13 @@ exact time for everything else: several nodes, curves, unequal chunks, slow rank
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isclose
 from types import MappingProxyType
 
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulate import simulate
 
 
@@ -107,7 +109,7 @@ class Row:
         formula: the course's formula; empty where it has none.
         course_s: what that formula gives; None where there is none.
         exact_s: what the steps here take on the machine.
-        differs: where and why the two differ, in words; empty where they do not.
+        differs: why the two differ, in words; empty where they do not.
     """
 
     name: str
@@ -122,24 +124,17 @@ class _Taught:
     name: str
     formula: str
     seconds: Callable[[int, float, float, float], float]
-    differs: str
 
 
-_ADDING = "the table leaves out the time to add (gamma)"
+_NOTHING = Curve.line(0.0, 0.0)
+_SERVER = ("all-reduce", "ps")
 _TAUGHT: Mapping[tuple[str, str], _Taught] = MappingProxyType(
     {
-        ("all-reduce", "ps"): _Taught(
-            "parameter server",
-            "2 alpha + 2 (N-1) M beta",
-            parameter_server,
-            f"one server receives one message after another: 2 (N-1) alpha; and {_ADDING}",
-        ),
-        ("all-reduce", "ring"): _Taught(
-            "ring all-reduce", "2 (N-1) alpha + 2 (N-1)/N M beta", ring_all_reduce, _ADDING
-        ),
-        ("all-reduce", "tree"): _Taught("tree all-reduce", "2 alpha log N + 2 log N M beta", tree_all_reduce, _ADDING),
-        ("broadcast", "tree"): _Taught("broadcast", "alpha log N + log N M beta", broadcast, ""),
-        ("all-gather", "tree"): _Taught("all-gather", "alpha log N + (N-1) M beta", all_gather, ""),
+        _SERVER: _Taught("parameter server", "2 alpha + 2 (N-1) M beta", parameter_server),
+        ("all-reduce", "ring"): _Taught("ring all-reduce", "2 (N-1) alpha + 2 (N-1)/N M beta", ring_all_reduce),
+        ("all-reduce", "tree"): _Taught("tree all-reduce", "2 alpha log N + 2 log N M beta", tree_all_reduce),
+        ("broadcast", "tree"): _Taught("broadcast", "alpha log N + log N M beta", broadcast),
+        ("all-gather", "tree"): _Taught("all-gather", "alpha log N + (N-1) M beta", all_gather),
     }
 )
 
@@ -150,25 +145,41 @@ def table(ranks: int, nbytes: int, machine: Machine) -> list[Row]:
     Args:
         ranks: N.
         nbytes: M; in the all-gathers the bytes that each rank brings.
-        machine: alpha and beta are those of its slowest link, one way, for a message of M bytes.
+        machine: alpha and beta of the course's formulas are those of its link between nodes (of that inside, when all
+            ranks are on one), one way, for a message of M bytes.
 
     Raises:
         UsageError: for no ranks, or a machine with another number of them.
     """
     link = machine.link(len(set(machine.places(ranks))) > 1).one_way
     alpha, beta = link.alpha_s, link.beta(max(nbytes, 1))
-    others = [key for key in COLLECTIVES if key not in _TAUGHT]
     rows = []
-    for operation, algorithm in (*_TAUGHT, *others):
-        whole = COLLECTIVES[operation, algorithm]
-        if operation == "all-reduce":
-            whole = find_algorithm(algorithm, machine.nodes)
+    for key in dict.fromkeys((*_TAUGHT, *COLLECTIVES)):
+        operation, algorithm = key
+        collective = find_algorithm(algorithm, machine.nodes) if operation == "all-reduce" else COLLECTIVES[key]
         buffer = ranks * nbytes if operation == "all-gather" else nbytes
-        exact_s = simulate(whole, ranks, buffer, machine).seconds
-        taught = _TAUGHT.get((operation, algorithm))
+        exact_s = simulate(collective, ranks, buffer, machine).seconds
+        taught = _TAUGHT.get(key)
         if taught is None:
             rows.append(Row(f"{operation} by {algorithm}", "", None, exact_s, "the table does not have it"))
-        else:
-            course_s = taught.seconds(ranks, nbytes, alpha, beta)
-            rows.append(Row(taught.name, taught.formula, course_s, exact_s, taught.differs))
+            continue
+        course_s = taught.seconds(ranks, nbytes, alpha, beta)
+        differs = "" if isclose(course_s, exact_s, rel_tol=1e-9) else _why(key, ranks, nbytes, machine)
+        rows.append(Row(taught.name, taught.formula, course_s, exact_s, differs))
     return rows
+
+
+def _why(key: tuple[str, str], ranks: int, nbytes: int, machine: Machine) -> str:
+    """Return what the course's formula does not know of."""
+    reasons = []
+    if key == _SERVER:
+        reasons.append("one server receives one message after another: 2 (N-1) alpha")
+    if key[0] == "all-reduce" and machine.add(nbytes) > 0:
+        reasons.append("the time to add (gamma)")
+    if replace(machine, add=_NOTHING) != Machine(Link(machine.inside.one_way, machine.inside.one_way), add=_NOTHING):
+        reasons.append("links and ranks that are not all alike")
+    if len(machine.inside.one_way.points) > 2:
+        reasons.append("a time per byte that depends on the length")
+    if nbytes % ranks:
+        reasons.append("chunks of unequal length")
+    return "; ".join(reasons)

@@ -63,6 +63,10 @@ def test_the_table() -> None:
     assert len(rows) == len(COLLECTIVES)
     for name in list(rows)[1:5]:
         assert rows[name].course_s == pytest.approx(rows[name].exact_s, rel=1e-12)
+        assert rows[name].differs == ""
+    assert rows["parameter server"].differs == "one server receives one message after another: 2 (N-1) alpha"
+    assert cost.table(8, 2**20, ADDING)[1].differs == "the time to add (gamma)"
+    assert cost.table(7, 2**20, PLAIN)[1].differs == "chunks of unequal length"
     assert rows["parameter server"].exact_s - (rows["parameter server"].course_s or 0) == pytest.approx(12 * ALPHA)
     assert rows["all-reduce by halving-doubling"].course_s is None
 
@@ -71,5 +75,6 @@ def test_the_table_of_several_nodes_takes_the_link_between_them() -> None:
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(ALPHA, BETA), blocks(8, 4))
     rows = {row.name: row for row in cost.table(8, 2**20, machine)}
     assert rows["tree all-reduce"].course_s == pytest.approx(cost.tree_all_reduce(8, 2**20, ALPHA, BETA), rel=1e-9)
+    assert rows["tree all-reduce"].differs == "links and ranks that are not all alike"
     assert rows["tree all-reduce"].exact_s < rows["tree all-reduce"].course_s
     assert rows["all-reduce by hierarchical"].exact_s < rows["tree all-reduce"].exact_s
