@@ -8,10 +8,10 @@ Everything here is collective over the group unless it says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -88,7 +88,7 @@ class SharedMemory:
         self._flags = Flags(Watch(self.node, self.members, timeout_s), ordered)
         self._barriers: dict[int, Barrier] = {}
         self._staging: dict[int, list[Buffer]] = {}
-        self._windows: list[Window] = []
+        self._windows: dict[int, Window] = {}  # by allocation number; twins have the same
         self._folder: Path | None = SHM
         self._check_room(window_bytes(0) + window_bytes(1))
         with agreed(group):
@@ -111,9 +111,7 @@ class SharedMemory:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
         """
         kind = np.dtype(dtype)
-        window = self._make(elements * kind.itemsize)
-        self._windows.append(window)
-        return _typed(window.parts[self.rank], kind)
+        return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
 
     def common(self, elements: int, dtype: DTypeLike) -> Buffer:
         """Return (elements,) zeros that stand once per node: what one rank writes, all have.
@@ -122,22 +120,18 @@ class SharedMemory:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
         """
         kind = np.dtype(dtype)
-        window = self._make(elements * kind.itemsize if self.rank == 0 else 0)
-        self._windows.append(window)
-        return _typed(window.parts[0], kind)
+        return self._make(elements * kind.itemsize if self.rank == 0 else 0).parts[0].view(kind)
 
     def staging(self, tag: int, nbytes: int) -> list[Buffer]:
         """Return (nbytes,) uint8 of every rank of the node, for arrays that do not lie here; one set per tag."""
         if tag not in self._staging or self._staging[tag][0].size < nbytes:
-            window = self._make(nbytes)
-            self._windows.append(window)  # a smaller one of before stays until `free`: it may be in use
-            self._staging[tag] = list(window.parts)
+            self._staging[tag] = list(self._make(nbytes).parts)  # a smaller one of before stays: it may be in use
         return [part[:nbytes] for part in self._staging[tag]]
 
     def place(self, array: Buffer) -> Place | None:
         """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""
         address = array.ctypes.data
-        for number, window in enumerate(self._windows):
+        for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
             if start >= 0 and start + array.nbytes <= window.parts[self.rank].nbytes:
                 return Place(number, start)
@@ -159,9 +153,7 @@ class SharedMemory:
         Raises:
             ShapeError: for an array that was not allocated here.
         """
-        place = self.place(array)
-        if place is None:
-            raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
+        place = self._find(array)
         return [self.view(rank, place, array.size, array.dtype) for rank in range(self.size)]
 
     # ---- waiting for one another ----
@@ -189,12 +181,21 @@ class SharedMemory:
 
     def sync(self) -> None:
         """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
-        for window in self._windows:
+        for window in self._windows.values():
             window.sync()
+
+    def drop(self, arrays: Iterable[Buffer]) -> None:
+        """Give back what `allocate` gave, and all slices of it; the arrays must not be touched any more.
+
+        Raises:
+            ShapeError: for an array that was not allocated here.
+        """
+        for array in arrays:
+            self._windows.pop(self._find(array).allocation).free()
 
     def free(self) -> None:
         """Give all of it back; arrays that are still held must not be touched any more, a twin's neither."""
-        for window in self._windows:
+        for window in self._windows.values():
             window.free()
         self._windows.clear()
         self._staging.clear()
@@ -206,6 +207,12 @@ class SharedMemory:
         self.across.Free()
         self.node.Free()
 
+    def _find(self, array: Buffer) -> Place:
+        place = self.place(array)
+        if place is None:
+            raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
+        return place
+
     def _make(self, own_bytes: int) -> Window:
         """Return a new window, or let all ranks raise."""
         self._check_room(window_bytes(own_bytes))
@@ -213,6 +220,7 @@ class SharedMemory:
             window = Window(self.node, own_bytes)
             if self._folder is SHM:  # now it can be seen where this MPI has its windows
                 self._folder = find_folder(window.parts[self.rank].ctypes.data)
+        self._windows[max(self._windows, default=-1) + 1] = window
         return window
 
     def _check_room(self, own_bytes: int) -> None:
@@ -221,7 +229,3 @@ class SharedMemory:
         self.node.Allgather(np.array([own_bytes], np.int64), needs)
         with agreed(self._group):
             check_room(self._folder, int(needs.sum()))
-
-
-def _typed(part: Buffer, dtype: np.dtype[Any]) -> Buffer:
-    return part.view(dtype)

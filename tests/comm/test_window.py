@@ -53,6 +53,21 @@ def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -
 
 
 @pytest.mark.mpi
+def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
+    memory = SharedMemory(group)
+    first, second = memory.allocate(5, "float32"), memory.allocate(7, "float32")
+    memory.drop([first])
+    third = memory.allocate(9, "float64")
+    second[:], third[:] = memory.rank, -memory.rank
+    memory.barrier()
+    right = [bool((part == rank).all()) for rank, part in enumerate(memory.parts(second))]
+    right += [bool((part == -rank).all()) for rank, part in enumerate(memory.parts(third))]
+    memory.barrier()
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
 def test_a_common_array_stands_once_per_node(group: Group) -> None:
     nodes = [rank * 2 // group.size for rank in range(group.size)]
     memory = SharedMemory(group, nodes=nodes)
