@@ -27,6 +27,9 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
         home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
         os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
+        # Open MPI's UCX component for windows prints an error for each window where it cannot be used; nnmpi's windows
+        # are all shared memory, for which it is never used.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
             mpi.Init_thread(mpi.THREAD_MULTIPLE)

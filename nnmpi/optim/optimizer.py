@@ -45,6 +45,7 @@ class Optimizer(ABC):
         self.weight_decay = _decay_by_buffer(weight_decay, storage.groups)
         self._slots = {name: [_zeros_like(data) for data in storage.data] for name in slots}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
+        self._moves: int = getattr(storage, "moves", 0)
         self._blocks = self.cut()
 
     def step(self) -> None:
@@ -58,6 +59,8 @@ class Optimizer(ABC):
         """
         non_negative("lr", self.lr)
         self.storage.finish_gradients()
+        if getattr(self.storage, "moves", 0) != self._moves:
+            self.move()
         self._require_same_arrays()
         self.update(self._blocks, self.storage.frozen())
 
@@ -103,6 +106,7 @@ class Optimizer(ABC):
                 for i, array in enumerate(arrays):
                     arrays[i] = allocate(array.size, array.dtype).reshape(array.shape)
                     arrays[i][...] = array
+        self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut()
 
     @abstractmethod

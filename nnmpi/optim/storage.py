@@ -17,7 +17,8 @@ class Storage(Protocol):
     """Three sequences of one length: entry i is a buffer, its gradient, and the name of its group.
 
     An optimizer keeps views of the buffers, so they must stay the same arrays for as long as it lives; only their
-    values may change.
+    values may change. A storage that can replace all of them by others of the same shapes counts that in an attribute
+    `moves`; then optimizers follow.
     """
 
     @property

@@ -44,6 +44,7 @@ class FlatStorage:
         data, grads: the flat arrays, one per group, in order of first appearance.
         groups: the group name of each.
         spans: where each parameter lies, in registration order.
+        moves: how often the arrays were replaced by others.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FlatStorage:
         self.spans: list[Span] = []
         self.data: list[Array] = []
         self.grads: list[Array] = []
+        self.moves = 0
         self._views: list[tuple[Array, Array]] = []  # each parameter's data and buffer, as they were bound
         lengths: list[int] = []
         dtype = next(iter(values.values())).dtype if values else None
@@ -94,8 +96,8 @@ class FlatStorage:
     def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
         """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
 
-        Nothing is copied: the values are those found there, and gradients are forgotten. An optimizer has to follow:
-        see its `move`.
+        Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers follow at their
+        next step.
 
         Raises:
             ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
@@ -106,6 +108,7 @@ class FlatStorage:
         self.data = self.data if data is None else list(data)
         self.grads = self.grads if grads is None else list(grads)
         self._views = [self._lay(span) for span in self.spans]
+        self.moves += 1
 
     @property
     def size(self) -> int:

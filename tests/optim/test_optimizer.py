@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim import blocks
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
@@ -223,3 +223,56 @@ def test_weight_decay_by_group():
 def test_refusals_of_all(make, options, sentence):
     with pytest.raises(UsageError, match=sentence):
         make(Arrays(values([3]), values([3])), **{"lr": 0.1, **options})
+
+
+class Moving(Arrays):
+    """A storage whose arrays can be replaced."""
+
+    moves = 0
+
+    def move(self, data, grads):
+        """Take other arrays."""
+        self.data, self.grads, self.moves = data, grads, self.moves + 1
+
+
+def test_an_optimizer_follows_a_storage_that_moves():
+    storage, plain = Moving(values([3]), values([3])), Arrays(values([3]), values([3]))
+    moved, kept = SGD(storage, 0.1, momentum=0.9), SGD(plain, 0.1, momentum=0.9)
+    moved.step()
+    kept.step()
+    storage.move([storage.data[0].copy()], [storage.grads[0].copy()])
+    moved.step()
+    kept.step()
+    np.testing.assert_array_equal(storage.data[0], plain.data[0])
+    storage.move([np.zeros(4)], [np.zeros(4)])
+    with pytest.raises(ShapeError, match="other shapes than before"):
+        moved.step()
+
+
+def test_the_state_can_be_moved_too():
+    storage, plain = Arrays(values([3]), values([3])), Arrays(values([3]), values([3]))
+    moved, kept = SGD(storage, 0.1, momentum=0.9), SGD(plain, 0.1, momentum=0.9)
+    moved.step()
+    kept.step()
+    places = np.zeros(8)
+    moved.move(lambda n, dtype: places[2 : 2 + n].astype(dtype, copy=False))
+    moved.step()
+    kept.step()
+    np.testing.assert_array_equal(storage.data[0], plain.data[0])
+    np.testing.assert_array_equal(places[2:5], kept.slots()["momentum"][0])
+
+
+def test_parts_of_the_buffers_are_updated_alone():
+    """Two halves, one after the other, are a whole update; what is frozen stays."""
+    storage, plain = Arrays(values([9]), values([9])), Arrays(values([9]), values([9]))
+    halves, whole = SGD(storage, 0.1), SGD(plain, 0.1)
+    first, second = halves.cut([slice(0, 4)]), halves.cut([slice(4, 9)], limit_bytes=16)
+    assert [block.data.size for block in second] == [2, 2, 1]
+    whole.step()
+    halves.update(first)
+    np.testing.assert_array_equal(storage.data[0][:4], plain.data[0][:4])
+    assert not np.array_equal(storage.data[0][4:], plain.data[0][4:])
+    kept = storage.data[0][4:6].copy()
+    halves.update(second, [storage.data[0][4:6]])
+    np.testing.assert_array_equal(storage.data[0][6:], plain.data[0][6:])
+    np.testing.assert_array_equal(storage.data[0][4:6], kept)

@@ -211,3 +211,28 @@ def test_a_parameter_with_values_names_itself():
     _, p = make()
     assert repr(p["b.bias"]) == "Parameter(b.bias, shape=(2,))"
     assert p["scale"].size == 1
+
+
+def test_parameters_move_to_other_arrays_and_find_their_values_there():
+    storage, parameters = make()
+    before, old = storage.data[0].copy(), parameters["a.weight"].buffer
+    parameters["a.bias"].grad = np.ones(5, "float32")
+    data, grads = [before + 1], [np.zeros_like(before)]
+    storage.move(data, grads)
+    assert (storage.data, storage.grads, storage.moves) == (data, grads, 1)
+    assert np.shares_memory(parameters["a.weight"].data, data[0])
+    assert np.shares_memory(parameters["a.weight"].buffer, grads[0])
+    assert not np.shares_memory(parameters["a.weight"].buffer, old)
+    np.testing.assert_array_equal(parameters["b.bias"].data, [2, 3])
+    assert parameters["a.bias"].grad is None
+    storage.finish_gradients()
+
+
+@pytest.mark.parametrize("change", [lambda a: a[1:], lambda a: a.astype("float64")])
+def test_arrays_of_another_kind_are_no_place_to_move_to(change):
+    storage, _ = make()
+    kept = storage.data[0]
+    with pytest.raises(ShapeError, match="arrays of the same lengths and dtypes"):
+        storage.move([kept], [change(storage.grads[0])])
+    assert storage.data[0] is kept
+    assert storage.moves == 0
