@@ -22,7 +22,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO
-from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
@@ -49,7 +49,7 @@ class StepReport:
         count: the samples of the global batch.
         grad_norm: the length of the global gradient, before clipping.
         compute_s: seconds in which this rank computed.
-        sync_s: seconds in which this rank communicated or waited for others.
+        traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class StepReport:
     count: int
     grad_norm: float
     compute_s: float
-    sync_s: float
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,10 @@ class Worker:
             correct += _correct(logits, y[cut.start : cut.stop])
         waited = time.perf_counter()
         loss_sum, correct = self.group.sum_floats([loss_sum, correct])
-        sync_s = self.parallel.sync_s + time.perf_counter() - waited
+        spent_s = time.perf_counter() - waited
+        traffic = self.parallel.traffic
+        if self.group.size > 1:
+            traffic = traffic.plus(predict_traffic(self.group, 2 * np.float64().nbytes, spent_s))
         norm = self._norm()
         if not isfinite(loss_sum) or not isfinite(norm):
             raise self._explain(batch, x, y, loss_sum)
@@ -155,7 +158,8 @@ class Worker:
             self.parallel.check_equal()
         count = max(batch.global_rows, 1)
         total_s = time.perf_counter() - begin
-        return StepReport(loss_sum / count, correct / count, batch.global_rows, norm, total_s - sync_s, sync_s)
+        compute_s = total_s - traffic.sync_s
+        return StepReport(loss_sum / count, correct / count, batch.global_rows, norm, compute_s, traffic)
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""

@@ -261,6 +261,12 @@ def predict(group: Group, algorithm: str, nbytes: int, started: bool = False) ->
     return group.fit.predict(algorithm, nbytes, started)
 
 
+def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
+    """Return the traffic of one native all-reduce that took this rank `spent_s` seconds."""
+    predicted_s = predict(group, NATIVE, nbytes)
+    return Traffic(spent_s, 0.0, nbytes, 1, nan if predicted_s is None else predicted_s)
+
+
 def _check_names(names: Sequence[str], given: int, buckets: int) -> None:
     for name in names:
         if name not in NAMES:

@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.buckets import Bucket
-from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage
+from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, UsageError
 from nnmpi.nn.module import Module
@@ -45,8 +45,8 @@ class DataParallel:
         backend: where the model's arrays live; NumPy by default.
 
     Attributes:
-        exchange: what sums the gradients; its `traffic` tells what the last step's exchange cost.
-        sync_s: seconds spent in communication by the last `backward` calls up to the last microbatch.
+        exchange: what sums the gradients.
+        traffic: what the communication of the last step was: gradients, and statistics of batch normalization.
 
     Raises:
         CommError: on all ranks, when their models differ in size.
@@ -69,8 +69,7 @@ class DataParallel:
         self._check_model()
         self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
         self._summed = False  # the gradients are those of a step that is over
-        self._statistics_s = 0.0
-        self.sync_s = 0.0
+        self._statistics = self.traffic = Traffic()
         stage, buffers = self._staging()
         spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans]
         self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap, stage)
@@ -105,8 +104,8 @@ class DataParallel:
             self.storage.finish_gradients()
             self.exchange.finish()
             self._summed = True
-            self.sync_s = self.exchange.traffic.sync_s + self._statistics_s
-            self._statistics_s = 0.0
+            self.traffic = self.exchange.traffic.plus(self._statistics)
+            self._statistics = Traffic()
 
     def _begin(self) -> None:
         """Refuse a pass whose gradients would be added to what is no sum of this step's."""
@@ -202,7 +201,8 @@ class DataParallel:
         begin = time.perf_counter()
         host = np.ascontiguousarray(self.backend.to_host(array))
         self.group.all_reduce(host)
-        self._statistics_s += time.perf_counter() - begin
+        spent_s = time.perf_counter() - begin
+        self._statistics = self._statistics.plus(predict_traffic(self.group, host.nbytes, spent_s))
         result: Array = namespace(array).asarray(host)
         return result
 

@@ -7,6 +7,7 @@ recorded up to it: metrics, evaluation, checkpoint, stop.
 import signal
 import time
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from nnmpi.comm.group import Group
 from nnmpi.compose import EvalReport, StepReport, Worker
@@ -112,15 +113,22 @@ class Loop:
         batch = next(batches)
         input_s = time.perf_counter() - begin
         report = self._parts.worker.step(batch, lr=self._parts.schedule(self.state.step))
+        traffic = report.traffic
+        predicted = isfinite(traffic.predicted_s)
         totals = Totals(
             steps=1,
             samples=report.count,
             loss_sum=report.loss * report.count,
             correct=report.accuracy * report.count,
             compute_s=report.compute_s,
-            sync_s=report.sync_s,
+            sync_s=traffic.sync_s,
             input_s=input_s,
             wall_s=time.perf_counter() - begin,
+            hidden_s=traffic.hidden_s,
+            comm_bytes=traffic.bytes,
+            comm_calls=traffic.calls,
+            predicted_s=traffic.predicted_s if predicted else 0.0,
+            predicted_steps=int(predicted),
         )
         self.state, self._last = self.state.after_step(totals), report
         return totals
@@ -144,9 +152,9 @@ class Loop:
     def _over_ranks(self, totals: Totals) -> Totals:
         """Return the totals with the mean times of all ranks. Collective."""
         group = self._parts.group
-        sums = group.sum_floats([totals.compute_s, totals.sync_s, totals.input_s, totals.wall_s])
-        compute_s, sync_s, input_s, wall_s = (each / group.size for each in sums)
-        return replace(totals, compute_s=compute_s, sync_s=sync_s, input_s=input_s, wall_s=wall_s)
+        times = [totals.compute_s, totals.sync_s, totals.input_s, totals.wall_s, totals.hidden_s]
+        compute_s, sync_s, input_s, wall_s, hidden_s = (each / group.size for each in group.sum_floats(times))
+        return replace(totals, compute_s=compute_s, sync_s=sync_s, input_s=input_s, wall_s=wall_s, hidden_s=hidden_s)
 
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""

@@ -1,12 +1,15 @@
 """metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ...}
+     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ..., "hidden_s": ...,
+     "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "runtime": ...,
      "samples_per_second": ..., "steps_per_second": ...}
     {"kind": "test", ...}     as eval, once, at the end
 
-Times are in seconds and per step; `epoch` counts passes over the data, with its fraction.
+Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as well: what was summed over the ranks. While
+messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
+`predicted_sync_s` (null without a fit). `epoch` counts passes over the data, with its fraction.
 """
 
 import json

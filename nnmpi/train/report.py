@@ -50,6 +50,10 @@ class Reporter:
                 "compute_s": window.per_step(window.compute_s),
                 "sync_s": window.per_step(window.sync_s),
                 "input_s": window.per_step(window.input_s),
+                "hidden_s": window.per_step(window.hidden_s),
+                "comm_bytes": window.per_step(window.comm_bytes),
+                "comm_calls": window.per_step(window.comm_calls),
+                "predicted_sync_s": window.predicted_step_s,
             }
         )
         if self._pace.due():
@@ -65,6 +69,7 @@ class Reporter:
             f"epoch {number}/{self._extent.epochs}: loss {totals.loss:.4f}, accuracy {percent(totals.accuracy)}"
             f"{tested}, {totals.samples_per_second:.0f} samples/s",
             f"  {totals.breakdown()}",
+            *([f"  {totals.communication()}"] if totals.comm_calls else []),
         )
         self._pace.restart()
 

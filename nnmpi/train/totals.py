@@ -13,6 +13,10 @@ class Totals:
         steps, samples: counts.
         loss_sum, correct: sums over samples.
         compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
+        hidden_s: seconds of computing while messages were under way.
+        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
+        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
+        predicted_steps: the number of those steps.
         wall_s: seconds from the start of each step to its end.
     """
 
@@ -24,6 +28,11 @@ class Totals:
     sync_s: float = 0.0
     input_s: float = 0.0
     wall_s: float = 0.0
+    hidden_s: float = 0.0
+    comm_bytes: int = 0
+    comm_calls: int = 0
+    predicted_s: float = 0.0
+    predicted_steps: int = 0
 
     def plus(self, other: "Totals") -> "Totals":
         """Return the sums of both."""
@@ -56,6 +65,22 @@ class Totals:
     def per_step(self, seconds: float) -> float:
         """Return a sum of seconds divided by the number of steps."""
         return seconds / self.steps if self.steps else 0.0
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Return what the model gives the communication of a step; None if it knows none."""
+        return self.predicted_s / self.predicted_steps if self.predicted_steps else None
+
+    def communication(self) -> str:
+        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
+        steps, predicted_s = max(self.steps, 1), self.predicted_step_s
+        share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
+        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
+        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.2f} ms"
+        return (
+            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
+            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
+        )
 
     def breakdown(self) -> str:
         """Return where an iteration's time went, in ms and per cent of its wall time."""

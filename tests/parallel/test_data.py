@@ -150,7 +150,7 @@ def test_report_counts_all_ranks_samples(group: Group) -> None:
         and report.count == 13
         and abs(report.accuracy - float((logits.data.argmax(1) == y).mean())) < 1e-12
         and report.compute_s > 0
-        and report.sync_s >= 0
+        and report.traffic.sync_s >= 0
     )
     assert all(group.gather(good)), report
 

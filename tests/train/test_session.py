@@ -19,7 +19,7 @@ Train: TypeAlias = Callable[[str], Path]
 
 # Other programs read these.
 TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second"]
-TRAIN_KEYS += ["compute_s", "sync_s", "input_s"]
+TRAIN_KEYS += ["compute_s", "sync_s", "input_s", "hidden_s", "comm_bytes", "comm_calls", "predicted_sync_s"]
 EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "runtime", "samples_per_second", "steps_per_second"]
 
 
