@@ -7,6 +7,7 @@ SHARED = "shared"  # loads and stores in memory that the node's ranks share
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
 UPDATE = "native+update"  # what it is compared with: MPI's all-reduce, then the update on every rank
 GLOO = "gloo"  # PyTorch's, for comparison
+NO_MPI = "without MPI"  # in the place of an MPI's name, where gloo was measured alone
 ALL = "all"
 
 OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")

@@ -49,7 +49,8 @@ def draw(file: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 def _draw_one(axes: Any, rows: Sequence[Row], colour: Any, marker: str, some_predicted: bool) -> None:
     """Draw one algorithm's points, and its line where there is a prediction; else a thin line joins the points."""
-    predicted = [(row.size, row.predicted_us) for row in rows if row.predicted_us]
+    chosen = any(row.chosen for row in rows)  # the lines of what was chosen are there already
+    predicted = [(row.size, row.predicted_us) for row in rows if row.predicted_us and not chosen]
     if predicted:
         axes.plot(*zip(*predicted, strict=True), color=colour, linewidth=1.4)
     axes.plot(
@@ -58,7 +59,7 @@ def _draw_one(axes: Any, rows: Sequence[Row], colour: Any, marker: str, some_pre
         color=colour,
         marker=marker,
         markersize=6,
-        linestyle="" if predicted else ":",
+        linestyle="" if predicted or chosen and some_predicted else ":",
         linewidth=0.8,
-        label=rows[0].algorithm + ("" if predicted or not some_predicted else " (not predicted)"),
+        label=rows[0].algorithm + ("" if predicted or chosen or not some_predicted else " (not predicted)"),
     )
