@@ -68,7 +68,6 @@ class Bench:
                 self.links.append(link)
                 print(_describe(link, speed), HEADER, sep="\n", flush=True)
                 continue
-            finding.pop("received_bytes")
             predicted = predict(finding["algorithm"], hosts, finding["bytes"], machine_of(link, hosts))
             row = Row(mpi=self.mpi, rate=speed.rate, hosts=hosts, predicted_s=predicted, **finding)
             row.check_crossed()

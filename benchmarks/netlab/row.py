@@ -12,7 +12,7 @@ from benchmarks.netlab.shell import LabError
 from nnmpi.comm.sizes import name_bytes
 
 HEADER = f"{'rate':>8} {'hosts':>5} {'size':>7}  {'algorithm':<16} {'measured':>11} {'predicted':>11} {'ratio':>6}"
-HEADER += f" {'spread':>7} {'crossed':>10}"
+HEADER += f" {'spread':>7} {'crossed':>10} {'cores':>6}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Row:
         predicted_s: None for MPI's own algorithm, of which the steps are not known.
         expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
         sent_bytes: what the hosts' links have counted.
+        cores: how many processor cores all ranks together have used, on average.
     """
 
     mpi: str
@@ -35,6 +36,7 @@ class Row:
     predicted_s: float | None
     expected_bytes: float
     sent_bytes: float
+    cores: float
 
     @property
     def measured_s(self) -> float:
@@ -67,7 +69,8 @@ class Row:
         spread = (max(self.seconds) - min(self.seconds)) / self.measured_s
         return (
             f"{self.rate:>8} {self.hosts:5} {name_bytes(self.bytes):>7}  {self.algorithm:<16} "
-            f"{self.measured_s * 1e3:8.1f} ms {predicted} {ratio} {spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB"
+            f"{self.measured_s * 1e3:8.1f} ms {predicted} {ratio} {spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB "
+            f"{self.cores:6.2f}"
         )
 
     def record(self) -> dict[str, Any]:

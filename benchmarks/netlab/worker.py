@@ -1,6 +1,6 @@
 """What one rank does on its host: `python -m benchmarks.netlab.worker JOB.json`, started by mpirun.
 
-It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its host's own counters
+It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its host's own counter
 before and after. Rank 0 writes a line of JSON for each; every rank leaves a file when it has come to the end, because
 the status of an mpirun says little.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from benchmarks.netlab.calibrate import calibrate
-from benchmarks.netlab.waiting import common_start, largest, total, wait
+from benchmarks.netlab.waiting import common_start, go_first, largest, total, wait
 from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
 from nnmpi.comm.execute import Execution
 from nnmpi.comm.native import Native
@@ -27,7 +27,7 @@ from nnmpi.comm.start import start
 from nnmpi.errors import CommError
 from nnmpi.shard import split
 
-_COUNTERS = Path("/sys/class/net/eth0/statistics")
+_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 class Trial:
@@ -82,10 +82,11 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for name in job["algorithms"]:
             trial = Trial(comm, name, nbytes, job["cut_bytes"])
             trial.run()  # connections are made at the first message
-            before = _counters()
+            before = (_sent_bytes(), time.process_time(), time.monotonic())
             seconds = [trial.run() for _ in range(job["repeats"])]
-            counted = [after - earlier for after, earlier in zip(_counters(), before, strict=True)]
-            own, sent, received = total(comm, [trial.own_bytes, *counted])
+            after = (_sent_bytes(), time.process_time(), time.monotonic())
+            sent, used_s, taken_s = (late - early for late, early in zip(after, before, strict=True))
+            own, sent, used_s = total(comm, [trial.own_bytes, sent, used_s])
             yield {
                 "kind": "row",
                 "algorithm": name,
@@ -93,12 +94,13 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "seconds": seconds,
                 "expected_bytes": own * job["repeats"],
                 "sent_bytes": sent,
-                "received_bytes": received,
+                "cores": used_s / taken_s,
             }
 
 
 def main(path: Path) -> None:
     """Do the job that this file describes."""
+    go_first()
     comm, folder, job = start().comm, path.parent, json.loads(path.read_text())
     with contextlib.ExitStack() as stack:
         lines: TextIO | None = None
@@ -110,9 +112,9 @@ def main(path: Path) -> None:
     (folder / f"done-{comm.Get_rank()}").touch()
 
 
-def _counters() -> tuple[int, int]:
-    """Return the bytes sent and received by this host since it exists."""
-    return int((_COUNTERS / "tx_bytes").read_text()), int((_COUNTERS / "rx_bytes").read_text())
+def _sent_bytes() -> int:
+    """Return the bytes that this host has sent since it exists."""
+    return int(_SENT.read_text())
 
 
 if __name__ == "__main__":
