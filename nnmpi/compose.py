@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -98,7 +98,7 @@ class Worker:
         group: Group,
         loss: SumLoss | None = None,
         evaluation_loss: SumLoss | None = None,
-        allreduce: str = AUTO,
+        allreduce: str | Sequence[str] = AUTO,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         check: bool = False,

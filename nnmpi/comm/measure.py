@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from nnmpi.comm.agree import agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.describe import name_library
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.memory import SharedMemory
@@ -67,6 +68,36 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     machine = Machine(inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add)
     took = {"seconds": round(time.perf_counter() - begin, 1)}
     return Fit(machine, native, started, shared, group.share(facts(group) | took))
+
+
+def find_fit(group: Group, file: Path | None = None) -> Fit | None:
+    """Return the fit in a file, by default the one that was kept for these ranks; None if none was. Collective.
+
+    Rank 0 reads; so the ranks agree, and need no common file system.
+
+    Raises:
+        UsageError: on all ranks, when the file holds no fit, or one of other ranks, nodes or another MPI.
+    """
+    known, value, fit = facts(group), None, None
+    with agreed(group):
+        if group.is_root:
+            fit = load_fit(file) if file is not None else _kept(known)
+            value = None if fit is None else fit.to_json()
+    value = group.share(value)
+    if value is None:
+        return None
+    fit = Fit.from_json(value)
+    fit.check(group.size, known["nodes"], known["mpi"], f"the fit {file}" if file is not None else "the fit kept here")
+    return fit
+
+
+def _kept(known: Mapping[str, Any]) -> Fit | None:
+    """Return the fit that was kept for these facts; None if there is none, or it is damaged."""
+    file = default_file(known)
+    try:
+        return None if file is None or not file.exists() else load_fit(file)
+    except (UsageError, OSError):
+        return None
 
 
 def facts(group: Group) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class DataParallel:
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
-        allreduce: "auto", "native", "ring", "tree" or "ps".
+        allreduce: a name in `registry.NAMES`, such as "auto", "native" or "ring"; or one for each bucket.
         bucket_bytes: the longest message, unless one parameter is longer.
         overlap: whether buckets are summed while backward still runs, or all at its end.
         backend: where the model's arrays live; NumPy by default.
@@ -58,7 +58,7 @@ class DataParallel:
         self,
         model: Module,
         group: Group,
-        allreduce: str = AUTO,
+        allreduce: str | Sequence[str] = AUTO,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         backend: Backend | None = None,

@@ -1,9 +1,11 @@
 """From a configuration to the parts of a run: model, optimizer, schedule and worker."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose import Worker
@@ -75,8 +77,13 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimiz
     )
 
 
-def build_worker(config: Config, group: Group, inputs: Inputs, backend: Backend) -> Worker:
+def build_worker(
+    config: Config, group: Group, inputs: Inputs, backend: Backend, algorithms: Sequence[str] | None = None
+) -> Worker:
     """Return the worker with an initialized model and its optimizer. Collective.
+
+    Args:
+        algorithms: the all-reduce of each bucket, in the place of "auto", when a run goes on that had chosen them.
 
     Raises:
         UsageError: on all ranks, when the model does not take the data set's samples.
@@ -97,7 +104,7 @@ def build_worker(config: Config, group: Group, inputs: Inputs, backend: Backend)
         group,
         loss=smoothed,
         evaluation_loss=partial(cross_entropy, reduction="sum"),
-        allreduce=parallel.allreduce,
+        allreduce=algorithms if algorithms and parallel.allreduce == AUTO else parallel.allreduce,
         bucket_bytes=BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB)),
         overlap=parallel.overlap,
         check=parallel.check_weights,

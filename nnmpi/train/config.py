@@ -175,8 +175,12 @@ class ParallelConfig:
 
     dp: int | Literal["auto"] = "auto"
     """Ranks that share each batch; it must be the number of MPI ranks, which auto stands for."""
-    allreduce: Literal["auto", "ring", "tree", "ps", "native"] = "auto"
-    """How gradients are summed: ring, tree, parameter server, MPI's own; auto takes what suits the size."""
+    allreduce: Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] = "auto"
+    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
+    fitted model predicts to be fastest, or what suits the size."""
+    fit: str = "kept"
+    """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
+    if there is one, or "none"."""
     bucket_mb: float | None = None
     """Gradients travel in buckets of this many MiB (default: what was measured to be good)."""
     overlap: bool = True

@@ -30,6 +30,7 @@ def header(config: Config, group: Group, inputs: Inputs, backend: Backend, exten
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {worker.model.storage.size:,} parameters; {_optimizer(options)}",
         f"all-reduce: {_exchange(config.parallel, worker)}",
+        f"cost model: {_fit(group)}",
         f"run folder: {config.run.out}",
     ]
     return [_aligned(line) for line in named]
@@ -68,15 +69,24 @@ def _optimizer(options: OptimizationConfig) -> str:
 
 
 def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
-    """Return the buckets, the all-reduce algorithms that were chosen for them, and why."""
+    """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
     exchange = worker.parallel.exchange
     if worker.group.size == 1:
         return "none, one rank has nothing to add"
     words = [count(len(exchange.buckets), "bucket")]
-    for choice in dict.fromkeys(exchange.choices):
-        words.append(f"{choice.algorithm} ({choice.reason})")
+    first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
+    words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
     words.append("overlapped with the backward pass" if parallel.overlap else "after the backward pass")
     return ", ".join(words)
+
+
+def _fit(group: Group) -> str:
+    """Return what predictions are made by."""
+    if group.size == 1:
+        return "none, one rank sends nothing"
+    if group.fit is None:
+        return f"none; make one with: mpirun -n {group.size} python -m nnmpi.comm fit"
+    return f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
 
 
 def _aligned(line: str) -> str:

@@ -30,7 +30,14 @@ def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, gr
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
     """
     arrays, scalars = worker.optimizer_state()
-    values = {**state.to_json(), "seed": worker.seed, "ranks": group.size, "optimizer": scalars}
+    algorithms = [choice.algorithm for choice in worker.parallel.exchange.choices]
+    values = {
+        **state.to_json(),
+        "seed": worker.seed,
+        "ranks": group.size,
+        "optimizer": scalars,
+        "algorithms": algorithms,
+    }
 
     def write() -> None:
         try:
@@ -84,6 +91,27 @@ def restore(worker: Worker, folder: RunFolder, group: Group, samples: int) -> tu
     if values["ranks"] != group.size:
         notices.append(f"the run had {values['ranks']} ranks and goes on with {group.size}: equal up to rounding")
     return State.from_json(values), notices
+
+
+def kept_algorithms(folder: RunFolder, group: Group) -> list[str] | None:
+    """Return the all-reduce of each bucket that the run's last good checkpoint was made with. Collective.
+
+    Another one adds in another order. None without a checkpoint, or with another number of ranks, when nothing can be
+    kept.
+
+    Raises:
+        CheckpointError: on all ranks, when no checkpoint is whole.
+    """
+
+    def read() -> list[str] | None:
+        loaded = load_checkpoint(folder.checkpoints)
+        if loaded is None or loaded[0].state["ranks"] != group.size:
+            return None
+        kept: list[str] | None = loaded[0].state.get("algorithms")
+        return kept
+
+    algorithms: list[str] | None = on_root(group, read)
+    return algorithms
 
 
 def _broadcast(arrays: Mapping[str, Array], group: Group) -> dict[str, Array]:

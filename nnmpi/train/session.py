@@ -1,10 +1,13 @@
 """One run from its configuration to its last line: set up, train, tell the result."""
 
+from pathlib import Path
+
 import numpy as np
 
 from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.measure import find_fit
 from nnmpi.compose import EvalReport
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.train.build import build_extent, build_schedule, build_worker
@@ -18,7 +21,7 @@ from nnmpi.train.loop import Loop, Parts
 from nnmpi.train.progress import Console, duration, percent
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.report import Reporter
-from nnmpi.train.restore import restore
+from nnmpi.train.restore import kept_algorithms, restore
 from nnmpi.train.root import on_root
 from nnmpi.train.state import State
 
@@ -86,7 +89,10 @@ def _set_up(config: Config, group: Group, folder: RunFolder, console: Console) -
         backend = select(config.run.backend, local_rank)
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
-    worker = build_worker(config, group, inputs, backend)
+    if config.parallel.fit != "none" and group.size > 1:
+        group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))
+    algorithms = kept_algorithms(folder, group) if config.run.resume is not None else None
+    worker = build_worker(config, group, inputs, backend, algorithms)
     lines = header(config, group, inputs, backend, extent, worker)
     return Parts(config.run, group, inputs, worker, schedule, extent, folder), lines
 
