@@ -76,10 +76,15 @@ class Prediction:
 def _make(file: Path | None, group: Group, console: Console) -> Fit:
     """Return a fit that is made now, after keeping it in the file. Collective."""
     console.say(f"fitting the model, about half a minute; it will be kept in {file}")
-    if file is not None and file.parent.is_dir():
-        on_root(group, lambda: results.check_writable("--fit", file))
+    on_root(group, lambda: _check(file))
     fit = measure(group, lambda text: console.say(f"  {text}"))
     with agreed(group):
         if group.is_root and file is not None:
             save_fit(fit, file)
     return fit
+
+
+def _check(file: Path | None) -> None:
+    """Find out before the measuring whether the fit can be kept; missing folders are made then."""
+    if file is not None and file.parent.is_dir():
+        results.check_writable("--fit", file)

@@ -1,6 +1,5 @@
 """The benchmark's predictions: which fit they come from, and what they are."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from nnmpi.comm.curve import Curve
 from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.measure import facts, measure
+from nnmpi.comm.measure import facts
 from nnmpi.errors import UsageError
 
 pytestmark = pytest.mark.mpi
@@ -22,13 +21,17 @@ ALPHA_S, BETA_S = 2e-6, 1e-9
 SHORT = "--min 4k --max 4k --iterations 2"
 
 
-def keep_fit(group: Group, folder: Path, **changed: Any) -> Path:
-    """Write a fit of a textbook machine where all ranks find it."""
-    found = facts(group) | changed
-    file = Path(group.share(str(folder))) / "fit.json"
+def textbook(group: Group, **changed: Any) -> Fit:
+    """Return a fit of a textbook machine."""
     line = Curve.line(1e-6, 1e-9)
+    return Fit(Machine.uniform(ALPHA_S, BETA_S), line, line, Curve.line(5e-7, 1e-10), facts(group) | changed)
+
+
+def keep_fit(group: Group, folder: Path, **changed: Any) -> Path:
+    """Write such a fit where all ranks find it."""
+    fit, file = textbook(group, **changed), Path(group.share(str(folder))) / "fit.json"
     if group.is_root:
-        save_fit(Fit(Machine.uniform(ALPHA_S, BETA_S), line, line, Curve.line(5e-7, 1e-10), found), file)
+        save_fit(fit, file)
     group.barrier()
     return file
 
@@ -104,8 +107,6 @@ def test_a_kept_fit_is_used_and_a_damaged_one_is_not(
     assert kept.is_relative_to(cache)
     if group.is_root:
         kept.parent.mkdir(parents=True)
-        keep_fit_alone = keep_fit(group, tmp_path) if group.size == 1 else None
-        assert keep_fit_alone is None or keep_fit_alone.exists()
     file = keep_fit(group, tmp_path)
     if group.is_root:
         kept.write_text(file.read_text())
@@ -126,15 +127,11 @@ def test_refit_measures_and_keeps(
     group: Group, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(group.share(str(tmp_path))) / "deep" / "fit.json"
-    monkeypatch.setattr(prediction, "measure", partial(measure, budget_s=0.3))
+    monkeypatch.setattr(prediction, "measure", lambda group, progress: textbook(group, cores=123))
     words = [*SHORT.split(), "--algorithms", "native,ring", "--refit", "--fit", str(file)]
-    if group.size == 1:
-        with pytest.raises(UsageError, match="start at least 2"):
-            main(words, group)
-        return
     main(words, group)
     group.barrier()
-    assert load_fit(file).ranks == group.size
+    assert load_fit(file).facts["cores"] == 123
     printed = capsys.readouterr().out
     assert ("fitting the model" in printed) == group.is_root
     assert (f"under {load_fit(file).facts['mpi']} ({file})" in printed) == group.is_root
