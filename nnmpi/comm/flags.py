@@ -46,7 +46,8 @@ class Watch:
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], timeout_s: float) -> None:
         self.comm, self.names, self.timeout_s = comm, tuple(names), timeout_s
-        self.polls = CROWDED_POLLS if comm.Get_size() > count_cores(comm) else PATIENT_POLLS
+        self.crowded = comm.Get_size() > count_cores(comm)
+        self.polls = CROWDED_POLLS if self.crowded else PATIENT_POLLS
 
     def until(self, passed: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         """Return when `passed()`, offering the core to others at every look.

@@ -56,6 +56,7 @@ class SharedMemory:
         rank, size: this rank's number on its node, and the number of ranks there.
         node_of: the number of each group rank's node: its lowest rank.
         members: the group's numbers of this node's ranks, in their order here.
+        crowded: whether this node has more ranks than cores for them.
         across: the communicator of the ranks that have the same number on their nodes; `rank` 0 are the leaders.
 
     Raises:
@@ -85,9 +86,12 @@ class SharedMemory:
         group.comm.Allgather(names[:1].copy(), everyones)
         self.node_of: tuple[int, ...] = tuple(everyones.tolist())
         self.members: tuple[int, ...] = tuple(names.tolist())
-        self._flags = Flags(Watch(self.node, self.members, timeout_s), ordered)
+        watch = Watch(self.node, self.members, timeout_s)
+        self.crowded = watch.crowded
+        self._flags = Flags(watch, ordered)
         self._barriers: dict[int, Barrier] = {}
-        self._staging: dict[int, list[Buffer]] = {}
+        self._staging: dict[tuple[str, int], list[Buffer]] = {}
+        self._turns: dict[int, int] = {}
         self._windows: dict[int, Window] = {}  # by allocation number; twins have the same
         self._folder: Path | None = SHM
         self._check_room(window_bytes(0) + window_bytes(1))
@@ -122,11 +126,17 @@ class SharedMemory:
         kind = np.dtype(dtype)
         return self._make(elements * kind.itemsize if self.rank == 0 else 0).parts[0].view(kind)
 
-    def staging(self, tag: int, nbytes: int) -> list[Buffer]:
-        """Return (nbytes,) uint8 of every rank of the node, for arrays that do not lie here; one set per tag."""
-        if tag not in self._staging or self._staging[tag][0].size < nbytes:
-            self._staging[tag] = list(self._make(nbytes).parts)  # a smaller one of before stays: it may be in use
-        return [part[:nbytes] for part in self._staging[tag]]
+    def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
+        """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag."""
+        if (use, tag) not in self._staging or self._staging[use, tag][0].size < nbytes:
+            # A smaller one of before stays: it may be in use.
+            self._staging[use, tag] = list(self._make(nbytes).parts)
+        return [part[:nbytes] for part in self._staging[use, tag]]
+
+    def next_turn(self, tag: int) -> int:
+        """Return 0 and 1 in turns, for each tag by itself (not collective)."""
+        turn = self._turns[tag] = 1 - self._turns.get(tag, 1)
+        return turn
 
     def place(self, array: Buffer) -> Place | None:
         """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""

@@ -12,6 +12,9 @@ its leader's array, the leaders add theirs up with the steps of a ring, and the 
 
     node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
 
+Where more ranks than cores wait for one another, waiting is what takes the time, and short arrays are summed with one
+barrier: each rank copies its array to where all see it, and adds all of them up for itself.
+
 An array that does not lie in the shared memory is copied through a window piece by piece, which takes about as long as
 MPI's own all-reduce: allocate there (`SharedMemory.allocate`).
 """
@@ -33,6 +36,7 @@ from nnmpi.errors import CommError
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 128 * 1024
 STAGE_BYTES = 1024 * 1024
+SLOT_BYTES = 32 * 1024
 
 
 class Stage(Protocol):
@@ -77,6 +81,7 @@ class SharedSum:
         tag: 0..32767, the same on all ranks.
         block_bytes: how much of each array is added at a time.
         stage_bytes: the longest piece of an array that goes through a window.
+        slot_bytes: the longest array that is copied to all and added up by each, where that is quicker.
 
     Raises:
         ShapeError, DtypeError: see `check_buffer`.
@@ -91,11 +96,12 @@ class SharedSum:
         tag: int = 0,
         block_bytes: int = BLOCK_BYTES,
         stage_bytes: int = STAGE_BYTES,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._array, self._memory, self._tag = check_buffer(array), memory, tag
         self._block = max(1, block_bytes // array.itemsize)
         places = _exchange_places(self._array, memory)
-        self._stages: tuple[Stage, ...] = tuple(self._plan(places, stage_bytes))
+        self._stages: tuple[Stage, ...] = tuple(self._plan(places, stage_bytes, slot_bytes))
         self._runs = tuple(stage.run for stage in self._stages)
         self._at = len(self._stages)
 
@@ -136,7 +142,10 @@ class SharedSum:
             run()
 
     def free(self) -> None:
-        """Give back nothing: the windows and barriers are the memory's."""
+        """Give back what MPI keeps for the leaders' ring; the windows and barriers are the memory's."""
+        for stage in self._stages:
+            if isinstance(stage, Execution):
+                stage.free()
 
     def _next(self) -> None:
         self._at += 1
@@ -145,13 +154,16 @@ class SharedSum:
 
     # ---- what is to be done ----
 
-    def _plan(self, places: Sequence[Place | None], stage_bytes: int) -> Iterator[Stage]:
+    def _plan(self, places: Sequence[Place | None], stage_bytes: int, slot_bytes: int) -> Iterator[Stage]:
         array, memory = self._array, self._memory
         if array.size == 0 or len(places) == 1:
             return
-        if len(set(memory.node_of)) == len(places):  # a rank on each node: nobody has to see another's array
+        nodes, private = len(set(memory.node_of)), None in places
+        if nodes == 1 and array.nbytes <= slot_bytes and (private or memory.crowded):
+            yield from self._through_slots()
+        elif nodes == len(places):  # a rank on each node: nobody has to see another's array
             yield from self._sum([array])
-        elif None in places:
+        elif private:
             yield from self._through_window(max(1, stage_bytes // array.itemsize))
         else:
             found = [(local, places[rank]) for local, rank in enumerate(memory.members)]
@@ -160,7 +172,7 @@ class SharedSum:
     def _through_window(self, length: int) -> Iterator[Stage]:
         """Yield the stages for an array that the others do not see: copied in, summed there, copied out."""
         array, memory = self._array, self._memory
-        window = memory.staging(self._tag, min(length, array.size) * array.itemsize)
+        window = memory.staging("pieces", self._tag, min(length, array.size) * array.itemsize)
         for begin in range(0, array.size, length):
             piece = array[begin : begin + length]
             parts = [part[: piece.nbytes].view(array.dtype) for part in window]
@@ -168,6 +180,33 @@ class SharedSum:
             yield Work(_copies([(own, piece)]))
             yield from self._sum(parts)
             yield Work(_copies([(piece, own)]))
+
+    def _through_slots(self) -> Iterator[Stage]:
+        """Yield the stages for a short array, with one barrier: copied in, and all of it added up by every rank.
+
+        In the next call the other slot is used, as slower ranks may still read this one; before the call after that
+        everybody has come to a barrier again.
+        """
+        array, memory, tag = self._array, self._memory, self._tag
+        stride = -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        windows = memory.staging("slots", tag, 2 * stride)
+        slots = [[window[turn * stride :][: array.nbytes].view(array.dtype) for window in windows] for turn in range(2)]
+        turn = 0
+
+        def copy_in() -> None:
+            nonlocal turn
+            turn = memory.next_turn(tag)
+            slots[turn][memory.rank][...] = array
+
+        def add_up() -> None:
+            first, second, *rest = slots[turn]
+            np.add(first, second, array)
+            for other in rest:
+                np.add(array, other, array)
+
+        yield Work(copy_in)
+        yield memory.barrier_of(tag)
+        yield Work(add_up)
 
     def _sum(self, parts: Sequence[Buffer]) -> Iterator[Stage]:
         """Yield the stages of the sum of arrays that all ranks of the node see."""

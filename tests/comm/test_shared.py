@@ -78,15 +78,16 @@ def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("n", [3, 300])
-def test_thousands_in_a_row_never_meet_one_another(group: Group, n: int) -> None:
-    memory = SharedMemory(group)
-    array = memory.allocate(n, "int64")
-    shared_sum = SharedSum(array, memory)
+@pytest.mark.parametrize("slot_bytes", [0, 4096], ids=["in place", "copied"])
+@pytest.mark.parametrize("place", ["shared", "private"])
+def test_hundreds_in_a_row_never_meet_one_another(group: Group, place: str, slot_bytes: int) -> None:
+    memory, n = SharedMemory(group), 300
+    array = memory.allocate(n, "int64") if place == "shared" else np.zeros(n, "int64")
+    sums = [SharedSum(array, memory, tag=5, slot_bytes=slot_bytes) for _ in range(2)]
     base, wrong = np.arange(n), 0
-    for turn in range(1000):
+    for turn in range(800):
         array[:] = base * (group.rank + 1) + turn
-        shared_sum.run()
+        sums[turn % 3 == 0].run()  # the same tag for both, one after the other
         wrong += not np.array_equal(array, base * (group.size * (group.size + 1) // 2) + group.size * turn)
     memory.free()
     assert group.gather(wrong) == [0] * group.size
@@ -102,7 +103,7 @@ def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, 
     cuts = [slice(600, 1000), slice(37, 600), slice(0, 37)]
     sums = [SharedSum(array[cut], memory, tag) for tag, cut in enumerate(cuts)]
     right = []
-    for turn in range(50):
+    for turn in range(12):
         array[:] = values(group.rank, 1000, "int64", turn)
         for i in range(3):
             sums[(i + group.rank) % 3].start()
@@ -119,10 +120,10 @@ def test_without_its_barrier_the_sum_is_wrong(group: Group, monkeypatch: pytest.
     """The planted fault that the tests above must notice."""
     memory = SharedMemory(group)
     array = memory.allocate(300, "int64")
-    shared_sum = SharedSum(array, memory)
+    shared_sum = SharedSum(array, memory, slot_bytes=0)
     monkeypatch.setattr(shared_sum, "_runs", shared_sum._runs[1:2])
     wrong = 0
-    for turn in range(1000):
+    for turn in range(400):
         array[:] = values(group.rank, 300, "int64", turn)
         shared_sum.run()
         wrong += not np.array_equal(array, added(group.size, 300, "int64", turn))
