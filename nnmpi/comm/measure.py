@@ -12,7 +12,6 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.agree import agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.describe import name_library
@@ -78,15 +77,20 @@ def find_fit(group: Group, file: Path | None = None) -> Fit | None:
     Raises:
         UsageError: on all ranks, when the file holds no fit, or one of other ranks, nodes or another MPI.
     """
-    known, value, fit = facts(group), None, None
-    with agreed(group):
-        if group.is_root:
-            fit = load_fit(file) if file is not None else _kept(known)
-            value = None if fit is None else fit.to_json()
-    value = group.share(value)
-    if value is None:
+    known = facts(group)
+    answer: dict[str, Any] = {}
+    if group.is_root:
+        try:
+            found = load_fit(file) if file is not None else _kept(known)
+            answer = {"fit": None if found is None else found.to_json()}
+        except UsageError as error:
+            answer = {"error": str(error)}
+    answer = group.share(answer)
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    if answer["fit"] is None:
         return None
-    fit = Fit.from_json(value)
+    fit = Fit.from_json(answer["fit"])
     fit.check(group.size, known["nodes"], known["mpi"], f"the fit {file}" if file is not None else "the fit kept here")
     return fit
 

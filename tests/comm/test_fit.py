@@ -1,0 +1,108 @@
+"""Fits: kept as files and read back whole, refused where they do not belong, and what they predict."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.simulate import simulate
+from nnmpi.errors import UsageError
+
+FACTS = {"ranks": 4, "nodes": [0, 0, 1, 1], "mpi": "Open MPI 5.0.11", "host": "Head Node", "date": "2026-01-01"}
+
+
+def make(**changes: object) -> Fit:
+    machine = Machine(Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), nodes=(0, 0, 1, 1), add=Curve.line(0.0, 2e-11))
+    native, started, shared = Curve.line(3e-6, 2e-9), Curve.line(4e-6, 4e-9), Curve.line(1e-6, 5e-10)
+    return replace(Fit(machine, native, started, shared, FACTS), **changes)
+
+
+def test_a_fit_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "fit.json"
+    for fit in (make(), make(shared=None, facts={**FACTS, "cores": 2})):
+        save_fit(fit, file)
+        assert load_fit(file) == fit
+    assert [each.name for each in file.parent.iterdir()] == ["fit.json"]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "fit.json"
+    save_fit(make(), file)
+    with pytest.raises(TypeError):
+        save_fit(make(facts={**FACTS, "cpu": object()}), file)
+    assert load_fit(file) == make()
+    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 7, "facts": {}}', "null", '{"format": 1, "machine": 3}']
+)
+def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "fit.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"fit.json is no fit .*python -m nnmpi.comm fit"):
+        load_fit(file)
+    values = make().to_json()
+    values["machine"]["inside"]["one_way"] = [[8, 1e-6], [4, 1e-6]]
+    file.write_text(json.dumps(values))
+    with pytest.raises(UsageError, match="growing bytes"):
+        load_fit(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere.json cannot be read \(No such file"):
+        load_fit(tmp_path / "nowhere.json")
+
+
+def test_a_stale_fit_says_what_differs_and_what_would_work() -> None:
+    fit = make()
+    fit.check(4, [0, 0, 1, 1], "Open MPI 5.0.11")
+    with pytest.raises(
+        UsageError, match=r"made with 4 ranks on 2 nodes under Open MPI 5.0.11, but this run has 2 ranks"
+    ):
+        fit.check(2, [0, 1], "Open MPI 5.0.11")
+    with pytest.raises(UsageError, match="mpirun -n 4 python -m nnmpi.comm fit"):
+        fit.check(4, [0, 0, 1, 1], "MPICH 5.0.2")
+    with pytest.raises(UsageError, match="4 ranks on 1 node under"):
+        fit.check(4, [0, 0, 0, 0], "Open MPI 5.0.11", "the fit here")
+
+
+def test_predictions_are_those_of_the_steps_or_what_was_measured() -> None:
+    fit = make()
+    for name, collective in ALGORITHMS.items():
+        if name != "hierarchical":
+            assert fit.predict(name, 10_000) == simulate(collective, 4, 10_000, fit.machine).seconds
+    assert fit.predict("native", 1000) == pytest.approx(5e-6)
+    assert fit.predict("native", 1000, started=True) == pytest.approx(8e-6)
+    assert fit.predict("shared", 1000) == pytest.approx(1.5e-6)
+    with pytest.raises(UsageError, match="without shared memory"):
+        make(shared=None).predict("shared", 1000)
+
+
+def test_hierarchical_is_predicted_for_the_nodes_of_the_fit() -> None:
+    """Two nodes of two ranks: up inside, around two leaders across, down inside."""
+    n, across, inside = 10_000, 1e-5, 1e-6
+    expected = 2 * (inside + n * 1e-10) + 2 * (across + n / 2 * 1e-9) + (n + n / 2) * 2e-11
+    assert make().predict("hierarchical", n) == pytest.approx(expected)
+
+
+def test_the_default_file_tells_host_mpi_and_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_file(FACTS) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks-2-nodes.json"
+    one_node = {**FACTS, "nodes": [0] * 4}
+    assert default_file(one_node) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks.json"
+
+
+def test_without_a_home_there_is_no_default_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert default_file(FACTS) is None

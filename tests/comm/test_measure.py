@@ -1,0 +1,94 @@
+"""Measuring this machine: that what comes out is a fit of these ranks, sane and reusable; times are another matter."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.curve import Curve
+from nnmpi.comm.fit import Fit, default_file, save_fit
+from nnmpi.comm.group import Group
+from nnmpi.comm.measure import facts, find_fit, measure
+from nnmpi.comm.probe import find_eager_limit
+from nnmpi.comm.timing import time_calls
+from nnmpi.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def fit(group: Group) -> Fit | None:
+    """A fit of these ranks, hastily made; None for a single one."""
+    return measure(group, budget_s=0.5) if group.size > 1 else None
+
+
+@pytest.mark.mpi
+def test_a_fit_is_the_same_on_all_ranks_and_grows_with_the_bytes(group: Group, fit: Fit | None) -> None:
+    if fit is None:
+        with pytest.raises(UsageError, match="nothing to fit; start at least 2"):
+            measure(group)
+        return
+    assert group.gather(fit.to_json()) == [fit.to_json()] * group.size
+    assert Fit.from_json(fit.to_json()) == fit
+    curves = [fit.machine.inside.one_way, fit.machine.inside.both_ways, fit.machine.add, fit.native, fit.shared]
+    for curve in curves:
+        assert curve is not None
+        assert curve.alpha_s > 0
+        assert curve(2**24) > 10 * curve.alpha_s
+    assert fit.machine.across is None
+    assert fit.ranks == group.size
+    for name in ("native", "shared", "ring", "tree", "ps", "halving-doubling"):
+        assert fit.predict(name, 2**20) > 0
+
+
+@pytest.mark.mpi
+def test_a_fit_is_found_where_it_was_kept(
+    group: Group, fit: Fit | None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Path(group.share(str(tmp_path_factory.mktemp("cache"))))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert find_fit(group) is None
+    if fit is None:
+        return
+    file = default_file(facts(group))
+    assert file is not None
+    if group.is_root:
+        save_fit(fit, file)
+    assert find_fit(group) == fit
+    if group.is_root:
+        file.write_text("{")  # damaged: as if there were none, for nobody asked for it
+    assert find_fit(group) is None
+
+
+@pytest.mark.mpi
+def test_a_file_that_is_asked_for_must_be_a_fit_of_these_ranks(
+    group: Group, fit: Fit | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = Path(group.share(str(tmp_path_factory.mktemp("fits"))))
+    with pytest.raises(UsageError, match=r"^the fit .*none.json cannot be read"):
+        find_fit(group, folder / "none.json")
+    if fit is None:
+        return
+    values = fit.to_json()
+    values["facts"] = {**values["facts"], "ranks": group.size + 1, "nodes": [0] * (group.size + 1)}
+    if group.is_root:
+        save_fit(Fit.from_json(values), folder / "more.json")
+    with pytest.raises(
+        UsageError, match=f"made with {group.size + 1} ranks on 1 node .* but this run has {group.size}"
+    ):
+        find_fit(group, folder / "more.json")
+
+
+@pytest.mark.mpi
+def test_calls_are_timed_from_the_last_start_to_the_last_end(group: Group) -> None:
+    filled = []
+    seconds = time_calls(group, lambda: np.add(1, 1), lambda: filled.append(1), budget_s=0.001)
+    assert len(filled) == 3 + len(seconds)
+    assert len(seconds) >= 5
+    assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
+
+
+def test_the_step_between_eager_and_rendezvous_is_found() -> None:
+    below = [(float(n), 1e-6 + n * 1e-10) for n in (8, 256, 1024, 2048, 4096)]
+    above = [(float(n), 3e-6 + n * 1e-10) for n in (6144, 8192, 16384, 65536)]
+    assert find_eager_limit(Curve(tuple(below + above))) == 4096
+    assert find_eager_limit(Curve(tuple(below))) is None
+    assert find_eager_limit(Curve.line(1e-6, 1e-10)) is None
