@@ -1,6 +1,6 @@
 """gloo's all-reduce alone, without MPI in its processes, as a training program under PyTorch has it:
 
-    torchrun --nproc-per-node 2 benchmarks/collectives/alone.py [--min ... --max ... --check --json FILE]
+    torchrun --nproc-per-node 2 -- benchmarks/collectives/alone.py [--min ... --max ... --check --json FILE]
 
 Beside other contestants gloo is slower: their polling takes the cores from its threads. `tables.py` takes the better
 figure of this and of `--algorithms ...,gloo`.
