@@ -127,7 +127,9 @@ class Group:
         return self._memory
 
     def free(self) -> None:
-        """Give the communicator back to MPI; for programs that make many groups."""
+        """Give the communicators back to MPI; for programs that make many groups. Shared arrays stay."""
+        if self._memory is not None:
+            self._memory.close()
         self.comm.Free()
 
     # ---- sums ----

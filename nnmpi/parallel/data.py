@@ -19,11 +19,12 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.buckets import Bucket
+from nnmpi.comm.choose import SHARED_BYTES
 from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage, Traffic, predict_traffic
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.tensor.parameter import Parameter
@@ -43,9 +44,14 @@ class DataParallel:
         bucket_bytes: the longest message, unless one parameter is longer.
         overlap: whether buckets are summed while backward still runs, or all at its end.
         backend: where the model's arrays live; NumPy by default.
+        exchanged: whether gradients are summed here; otherwise each rank's own are left, for a strategy that sums and
+            uses them in one go (see `parallel.fused`).
+
+    With "shared", or "auto", the gradients move to memory that the ranks of a node share, if there is some.
 
     Attributes:
         exchange: what sums the gradients.
+        notice: why gradients do not lie in shared memory though they might, else empty.
         traffic: what the communication of the last step was: gradients, and statistics of batch normalization.
 
     Raises:
@@ -62,6 +68,7 @@ class DataParallel:
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         backend: Backend | None = None,
+        exchanged: bool = True,
     ) -> None:
         self.model, self.group = model, group
         self.storage = model.storage
@@ -70,8 +77,10 @@ class DataParallel:
         self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
         self._summed = False  # the gradients are those of a step that is over
         self._statistics = self.traffic = Traffic()
-        stage, buffers = self._staging()
-        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans]
+        self._exchanged, self.notice = exchanged, ""
+        self._shared: list[Array] = self._share_gradients(allreduce) if exchanged else []
+        stage, buffers = self._staging() if exchanged else (None, [])
+        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if exchanged else []
         self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap, stage)
         self._share_state()
         if group.size > 1:
@@ -145,6 +154,11 @@ class DataParallel:
             if isinstance(module, BatchNorm):
                 module.all_reduce = None
         self.exchange.free()
+        if self._shared:
+            if any(grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)):
+                self.storage.move(grads=[np.zeros_like(grad) for grad in self.storage.grads])
+            self.group.memory().drop(self._shared)
+            self._shared = []
 
     def _check_model(self) -> None:
         """Refuse a model of which some gradients would be summed twice, or not at all."""
@@ -166,18 +180,43 @@ class DataParallel:
                     "this model's gradients are to be summed over ranks: call parallel.backward(loss, samples) instead "
                     "of loss.backward(), or parallel.release() first"
                 )
-            if self._last:
+            if self._last and self._exchanged:
                 parameter.finish_gradient()  # in its place, if somebody has set another array
                 self.exchange.ready(number)
 
         return final
+
+    def _share_gradients(self, allreduce: str | Sequence[str]) -> list[Array]:
+        """Return arrays in shared memory where the gradients now lie (or come from a device); none if that is no use.
+
+        They are moved there although "auto" may not choose shared memory for a bucket: elsewhere it could not.
+        """
+        names = {allreduce} if isinstance(allreduce, str) else set(allreduce)
+        long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
+        if self.group.size == 1 or not (SHARED in names or (AUTO in names and long)):
+            return []
+        arrays: list[Array] = []
+        try:
+            memory = self.group.memory()
+            if len(set(memory.node_of)) == self.group.size:  # every rank is alone on its node
+                return []
+            for grad in self.storage.grads:
+                arrays.append(memory.allocate(grad.size, str(grad.dtype)))
+        except DeviceError as error:
+            if arrays:
+                memory.drop(arrays)
+            self.notice = f"gradients stay in private memory: {error}"
+            return []
+        if all(isinstance(grad, np.ndarray) for grad in self.storage.grads):
+            self.storage.move(grads=arrays)
+        return arrays
 
     def _staging(self) -> tuple[Stage | None, list[Array]]:
         """Return how gradients reach host memory, and the host arrays that are summed."""
         grads = self.storage.grads
         if all(isinstance(grad, np.ndarray) for grad in grads):
             return None, grads
-        host = [np.zeros(grad.shape, dtype=str(grad.dtype)) for grad in grads]
+        host = self._shared or [np.zeros(grad.shape, dtype=str(grad.dtype)) for grad in grads]
 
         def to_host(bucket: Bucket) -> None:
             part = slice(bucket.start, bucket.stop)
