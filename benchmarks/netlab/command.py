@@ -15,7 +15,7 @@ from types import FrameType
 from benchmarks.netlab.bench import Bench
 from benchmarks.netlab.build import up
 from benchmarks.netlab.lab import find, sweep, take_down
-from benchmarks.netlab.launch import LIBRARIES, find_library, parse_settings
+from benchmarks.netlab.launch import LIBRARIES, environment, find_library, parse_settings
 from benchmarks.netlab.link import Speed
 from benchmarks.netlab.plan import Plan
 from benchmarks.netlab.process import children_of
@@ -90,11 +90,11 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a command on the head and return its status; a signal is handed on to it."""
+    """Run a command on the head, where mpirun finds the hosts, and return its status; a signal is handed on to it."""
     if not options.command:
         raise UsageError("run needs a command: run mpirun ... or run sh")
     lab = find(State(options.name))
-    process = subprocess.Popen((*lab.enter_head(), *options.command))
+    process = subprocess.Popen((*lab.enter_head(), *options.command), env=environment(os.environ, lab.agent))
     try:
         return process.wait()
     except _Stopped as stopped:

@@ -37,12 +37,13 @@ def run_job(
     (folder / "job.json").write_text(json.dumps(job))
     mpi = LIBRARIES[library]
     names = [host.name for host in lab.hosts[:hosts]]
-    start = mpi.command(find_launcher(mpi), lab.agent, names, settings)
+    start = mpi.command(find_launcher(mpi), names)
+    variables = {f"{mpi.prefix}{name}": value for name, value in settings.items()}
     worker = (sys.executable, "-m", "benchmarks.netlab.worker", str(folder / "job.json"))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             (*lab.enter_head(), *start, *worker),
-            env=environment(os.environ, [_ROOT]),
+            env={**environment(os.environ, lab.agent, [_ROOT]), **variables},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -17,46 +17,48 @@ from nnmpi.errors import LaunchError, UsageError
 _FOREIGN = ("OMPI_", "OPAL_", "PRTE_", "PMIX_", "MPIR_", "MPICH_", "HYDRA_", "UCX_", "FI_")
 
 
-def open_mpi(launcher: str, agent: Path, hosts: Sequence[str], settings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return mpirun with its options; `settings` are MCA parameters."""
-    parameters = {
-        # plain TCP: the layers above may find ways of their own
-        "pml": "ob1",
-        "btl": "tcp,self",
+def _open_mpi_variables(agent: Path) -> dict[str, str]:
+    tcp = {
+        # the hosts' only real card
+        "if_include": "eth0",
         # Without "put": with it, all of a message but its beginning is one piece, and the answer that the other side's
         # message waits for stands behind it in the queue: two hosts that send to each other take turns.
-        "btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
+        "flags": "send,inplace,need-ack,need-csum,hetero-rdma",
         # Up to 1 MB a message leaves without asking. The question and its answer would wait behind the 64 KB that the
         # host's own message keeps in its link: 2.5 ms for each step of a ring at 100 Mbit/s.
-        **{f"btl_tcp_{limit}": str(2**20) for limit in ("eager_limit", "rndv_eager_limit", "max_send_size")},
-        # the hosts' only real card
-        "btl_tcp_if_include": "eth0",
-        # Every host looks as if it had the machine for itself, so that waiting ranks would spin: 16 on 2 cores.
-        "mpi_yield_when_idle": "1",
-        **settings,
+        **dict.fromkeys(("eager_limit", "rndv_eager_limit", "max_send_size"), str(2**20)),
     }
-    return (
-        launcher,
-        *("--host", ",".join(hosts), "-np", str(len(hosts)), "--map-by", "ppr:1:node", "--bind-to", "none"),
+    return {
+        "PRTE_MCA_plm_ssh_agent": str(agent),
         # the head starts all hosts itself: a host that started others would look for a real ssh
-        *("--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"),
-        *(word for key, value in parameters.items() for word in ("--mca", key, value)),
-    )
-
-
-def mpich(launcher: str, agent: Path, hosts: Sequence[str], settings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return mpiexec (Hydra) with its options; `settings` are environment variables."""
-    variables = {
-        # libfabric with its TCP provider: the default, UCX, was not made for plain Ethernet
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        **settings,
+        "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
+        # plain TCP: the layers above may find ways of their own
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "tcp,self",
+        # Every host looks as if it had the machine for itself, so that waiting ranks would spin: 16 on 2 cores.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **{f"OMPI_MCA_btl_tcp_{name}": value for name, value in tcp.items()},
     }
-    return (
-        launcher,
-        *("-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "eth0"),
-        *("-hosts", ",".join(hosts), "-np", str(len(hosts)), "-ppn", "1"),
-        *(word for key, value in variables.items() for word in ("-genv", key, value)),
-    )
+
+
+def _open_mpi_command(launcher: str, hosts: Sequence[str]) -> tuple[str, ...]:
+    count = str(len(hosts))
+    return (launcher, "--host", ",".join(hosts), "-np", count, "--map-by", "ppr:1:node", "--bind-to", "none")
+
+
+def _mpich_variables(agent: Path) -> dict[str, str]:
+    return {
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": str(agent),
+        # the hosts' only real card
+        "HYDRA_IFACE": "eth0",
+        # libfabric with its TCP: the default, UCX, finds ways past the links where it can
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+    }
+
+
+def _mpich_command(launcher: str, hosts: Sequence[str]) -> tuple[str, ...]:
+    return (launcher, "-hosts", ",".join(hosts), "-np", str(len(hosts)), "-ppn", "1")
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,23 @@ class Library:
     Attributes:
         vendor: its name as mpi4py gives it.
         launcher: the name of its start command.
-        command: (launcher, agent, hosts, settings) -> the beginning of a command; what follows is run on each host.
+        prefix: what stands before the name of a setting in its variable.
+        variables: (launch agent) -> the variables with which its launcher works in the lab.
+        command: (launcher, hosts) -> the beginning of a command; what follows is run on each host.
     """
 
     vendor: str
     launcher: str
-    command: Callable[[str, Path, Sequence[str], Mapping[str, str]], tuple[str, ...]]
+    prefix: str
+    variables: Callable[[Path], dict[str, str]]
+    command: Callable[[str, Sequence[str]], tuple[str, ...]]
 
 
 LIBRARIES: Mapping[str, Library] = MappingProxyType(
-    {"openmpi": Library("Open MPI", "mpirun", open_mpi), "mpich": Library("MPICH", "mpiexec", mpich)}
+    {
+        "openmpi": Library("Open MPI", "mpirun", "OMPI_MCA_", _open_mpi_variables, _open_mpi_command),
+        "mpich": Library("MPICH", "mpiexec", "", _mpich_variables, _mpich_command),
+    }
 )
 
 
@@ -113,17 +122,21 @@ def find_launcher(library: Library) -> str:
     return found
 
 
-def environment(base: Mapping[str, str], paths: Sequence[Path] = ()) -> dict[str, str]:
-    """Return the environment of ranks and launchers: the caller's without its MPI settings, with ours.
+def environment(base: Mapping[str, str], agent: Path | None = None, paths: Sequence[Path] = ()) -> dict[str, str]:
+    """Return the environment of launchers and ranks: the caller's without its MPI settings, with the lab's.
 
     Args:
+        agent: the launch agent; without one, the environment is for outside the lab.
         paths: where the ranks' Python looks for modules first.
     """
     kept = {key: value for key, value in base.items() if not key.startswith(_FOREIGN)}
-    old = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
-    kept["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *old])
-    for library in ("OMPI", "PRTE"):  # they refuse to run as root, which a lab cannot do without
-        kept[f"{library}_ALLOW_RUN_AS_ROOT"] = kept[f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    if agent is not None:
+        for library in LIBRARIES.values():
+            kept.update(library.variables(agent))
+    if paths:
+        kept["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *filter(None, [kept.get("PYTHONPATH")])])
+    for project in ("OMPI", "PRTE"):  # they refuse to run as root, which a lab cannot do without
+        kept[f"{project}_ALLOW_RUN_AS_ROOT"] = kept[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     kept["OMP_NUM_THREADS"] = kept["OPENBLAS_NUM_THREADS"] = "1"  # many ranks, few cores
     return kept
 
