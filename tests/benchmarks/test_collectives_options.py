@@ -1,5 +1,6 @@
 """The benchmark's command line, without running anything."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from benchmarks.collectives.names import algorithms, known
 from benchmarks.collectives.options import HelpAsked, parse
 from nnmpi.errors import UsageError
+from tests.benchmarks.collectives_job import ROOT
+
+README = ROOT / "benchmarks" / "collectives" / "README.md"
 
 
 def test_without_words_everything_is_timed_from_4_bytes_to_64_megabytes() -> None:
@@ -80,6 +84,14 @@ def test_wrong_words_are_one_sentence(words: str, sentence: str) -> None:
         parse(words.split())
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
+
+
+def test_options_in_the_readme_exist() -> None:
+    with pytest.raises(HelpAsked) as caught:
+        parse(["--help"])
+    named = set(re.findall(r"(?<!-)--[a-z][a-z-]*", README.read_text())) - {"--nproc-per-node"}
+    assert {"--algorithms", "--refit", "--check"} < named
+    assert [option for option in named if option not in str(caught.value)] == []
 
 
 def test_help_lists_every_option() -> None:
