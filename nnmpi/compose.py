@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,14 +25,15 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import CheckpointError, DeviceError, UsageError
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.clip import clip_by_global_norm, global_norm
+from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain
+from nnmpi.parallel.fused import FusedUpdate, house, unhouse
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
@@ -81,10 +82,16 @@ class Worker:
             rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
+        fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
+            node (see `parallel.fused`); not where there is no shared memory: `notice` says why.
         check: compare the ranks' weights after every step, by hash.
         clip: the largest length of the gradient, or None.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
+
+    Attributes:
+        fused: the fused update, None where gradients are summed and used one after the other.
+        notice: what is not as it was asked for, and why; else empty.
 
     Raises:
         UsageError: for an optimizer of other arrays than the model's, and a loss with `reduction="mean"`; see also
@@ -101,6 +108,7 @@ class Worker:
         allreduce: str | Sequence[str] = AUTO,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
+        fused_update: bool = False,
         check: bool = False,
         clip: float | None = None,
         seed: int = 0,
@@ -118,7 +126,11 @@ class Worker:
         _refuse_mean(self.evaluation_loss)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
-        self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend)
+        self.fused, self.notice = _fuse(model, optimizer, group) if fused_update else (None, "")
+        exchanged = self.fused is None
+        self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
+        self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend, exchanged)
+        self.notice = self.notice or self.parallel.notice
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
@@ -150,10 +162,13 @@ class Worker:
         traffic = self.parallel.traffic
         if self.group.size > 1:
             traffic = traffic.plus(predict_traffic(self.group, 2 * np.float64().nbytes, spent_s))
+        waited = time.perf_counter()
         norm = self._norm()
+        if self.fused is not None:
+            traffic = traffic.plus(Traffic(time.perf_counter() - waited, 0.0, self._gradient_bytes, 1, nan))
         if not isfinite(loss_sum) or not isfinite(norm):
             raise self._explain(batch, x, y, loss_sum)
-        self.optimizer.step()
+        self._update(norm)
         if self.check:
             self.parallel.check_equal()
         count = max(batch.global_rows, 1)
@@ -219,8 +234,16 @@ class Worker:
             return self.loss(logits, y), logits
 
     def _norm(self) -> float:
-        grads = self.model.storage.grads
-        return global_norm(grads) if self.clip is None else clip_by_global_norm(grads, self.clip)
+        """Return the length of the gradient, which the fused update sums only here."""
+        return global_norm(self.model.storage.grads) if self.fused is None else self.fused.reduce()
+
+    def _update(self, norm: float) -> None:
+        factor = 1.0 if self.clip is None else coefficient(norm, self.clip)
+        if self.fused is not None:
+            self.fused.update(factor)
+            return
+        scale(self.model.storage.grads, factor)
+        self.optimizer.step()
 
     def _explain(self, batch: Batch, x: Array, y: Array, loss_sum: float) -> Exception:
         cut = batch.cuts[-1]
@@ -233,6 +256,19 @@ class Worker:
         mean = loss_sum / max(batch.global_rows, 1)
         again = partial(self._forward, x[part], y[part], cut.first_row)
         return explain(self.group, self.model, x[part], lambda: again()[0], self.optimizer.steps + 1, mean)
+
+
+def _fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[FusedUpdate | None, str]:
+    """Move the model and its optimizer to shared memory; return the fused update, or None and why there is none."""
+    memory = None
+    try:
+        memory = group.memory().twin(group)
+        house(model.storage, memory)
+        return FusedUpdate(optimizer, memory), ""
+    except DeviceError as error:
+        if memory is not None:
+            unhouse(model.storage, optimizer, memory)
+        return None, f"the update is not fused: {error}"
 
 
 def _correct(logits: Tensor, y: Array) -> float:

@@ -79,12 +79,13 @@ class SharedMemory:
         else:
             self.node = group.comm.Split(nodes[group.rank], group.rank)
         self.rank, self.size = self.node.Get_rank(), self.node.Get_size()
-        self.across = group.comm.Split(self.rank, group.rank)
         names = np.empty(self.size, np.int64)
         self.node.Allgather(np.array([group.rank], np.int64), names)
         everyones = np.empty(group.size, np.int64)
         group.comm.Allgather(names[:1].copy(), everyones)
         self.node_of: tuple[int, ...] = tuple(everyones.tolist())
+        alone = len(set(self.node_of)) == 1  # communicators are scarce: MPICH has 2048
+        self.across = MPI.COMM_SELF if alone else group.comm.Split(self.rank, group.rank)
         self.members: tuple[int, ...] = tuple(names.tolist())
         watch = Watch(self.node, self.members, timeout_s)
         self.crowded = watch.crowded
@@ -214,7 +215,8 @@ class SharedMemory:
     def close(self) -> None:
         """Give back the barriers and communicators alone: what a `twin` has for itself."""
         self._flags.free()
-        self.across.Free()
+        if self.across != MPI.COMM_SELF:
+            self.across.Free()
         self.node.Free()
 
     def _find(self, array: Buffer) -> Place:

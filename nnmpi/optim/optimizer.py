@@ -92,6 +92,7 @@ class Optimizer(ABC):
 
         Args:
             allocate: (elements, dtype) -> a 1-D array, into which the state is copied; it stays where it is without.
+                If it raises, nothing has changed.
 
         Raises:
             ShapeError: when the storage's arrays are others than before in number, shape or dtype.
@@ -100,12 +101,16 @@ class Optimizer(ABC):
         shapes = [[(array.shape, array.dtype) for array in arrays] for arrays in (self._data, self.storage.data)]
         if shapes[0] != shapes[1]:
             raise ShapeError("the storage's arrays have other shapes than before; make a new optimizer")
-        self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         if allocate is not None:
-            for arrays in self._slots.values():
-                for i, array in enumerate(arrays):
-                    arrays[i] = allocate(array.size, array.dtype).reshape(array.shape)
-                    arrays[i][...] = array
+            places = {
+                name: [allocate(array.size, array.dtype).reshape(array.shape) for array in arrays]
+                for name, arrays in self._slots.items()
+            }
+            for name, arrays in self._slots.items():
+                for place, array in zip(places[name], arrays, strict=True):
+                    place[...] = array
+            self._slots = places
+        self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut()
 

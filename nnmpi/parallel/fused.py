@@ -58,6 +58,14 @@ def house(storage: FlatStorage, memory: SharedMemory) -> None:
     storage.move(data, grads)
 
 
+def unhouse(storage: FlatStorage, optimizer: Optimizer, memory: SharedMemory) -> None:
+    """Move a model and its optimizer's state back to memory that each rank has for itself. Collective."""
+    data = [array.copy() for array in storage.data]
+    storage.move(data, [np.zeros_like(array) for array in storage.grads])
+    optimizer.move(np.zeros)
+    memory.barrier()  # nobody may write where others still read
+
+
 class FusedUpdate:
     """Sums gradients over the ranks and updates parameters in one go. Making one, and all it does, is collective.
 

@@ -107,6 +107,7 @@ def build_worker(
         allreduce=algorithms if algorithms and parallel.allreduce == AUTO else parallel.allreduce,
         bucket_bytes=BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB)),
         overlap=parallel.overlap,
+        fused_update=parallel.fused_update and group.size > 1,
         check=parallel.check_weights,
         clip=options.clip,
         seed=config.run.seed,

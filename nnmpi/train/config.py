@@ -185,6 +185,8 @@ class ParallelConfig:
     """Gradients travel in buckets of this many MiB (default: what was measured to be good)."""
     overlap: bool = True
     """Sum the first buckets while the backward pass still computes the others."""
+    fused_update: bool = False
+    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it."""
     check_weights: bool = False
     """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
 
@@ -194,6 +196,10 @@ class ParallelConfig:
             at_least_one("--dp", self.dp)
         if self.bucket_mb is not None:
             positive("--bucket-mb", self.bucket_mb, LONG)
+        if self.fused_update:
+            idle = self.allreduce != "auto" or self.bucket_mb is not None or not self.overlap
+            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --no-overlap away"
+            require(not idle, sentence)
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,14 @@ def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
     exchange = worker.parallel.exchange
     if worker.group.size == 1:
         return "none, one rank has nothing to add"
+    if worker.fused is not None:
+        return "fused with the update, through shared memory"
     words = [count(len(exchange.buckets), "bucket")]
     first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
     words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
     words.append("overlapped with the backward pass" if parallel.overlap else "after the backward pass")
+    if worker.notice:
+        words.append(worker.notice)
     return ", ".join(words)
 
 
