@@ -8,7 +8,7 @@ A chunk without elements sends nothing, and a step in which nothing travels is l
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nnmpi.comm.steps import Chunks, Step, runs
 
@@ -52,6 +52,7 @@ class Lengths:
     short: int
     longer: int
     itemsize: int
+    _seen: dict[Chunks, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, nbytes: int, size: int, itemsize: int) -> "Lengths":
@@ -65,8 +66,11 @@ class Lengths:
 
     def messages(self, chunks: Chunks) -> tuple[int, ...]:
         """Return the bytes of the messages in which these chunks travel."""
-        found = (self.before(run.stop) - self.before(run.start) for run in runs(chunks))
-        return tuple(nbytes for nbytes in found if nbytes)
+        found = self._seen.get(chunks)
+        if found is None:
+            each = (self.before(run.stop) - self.before(run.start) for run in runs(chunks))
+            found = self._seen[chunks] = tuple(nbytes for nbytes in each if nbytes)
+        return found
 
     def moves(self, steps: Iterable[Step]) -> list[Move]:
         """Return one rank's steps in bytes."""

@@ -18,6 +18,7 @@ times were the same. (When neighbouring ranks share a node, only one of them use
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,26 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.moves import Lengths
 from nnmpi.comm.steps import Chunks, Step
 
+_Kind = TypeVar("_Kind", bound=np.generic)
+
 
 def in_rounds(steps: Sequence[Step], size: int) -> bool:
     """Return whether rank 0's steps, shifted, meet round by round: what it sends to k ranks on comes from k back."""
     return all(step.to is not None and step.from_ is not None and (step.to + step.from_) % size == 0 for step in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A round for all ranks: what each sends to the one that lies its shift ahead, and what it adds."""
+
+    full: NDArray[np.bool_]  # whether there is anything to send
+    whole: bool  # whether everybody has something
+    fare: Floats
+    wire: Floats
+    target: Ints  # the node of the receiver
+    crossing: Ints  # the senders whose messages leave their node
+    messages: int
+    adding: Floats | float
 
 
 @dataclass(slots=True)
@@ -53,6 +70,7 @@ class Rounds:
     _nodes: Ints = field(init=False)
     _slow: Floats | None = field(init=False)
     _slow_link: Floats | None = field(init=False)
+    _prepared: dict[tuple[int, int, int, bool] | None, _Prepared] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Lay out what belongs to each rank."""
@@ -77,26 +95,42 @@ class Rounds:
 
     def _round(self, step: Step, clock: Floats) -> Floats:
         assert step.to is not None
-        shift = step.to
-        pieces = self._pieces(step.send)
+        shift, prepared = step.to, self._prepare(step, step.to)
+        ready = np.maximum(clock, _shifted(clock, shift))
+        begin = self._through_links(ready, prepared, shift)
+        end = begin + prepared.fare
+        if prepared.whole:
+            over = np.maximum(end, _shifted(end, -shift))
+        else:
+            end = np.where(prepared.full, end, -np.inf)
+            over = np.maximum(end, _shifted(end, -shift))
+            over = np.where(over > -np.inf, over, clock)
+        self.messages += prepared.messages
+        return over + prepared.adding
+
+    def _prepare(self, step: Step, shift: int) -> "_Prepared":
+        """Return what does not depend on the clock; it is the same in all rounds with single chunks that are alike."""
+        send, recv = _circular(step.send, self.lengths.size), _circular(step.recv, self.lengths.size)
+        single = all(last - first == 1 for first, last in send + recv)
+        key = (shift, len(send), len(recv), step.reduce) if single and self.lengths.longer == 0 else None
+        if key in self._prepared:
+            return self._prepared[key]
+        pieces = self._pieces(send)
         full = np.asarray(sum(pieces)) > 0
         latency, wire = self._fare(pieces, full, shift)
-        ready = np.maximum(clock, np.roll(clock, -shift))
-        begin = self._through_links(ready, wire, full, shift)
-        end = begin + (latency + wire)
-        if full.all():
-            over = np.maximum(end, np.roll(end, shift))
-        else:
-            end = np.where(full, end, -np.inf)
-            over = np.maximum(end, np.roll(end, shift))
-            over = np.where(over > -np.inf, over, clock)
-        self.messages += int(sum(np.count_nonzero(piece) for piece in pieces))
-        return over + self._adding(self._pieces(step.recv)) if step.reduce else over
+        target = _shifted(self._nodes, shift)
+        crossing = np.flatnonzero((self._nodes != target) & full)
+        messages = int(sum(np.count_nonzero(piece) for piece in pieces))
+        adding = self._adding(self._pieces(recv)) if step.reduce else 0.0
+        prepared = _Prepared(full, bool(full.all()), latency + wire, wire, target, crossing, messages, adding)
+        if key is not None:
+            self._prepared[key] = prepared
+        return prepared
 
-    def _pieces(self, chunks: Chunks) -> list[Ints]:
+    def _pieces(self, ways: Sequence[tuple[int, int]]) -> list[Ints]:
         """Return the bytes of the messages that each rank has for these chunks of rank 0; 0 where there is none."""
         size, pieces = self.lengths.size, []
-        for first, last in _circular(chunks, size):
+        for first, last in ways:
             starts = (np.arange(size) + first) % size
             stops = starts + (last - first)
             pieces.append(self._bounds[np.minimum(stops, size)] - self._bounds[starts])
@@ -107,9 +141,9 @@ class Rounds:
     def _fare(self, pieces: list[Ints], full: NDArray[np.bool_], shift: int) -> tuple[Floats, Floats]:
         """Return latency and wire seconds of what each rank sends. See `fare.Fares`."""
         size = self.lengths.size
-        across = self._nodes != np.roll(self._nodes, -shift)
-        both = full & np.roll(full, shift)  # it sends and receives
-        ends = both, np.roll(both, -shift)
+        across = self._nodes != _shifted(self._nodes, shift)
+        both = full & _shifted(full, -shift)  # it sends and receives
+        ends = both, _shifted(both, shift)
         latency, wire = np.zeros(size), np.zeros(size)
         for apart, where in ((False, ~across), (True, across)):
             link = self.machine.link(apart)
@@ -122,21 +156,20 @@ class Rounds:
                 chosen &= curve.alpha_s + bytes_s > latency + wire
                 latency, wire = np.where(chosen, curve.alpha_s, latency), np.where(chosen, bytes_s, wire)
         if self._slow is not None:
-            latency = latency * np.maximum(self._slow, np.roll(self._slow, -shift))
+            latency = latency * np.maximum(self._slow, _shifted(self._slow, shift))
         if self._slow_link is not None:
-            factor = np.maximum(self._slow_link, np.roll(self._slow_link, -shift))
+            factor = np.maximum(self._slow_link, _shifted(self._slow_link, shift))
             wire = np.where(across, wire * factor, wire)
         return latency, wire
 
-    def _through_links(self, ready: Floats, wire: Floats, full: NDArray[np.bool_], shift: int) -> Floats:
+    def _through_links(self, ready: Floats, prepared: "_Prepared", shift: int) -> Floats:
         """Return when each message begins: when it is ready, or when the links are free."""
-        target = np.roll(self._nodes, -shift)
-        crossing = np.flatnonzero((self._nodes != target) & full)
+        crossing = prepared.crossing
         if not crossing.size:
             return ready
         begin = ready.copy()
         begin[crossing] = self.links.send_round(
-            self._nodes[crossing], target[crossing], ready[crossing], wire[crossing]
+            self._nodes[crossing], prepared.target[crossing], ready[crossing], prepared.wire[crossing]
         )
         return begin
 
@@ -144,6 +177,12 @@ class Rounds:
         add: Curve = self.machine.add
         seconds = sum((np.where(piece > 0, add(piece), 0.0) for piece in pieces), np.zeros(self.lengths.size))
         return seconds if self._slow is None else seconds * self._slow
+
+
+def _shifted(array: NDArray[_Kind], by: int) -> NDArray[_Kind]:
+    """Return the array in which each rank has the entry of the rank that lies `by` ahead."""
+    by %= array.size
+    return np.concatenate((array[by:], array[:by]))
 
 
 def _circular(chunks: Chunks, size: int) -> list[tuple[int, int]]:
