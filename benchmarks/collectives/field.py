@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from benchmarks.collectives.contestants import Entry, staged
 from benchmarks.collectives.gloo import gloo_sum
-from benchmarks.collectives.names import FUSED, GLOO, SHARED, UPDATE
+from benchmarks.collectives.names import FUSED, GLOO, UPDATE
 from benchmarks.collectives.options import Options
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.collectives.prediction import Prediction
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
-from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.choose import choose
 from nnmpi.comm.group import Group
 from nnmpi.comm.memory import SharedMemory

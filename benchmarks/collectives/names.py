@@ -1,9 +1,8 @@
 """What can be timed, by the names of the command line."""
 
-from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 
 ALL_REDUCE = "all-reduce"
-SHARED = "shared"  # loads and stores in memory that the node's ranks share
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
 UPDATE = "native+update"  # what it is compared with: MPI's all-reduce, then the update on every rank
 GLOO = "gloo"  # PyTorch's, for comparison
