@@ -78,7 +78,7 @@ class Builder:
         folder, names = self.state.folder, [f"h{i}" for i in range(self.count)]
         lines = ["127.0.0.1 localhost", *(f"{address_of(name)} {name}" for name in ["head", *names])]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
-        switch = self._start("switch", switch_command(), generations=1, held=True)
+        switch = self._start("switch", switch_command(folder), generations=1, held=True)
         head = self._start_host(switch, "head", own_processes=False)
         hosts = [self._start_host(switch, name, own_processes=True) for name in names]
         lab = Lab(self.state, switch, head, hosts)
@@ -101,7 +101,7 @@ class Builder:
             process.wait()
 
     def _start_host(self, switch: Host, name: str, own_processes: bool) -> Host:
-        command = host_command(switch.init, name, str(self.state.folder / "hosts"), own_processes)
+        command = host_command(switch.init, self.state.folder, name, own_processes)
         host = self._start(name, command, generations=2 if own_processes else 1)
         pair = ("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.init.pid))
         call((*switch.enter("net"), *pair))

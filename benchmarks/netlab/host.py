@@ -7,6 +7,7 @@ an own /dev/shm), reading one another's memory (a PID namespace). The file syste
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.netlab.process import Process
 
@@ -87,13 +88,13 @@ class Host:
 ENTER = ("net", "uts", "ipc", "mount", "pid")
 
 
-def switch_command() -> tuple[str, ...]:
-    """Return the command that is the switch."""
-    return ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, "netlab-switch", "switch")
+def switch_command(folder: Path) -> tuple[str, ...]:
+    """Return the command that is the switch of the lab in this folder, which `ps` shows."""
+    return ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(folder), "switch")
 
 
-def host_command(house: Process, name: str, hosts_file: str, own_processes: bool) -> tuple[str, ...]:
+def host_command(house: Process, folder: Path, name: str, own_processes: bool) -> tuple[str, ...]:
     """Return the command that is a host; without processes of its own it can start some on the others (the head)."""
     enter = ("nsenter", "--target", str(house.pid), "--mount", "--pid", "--")
     own = _OWN + (_OWN_PROCESSES if own_processes else ())
-    return (*enter, "unshare", *own, "sh", "-c", _HOST, f"netlab-{name}", name, hosts_file)
+    return (*enter, "unshare", *own, "sh", "-c", _HOST, str(folder), name, str(folder / "hosts"))
