@@ -5,6 +5,7 @@ otherwise: all ranks of the group call it, in the same order.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from nnmpi.comm.memory import SharedMemory
 from nnmpi.comm.native import Native
 from nnmpi.comm.shared import SharedSum
 from nnmpi.comm.wording import name_ranks
-from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.errors import CommError, DeviceError, DtypeError, ShapeError, UsageError
 
 # MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
 # without a tag; one more is for all blocking sums, of which there is only one at a time.
@@ -113,7 +114,8 @@ class Group:
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
         if self._memory is not None:
-            twin._memory = self._memory.twin(twin)
+            with suppress(DeviceError):  # no room for its barriers: who asks for shared sums will be told
+                twin._memory = self._memory.twin(twin)
         return twin
 
     def memory(self) -> SharedMemory:

@@ -1,0 +1,145 @@
+"""Training through shared memory, and with the fused update, against other ways: the same run to the last bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, optim
+from nnmpi.comm import memory as memory_module
+from nnmpi.comm.group import Group
+from nnmpi.compose import Worker
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.errors import DeviceError, DivergenceError
+from nnmpi.nn.module import Module
+from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run
+
+
+@pytest.fixture
+def ranks(group: Group) -> Group:
+    """The ranks as a group of their own, with a memory of its own."""
+    return Group(group.comm)
+
+
+def build(group: Group, optimizer: str = "adamw", **options: Any) -> Worker:
+    """Return a worker for the digits."""
+    dataset = digits()
+    model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=group.rank, dtype="float32")
+    return Worker(model, optim.build(optimizer, model.storage, lr=0.01), group, **options)
+
+
+def batches(group: Group) -> list[Batch]:
+    """Return this rank's parts of an epoch's batches."""
+    return list(Loader(digits(), BATCH_SIZE, seed=3, rank=group.rank, world=group.size, dtype="float32").epoch(0))
+
+
+def train(worker: Worker, parts: list[Batch]) -> list[list[float]]:
+    """Return each step's loss and gradient length."""
+    return [[report.loss, report.grad_norm] for report in map(worker.step, parts)]
+
+
+def weights(model: Module) -> str:
+    """Return all weights, as text."""
+    return b"".join(array.tobytes() for array in model.state().values()).hex()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("model", [models.cnn, models.resnet])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_shared_sums_give_the_serial_run(ranks: Group, model: Any, overlap: bool) -> None:
+    setup = Setup(model)
+    parallel = run(setup, ranks, allreduce="shared", bucket_bytes=20_000, overlap=overlap)
+    serial = run(setup, ranks.split(ranks.rank))
+    assert not any(ranks.gather(differences(parallel, serial, setup)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer: str) -> None:
+    fused, plain = build(ranks, optimizer, fused_update=True), build(ranks, optimizer, allreduce="shared")
+    steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
+    right = [fused.fused is not None, np.allclose(steps[0], steps[1], rtol=1e-6)]
+    right += [[loss for loss, _ in steps[0]] == [loss for loss, _ in steps[1]]]
+    right += [weights(fused.model) == weights(plain.model)]
+    ours, theirs = fused.optimizer_state(), plain.optimizer_state()
+    right += [ours[1] == theirs[1], all(np.array_equal(ours[0][name], theirs[0][name]) for name in theirs[0])]
+    assert all(map(all, ranks.gather([bool(each) for each in right])))
+
+
+@pytest.mark.mpi
+def test_the_fused_update_clips(ranks: Group) -> None:
+    fused, plain = build(ranks, fused_update=True, clip=0.05), build(ranks, allreduce="native", clip=0.05)
+    steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
+    assert all(ranks.gather(bool(np.allclose(steps[0], steps[1], rtol=1e-3))))
+
+
+@pytest.mark.mpi
+def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> None:
+    parts = batches(ranks)
+    whole = build(ranks, fused_update=True)
+    train(whole, parts)
+    first = build(ranks, fused_update=True)
+    train(first, parts[:2])
+    state, (arrays, scalars) = first.model.state(), first.optimizer_state()
+    second = build(ranks, fused_update=True)
+    second.model.load_state(state)
+    second.load_optimizer_state(arrays, scalars)
+    train(second, parts[2:])
+    assert set(ranks.gather(weights(second.model))) == set(ranks.gather(weights(whole.model)))
+
+
+@pytest.mark.mpi
+def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> None:
+    worker, parts = build(ranks, fused_update=True), batches(ranks)
+    worker.step(parts[0])
+    before = weights(worker.model)
+    parts[1].x[...] = np.inf
+    with pytest.raises(DivergenceError), np.errstate(all="ignore"):
+        worker.step(parts[1])
+    right = weights(worker.model) == before
+    assert all(ranks.gather(right))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str)
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
+def test_without_room_it_goes_another_way_and_says_so(
+    ranks: Group, way: dict[str, Any], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room ends after so many windows: for flags, weights, gradients, the optimizer's state ..."""
+    left = SimpleNamespace(windows=after)
+
+    def check_room(*_: object) -> None:
+        left.windows -= 1
+        if left.windows < 0:
+            raise DeviceError("there is no room")
+
+    reference = build(ranks, allreduce="native")
+    train(reference, batches(ranks))
+    monkeypatch.setattr(memory_module, "check_room", check_room)
+    worker = build(ranks, **way)
+    monkeypatch.undo()
+    steps = train(worker, batches(ranks))
+    told = "there is no room" in worker.notice + str(worker.parallel.exchange.choices)
+    whole = worker.fused is not None or {c.algorithm for c in worker.parallel.exchange.choices} == {"shared"}
+    silent = "allreduce" in way and (ranks.size == 1 or way["allreduce"] == "auto")  # it simply chooses something else
+    outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
+    outcome += [np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)]
+    assert all(map(all, ranks.gather([bool(each) for each in outcome])))
+
+
+@pytest.mark.mpi
+def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
+    worker = build(ranks, "sgd", allreduce="shared")
+    worker.step(batches(ranks)[0])
+    shared = ranks.size > 1 and ranks.memory().holds(worker.model.storage.grads[0])
+    worker.parallel.release()
+    grads = worker.model.storage.grads
+    right = [shared == (ranks.size > 1), not ranks.size > 1 or not ranks.memory().holds(grads[0])]
+    worker.optimizer.step()  # with gradients that are zero
+    again = Worker(worker.model, worker.optimizer, ranks, allreduce="shared")
+    again.step(batches(ranks)[1])
+    assert all(map(all, ranks.gather(right)))
