@@ -79,10 +79,16 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
-    """Return what can be used, MPI's own first: of equals the first is taken."""
-    levels = fit.machine.nodes is not None and len(set(fit.machine.nodes)) < fit.ranks
-    steps = [name for name in CANDIDATES if name != HIERARCHICAL or levels]
-    return [NATIVE, *([SHARED] if shared and fit.shared is not None else []), *steps]
+    """Return what can be used, MPI's own first: of equals the first is taken.
+
+    Inside a node nothing that is made of messages comes near shared memory, and messages from there take longer than
+    the fit says (it was made with ordinary memory, which has larger pages), so they are not even looked at.
+    """
+    nodes = fit.machine.nodes
+    levels = nodes is not None and len(set(nodes)) < fit.ranks
+    if shared and fit.shared is not None:
+        return [NATIVE, SHARED, *(CANDIDATES if levels else ())]
+    return [NATIVE, *(name for name in CANDIDATES if name != HIERARCHICAL or levels)]
 
 
 def _microseconds(seconds: float) -> str:

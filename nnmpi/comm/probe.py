@@ -9,7 +9,6 @@ A message that is sent before anybody waits for it ("eager") costs less than one
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -24,8 +23,6 @@ from nnmpi.comm.timing import time_calls
 K = 1024
 SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)
 SIZES = (*SHORT_SIZES, 32 * K, 64 * K, 128 * K, 256 * K, K**2, 4 * K**2, 16 * K**2)  # bytes
-STEP_SIZES = (512, 64 * K)  # the eager limit of an MPI library lies between them
-STEEP = 4  # how many times steeper than usual the step is
 TAG = 2**13
 QUANTILE = 0.25  # of many calls: what else the machine does makes some of them longer, and none shorter
 PASSES = 2
@@ -74,21 +71,11 @@ def measure_curve(
             best[nbytes] = min(best.get(nbytes, float("inf")), float(np.quantile(times, QUANTILE)))
             if best[nbytes] > LONGEST_S:
                 break
-    return Curve(tuple((float(nbytes), share * seconds) for nbytes, seconds in best.items()))
-
-
-def find_eager_limit(one_way: Curve) -> int | None:
-    """Return the longest message known to lie below the step of a link's curve, None if there is no step."""
-    slopes = [
-        ((later[1] - earlier[1]) / (later[0] - earlier[0]), int(earlier[0]))
-        for earlier, later in pairwise(one_way.points)
-        if STEP_SIZES[0] <= earlier[0] and later[0] <= STEP_SIZES[1]
-    ]
-    if not slopes:
-        return None
-    usual = float(np.median([slope for slope, _ in slopes]))
-    steepest, nbytes = max(slopes)
-    return nbytes if steepest > STEEP * usual else None
+    least, points = float("inf"), []
+    for nbytes, seconds in sorted(best.items(), reverse=True):  # what takes longer than something longer was disturbed
+        least = min(least, seconds)
+        points.append((float(nbytes), share * least))
+    return Curve(tuple(reversed(points)))
 
 
 def _there_and_back(group: Group, nbytes: int) -> Refilled:

@@ -54,9 +54,6 @@ def _start() -> "tuple[Group, Leaving]":
     """Do what `start` does, the first time."""
     sys.excepthook = _failed_alone
     limit_s = read_limit(os.environ)
-    # Where Open MPI's UCX cannot be used for windows it says so, in an "Error" line per rank and window, and does
-    # without it; the windows inside a node, which are the only ones here, never use it.
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     try:
         mpi = load_mpi(os.environ)
     except LaunchError as error:

@@ -5,11 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.comm.curve import Curve
 from nnmpi.comm.fit import Fit, default_file, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import facts, find_fit, measure
-from nnmpi.comm.probe import find_eager_limit
 from nnmpi.comm.timing import time_calls
 from nnmpi.errors import UsageError
 
@@ -84,11 +82,3 @@ def test_calls_are_timed_from_the_last_start_to_the_last_end(group: Group) -> No
     assert len(filled) == 3 + len(seconds)
     assert len(seconds) >= 5
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
-
-
-def test_the_step_between_eager_and_rendezvous_is_found() -> None:
-    below = [(float(n), 1e-6 + n * 1e-10) for n in (8, 256, 1024, 2048, 4096)]
-    above = [(float(n), 3e-6 + n * 1e-10) for n in (6144, 8192, 16384, 65536)]
-    assert find_eager_limit(Curve(tuple(below + above))) == 4096
-    assert find_eager_limit(Curve(tuple(below))) is None
-    assert find_eager_limit(Curve.line(1e-6, 1e-10)) is None
