@@ -10,7 +10,7 @@ from nnmpi import models
 from nnmpi.comm.group import Group
 from tests.equivalence.reference import Setup, differences, run
 
-ALGORITHMS = ("native", "ring", "tree", "ps")
+ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
 
 def assert_equal_to_serial(group: Group, setup: Setup, **worker_options: Any) -> None:
