@@ -123,8 +123,12 @@ class FlagBarrier:
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
-        self.start()
-        self.wait()
+        own = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
+        goal = self._goal = own[0] = own[0] + 1
+        for counter in self._others:
+            if counter[0] < goal:
+                self.wait()
+                return
 
     def _missing(self) -> list[int]:
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]

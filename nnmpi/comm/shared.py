@@ -34,7 +34,12 @@ from nnmpi.comm.memory import Place, SharedMemory
 from nnmpi.errors import CommError
 
 ALIGNMENT_BYTES = 64
-BLOCK_BYTES = 128 * 1024
+# What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
+# more in calls than the cache saves. Measured (Zen 5, 1 MiB L2, Open MPI | MPICH, buffers refilled, microseconds for
+# 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132, 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061,
+# 1222.
+CACHED_BYTES = 512 * 1024
+LEAST_BLOCK_BYTES = 128 * 1024
 STAGE_BYTES = 1024 * 1024
 SLOT_BYTES = 32 * 1024
 
@@ -79,7 +84,7 @@ class SharedSum:
         array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any length, 0 too.
         memory: of the group whose ranks take part. If a rank's array lies elsewhere, all go through a window.
         tag: 0..32767, the same on all ranks.
-        block_bytes: how much of each array is added at a time.
+        block_bytes: how much of each array is added at a time, if not what suits a cache.
         stage_bytes: the longest piece of an array that goes through a window.
         slot_bytes: the longest array that is copied to all and added up by each, where that is quicker.
 
@@ -94,12 +99,13 @@ class SharedSum:
         array: Buffer,
         memory: SharedMemory,
         tag: int = 0,
-        block_bytes: int = BLOCK_BYTES,
+        block_bytes: int | None = None,
         stage_bytes: int = STAGE_BYTES,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._array, self._memory, self._tag = check_buffer(array), memory, tag
-        self._block = max(1, block_bytes // array.itemsize)
+        suits = max(CACHED_BYTES // memory.size, LEAST_BLOCK_BYTES)
+        self._block = max(1, (suits if block_bytes is None else block_bytes) // array.itemsize)
         places = _exchange_places(self._array, memory)
         self._stages: tuple[Stage, ...] = tuple(self._plan(places, stage_bytes, slot_bytes))
         self._runs = tuple(stage.run for stage in self._stages)

@@ -32,6 +32,7 @@ class Block:
         slots: the state arrays' views, in the order in which the optimizer named them.
         decay: the weight decay of the buffer's group.
         scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
+        is_spent: whether nobody needs the gradient after the update, so that its memory may be used in it.
     """
 
     xp: ModuleType
@@ -40,6 +41,7 @@ class Block:
     slots: tuple[Array, ...]
     decay: float
     scratch: tuple[Array, Array]
+    is_spent: bool = False
 
 
 def block_elements(array: Array) -> int:

@@ -50,7 +50,8 @@ class SGD(Optimizer):
     def _update(self, lr: float, blocks: Iterable[Block]) -> None:
         for block in blocks:
             direction = self._direction(block, decayed_gradient(block))
-            change = block.scratch[1]
+            # In place where possible: one array less in the cache.
+            change = direction if block.is_spent and direction is block.grad else block.scratch[1]
             block.xp.multiply(direction, factor(block, lr), out=change)
             block.xp.subtract(block.data, change, out=block.data)
 
