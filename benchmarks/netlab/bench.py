@@ -16,10 +16,11 @@ from benchmarks.netlab.job import run_job
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.link import Speed
 from benchmarks.netlab.plan import Plan, as_json
-from benchmarks.netlab.predict import machine_of, predict
+from benchmarks.netlab.predict import fit_of
 from benchmarks.netlab.row import HEADER, Row, summary, verdict
 from benchmarks.netlab.shell import LabError
 from benchmarks.netlab.state import State
+from nnmpi.comm.choose import choose
 
 
 @dataclass
@@ -68,8 +69,10 @@ class Bench:
                 self.links.append(link)
                 print(_describe(link, speed), HEADER, sep="\n", flush=True)
                 continue
-            predicted = predict(finding["algorithm"], hosts, finding["bytes"], machine_of(link, hosts))
-            row = Row(mpi=self.mpi, rate=speed.rate, hosts=hosts, predicted_s=predicted, **finding)
+            fit = fit_of(link, hosts, self.mpi)
+            predicted = fit.predict(finding["algorithm"], finding["bytes"])
+            auto = choose(finding["bytes"], hosts, fit).algorithm
+            row = Row(mpi=self.mpi, rate=speed.rate, hosts=hosts, predicted_s=predicted, auto=auto, **finding)
             row.check_crossed()
             self.rows.append(row)
             print(row.line(), flush=True)

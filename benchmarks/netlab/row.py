@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,8 @@ class Row:
 
     Attributes:
         seconds: of each repetition, from the common start until the last rank had finished.
-        predicted_s: None for MPI's own algorithm, of which the steps are not known.
+        predicted_s: what the model says.
+        auto: the algorithm that `auto` would choose at this size on these hosts.
         expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
         sent_bytes: what the hosts' links have counted.
         cores: how many processor cores all ranks together have used, on average.
@@ -33,7 +34,8 @@ class Row:
     bytes: int
     algorithm: str
     seconds: tuple[float, ...]
-    predicted_s: float | None
+    predicted_s: float
+    auto: str
     expected_bytes: float
     sent_bytes: float
     cores: float
@@ -44,9 +46,9 @@ class Row:
         return statistics.median(self.seconds)
 
     @property
-    def ratio(self) -> float | None:
+    def ratio(self) -> float:
         """Measured by predicted."""
-        return self.measured_s / self.predicted_s if self.predicted_s else None
+        return self.measured_s / self.predicted_s
 
     def check_crossed(self) -> None:
         """Return if the messages went over the links.
@@ -64,13 +66,11 @@ class Row:
 
     def line(self) -> str:
         """Return the row of the table."""
-        predicted = f"{self.predicted_s * 1e3:8.1f} ms" if self.predicted_s else f"{'-':>11}"
-        ratio = f"{self.ratio:6.3f}" if self.ratio else f"{'-':>6}"
         spread = (max(self.seconds) - min(self.seconds)) / self.measured_s
         return (
             f"{self.rate:>8} {self.hosts:5} {name_bytes(self.bytes):>7}  {self.algorithm:<16} "
-            f"{self.measured_s * 1e3:8.1f} ms {predicted} {ratio} {spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB "
-            f"{self.cores:6.2f}"
+            f"{self.measured_s * 1e3:8.1f} ms {self.predicted_s * 1e3:8.1f} ms {self.ratio:6.3f} "
+            f"{spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB {self.cores:6.2f}"
         )
 
     def record(self) -> dict[str, Any]:
@@ -79,26 +79,25 @@ class Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Name the measured best and the model's choice among rows of the same rate, hosts and size."""
+    """Name the measured best and the choice of `auto` among rows of the same rate, hosts and size."""
     best = min(rows, key=lambda row: row.measured_s)
-    chosen = pick(rows)
-    if chosen is None:
-        return f"best: {best.algorithm}"
-    behind = chosen.measured_s / best.measured_s - 1
-    return f"best: {best.algorithm}; the model picks {chosen.algorithm}" + (f" ({behind:.1%} slower)" if behind else "")
+    behind = behind_best(rows)
+    if behind is None:
+        return f"best: {best.algorithm}; auto picks {best.auto}, which was not measured"
+    return f"best: {best.algorithm}; auto picks {best.auto}" + (f" ({behind:.1%} slower)" if behind else "")
 
 
-def pick(rows: Iterable[Row]) -> Row | None:
-    """Return the row that the model says is fastest; None when it says nothing of any."""
-    return min((row for row in rows if row.predicted_s), key=lambda row: row.predicted_s or 0.0, default=None)
+def behind_best(rows: Sequence[Row]) -> float | None:
+    """Return by which part the choice of `auto` was slower than the best; None if it was not measured."""
+    chosen = next((row for row in rows if row.algorithm == row.auto), None)
+    return None if chosen is None else chosen.measured_s / min(row.measured_s for row in rows) - 1
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what all rows together show."""
     for algorithm in dict.fromkeys(row.algorithm for row in rows):
-        ratios = [row.ratio for row in rows if row.algorithm == algorithm and row.ratio]
-        if ratios:
-            yield f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}"
+        ratios = [row.ratio for row in rows if row.algorithm == algorithm]
+        yield f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}"
     places = [list(group) for _, group in groupby(rows, key=lambda row: (row.rate, row.hosts, row.bytes))]
     for group in places:
         times = {row.algorithm: row.measured_s for row in group}
@@ -107,6 +106,6 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
                 f"{group[0].hosts} hosts, {name_bytes(group[0].bytes)}, {group[0].rate}: "
                 f"ring {times['ps'] / times['ring']:.1f}x faster than ps"
             )
-    choices = [(min(row.measured_s for row in group), chosen) for group in places if (chosen := pick(group))]
-    good = sum(chosen.measured_s <= 1.05 * best for best, chosen in choices)
-    yield f"the model's choice was the best, or within 5% of it, in {good} of {len(choices)} places"
+    behind = [found for group in places if (found := behind_best(group)) is not None]
+    good = sum(each <= 0.05 for each in behind)
+    yield f"the choice of auto was the best, or within 5% of it, in {good} of {len(behind)} places"

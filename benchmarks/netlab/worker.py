@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks.netlab.calibrate import calibrate
+from benchmarks.netlab.calibrate import LONG_BYTES, SHORT_BYTES, calibrate
 from benchmarks.netlab.waiting import common_start, go_first, largest, total, wait
 from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
 from nnmpi.comm.execute import Execution
@@ -77,7 +78,7 @@ class Trial:
 
 def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
-    yield {"kind": "link", **calibrate(comm, job["repeats"])}
+    yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["repeats"])}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
             trial = Trial(comm, name, nbytes, job["cut_bytes"])
@@ -96,6 +97,16 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "sent_bytes": sent,
                 "cores": used_s / taken_s,
             }
+
+
+def _native(comm: MPI.Comm, rounds: int) -> list[tuple[int, float]]:
+    """Return bytes and seconds of MPI's own all-reduce, whose steps are not known: it is predicted from these."""
+    found = []
+    for nbytes in (SHORT_BYTES, *LONG_BYTES):
+        trial = Trial(comm, NATIVE, nbytes, nbytes)
+        trial.run()
+        found.append((nbytes, statistics.median(trial.run() for _ in range(rounds))))
+    return found
 
 
 def main(path: Path) -> None:

@@ -19,14 +19,20 @@ from benchmarks.netlab.lab import Lab, find, sweep, take_down
 from benchmarks.netlab.launch import LIBRARIES, environment, find_library, parse_settings
 from benchmarks.netlab.link import Speed
 from benchmarks.netlab.plan import Plan
-from benchmarks.netlab.predict import machine_of, predict
+from benchmarks.netlab.predict import fit_of
 from benchmarks.netlab.process import Process, children_of
-from benchmarks.netlab.row import Row, pick, summary, verdict
+from benchmarks.netlab.row import Row, summary, verdict
 from benchmarks.netlab.shell import TOOLS, LabError, check_machine
 from benchmarks.netlab.state import State
+from nnmpi.comm.choose import choose
 from nnmpi.errors import LaunchError, UsageError
 
-LINK = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-7, "gamma_s_per_byte": 1e-10}
+LINK = {
+    "alpha_s": 1e-3,
+    "beta_s_per_byte": 1e-7,
+    "gamma_s_per_byte": 1e-10,
+    "native": [[1024, 0.01], [2**20, 0.5], [2**21, 0.9]],
+}
 
 
 @pytest.fixture
@@ -48,8 +54,8 @@ def plan(**changes: str) -> Plan:
     return Plan.parse(**{**words, **changes}, repeats=3)
 
 
-def row(algorithm: str, measured_s: float, predicted_s: float | None, sent: float = 1e9, expected: float = 0) -> Row:
-    return Row("MPI", "100mbit", 16, 2**20, algorithm, (measured_s,), predicted_s, expected, sent, 0.5)
+def row(algorithm: str, measured_s: float, predicted_s: float, sent: float = 1e9, expected: float = 0) -> Row:
+    return Row("MPI", "100mbit", 16, 2**20, algorithm, (measured_s,), predicted_s, "tree", expected, sent, 0.5)
 
 
 def test_lists_are_read_without_doubles() -> None:
@@ -247,14 +253,17 @@ def test_another_mpi_than_this_pythons_is_refused() -> None:
 
 @pytest.mark.parametrize("hosts", [2, 4, 16])
 def test_predictions_are_those_of_the_closed_forms(hosts: int) -> None:
-    nbytes, rounds, machine = 2**20, hosts.bit_length() - 1, machine_of(LINK, hosts)
+    nbytes, rounds, fit = 2**20, hosts.bit_length() - 1, fit_of(LINK, hosts, "MPI")
     alpha, beta, gamma = LINK["alpha_s"], LINK["beta_s_per_byte"] * nbytes, LINK["gamma_s_per_byte"] * nbytes
     ring = 2 * (hosts - 1) * (alpha + beta / hosts) + (hosts - 1) / hosts * gamma
-    assert predict("ring", hosts, nbytes, machine) == pytest.approx(ring)
-    assert predict("tree", hosts, nbytes, machine) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
+    assert fit.predict("ring", nbytes) == pytest.approx(ring)
+    assert fit.predict("tree", nbytes) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
     server = 2 * (hosts - 1) * (alpha + beta) + (hosts - 1) * gamma
-    assert predict("ps", hosts, nbytes, machine) == pytest.approx(server)
-    assert predict("native", hosts, nbytes, machine) is None
+    assert fit.predict("ps", nbytes) == pytest.approx(server)
+    assert fit.predict("native", nbytes) == 0.5
+    slow = fit_of({**LINK, "native": [[1024, 10.0]]}, hosts, "MPI")
+    assert choose(nbytes, hosts, slow).algorithm == ("ring" if hosts == 2 else "halving-doubling")
+    assert choose(nbytes, hosts, fit_of({**LINK, "native": [[1024, 0.0]]}, hosts, "MPI")).algorithm == "native"
 
 
 def test_messages_that_went_another_way_are_noticed() -> None:
@@ -262,22 +271,21 @@ def test_messages_that_went_another_way_are_noticed() -> None:
     with pytest.raises(LabError, match="ring on 16 hosts sent 999 bytes .* 1000 were to be sent"):
         row("ring", 1.0, 1.0, sent=999, expected=1000).check_crossed()
     least = 2 * 15 * 2**20
-    row("native", 1.0, None, sent=least).check_crossed()
+    row("native", 1.0, 1.0, sent=least).check_crossed()
     with pytest.raises(LabError, match="went another way"):
-        row("native", 1.0, None, sent=least - 1).check_crossed()
+        row("native", 1.0, 1.0, sent=least - 1).check_crossed()
 
 
-def test_the_best_and_the_models_choice_are_named() -> None:
-    rows = [row("ps", 2.4, 2.5), row("ring", 0.2, 0.19), row("halving-doubling", 0.22, 0.18), row("native", 0.3, None)]
-    chosen = pick(rows)
-    assert chosen is not None
-    assert chosen.algorithm == "halving-doubling"
-    assert verdict(rows) == "best: ring; the model picks halving-doubling (10.0% slower)"
-    assert verdict(rows[3:]) == "best: native"
+def test_the_best_and_the_choice_of_auto_are_named() -> None:
+    rows = [row("ps", 2.4, 2.5), row("ring", 0.2, 0.19), row("tree", 0.22, 0.2), row("native", 0.3, 0.3)]
+    assert verdict(rows) == "best: ring; auto picks tree (10.0% slower)"
+    assert verdict(rows[2:]) == "best: tree; auto picks tree"
+    assert verdict(rows[3:]) == "best: native; auto picks tree, which was not measured"
     lines = list(summary(rows))
     assert "ps: measured/predicted 0.960 to 0.960" in lines
     assert "16 hosts, 1 MB, 100mbit: ring 12.0x faster than ps" in lines
-    assert lines[-1] == "the model's choice was the best, or within 5% of it, in 0 of 1 places"
+    assert lines[-1] == "the choice of auto was the best, or within 5% of it, in 0 of 1 places"
+    assert list(summary(rows[2:]))[-1].endswith("in 1 of 1 places")
 
 
 class Outside(Lab):
