@@ -103,8 +103,7 @@ class Rounds:
             over = np.maximum(end, _shifted(end, -shift))
         else:
             end = np.where(prepared.full, end, -np.inf)
-            over = np.maximum(end, _shifted(end, -shift))
-            over = np.where(over > -np.inf, over, clock)
+            over = np.maximum(clock, np.maximum(end, _shifted(end, -shift)))
         self.messages += prepared.messages
         return over + prepared.adding
 

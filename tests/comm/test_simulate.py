@@ -98,6 +98,16 @@ def test_rounds_and_messages_give_the_same_times(
         assert fast.waited_s == pytest.approx(slow.waited_s, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", SYMMETRIC)
+@pytest.mark.parametrize("size", [3, 5, 9])
+def test_rounds_with_chunks_all_alike_still_differ_by_distance(name: tuple[str, str], size: int) -> None:
+    nodes = (0, 1) + (0,) * (size - 2)
+    machine = Machine(Link.line(1.0, 0.01), Link.line(7.0, 0.05), nodes, slow_ranks={2: 3.0}, slow_nodes={1: 2.0})
+    fast = simulate(COLLECTIVES[name], size, 40 * size, machine)
+    slow = simulate(by_messages(COLLECTIVES[name]), size, 40 * size, machine)
+    np.testing.assert_allclose(fast.finish_s, slow.finish_s, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", [("all-reduce", "ring"), ("all-gather", "tree")])
 @pytest.mark.parametrize("placed", ["in blocks", "in turn", "at random"])
 @pytest.mark.parametrize("late_s", [0.0, 1e-3])
