@@ -15,7 +15,7 @@ model hidden activation dropout
 dataset data_dir test_fraction augment shift_pixels normalize
 epochs max_steps batch_size optimizer lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
-dp allreduce bucket_mb overlap check_weights
+dp allreduce fit bucket_mb overlap fused_update check_weights
 backend dtype seed out resume config log_every print_every eval_every save_every save_steps keep
 """
 

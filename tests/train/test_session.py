@@ -149,6 +149,8 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
     [
         "--dp 1",
         "--allreduce ring",
+        "--allreduce shared",
+        "--fused-update",
         "--bucket-mb 0.001",
         "--no-overlap",
         "--check-weights",
