@@ -44,7 +44,7 @@ def test_other_programs_run(program: str) -> None:
 def test_map_shows_all_packages_and_modules() -> None:
     """In the order of the layers, with nothing left out and nothing that is not there."""
     block = README.split("## The map")[1].split("\n\n")[1]
-    shown = {line.split()[0].rstrip("/") for line in block.splitlines() if line.startswith("      ")}
+    shown = {line.split()[0].rstrip("/") for line in block.splitlines() if re.match(r" {6}\S", line)}
     there = {path.stem for path in (ROOT / "nnmpi").iterdir() if path.suffix == ".py" and path.stem != "__init__"}
     there |= {path.name for path in (ROOT / "nnmpi").iterdir() if (path / "__init__.py").exists()}
     assert {name.removesuffix(".py") for name in shown} == there
