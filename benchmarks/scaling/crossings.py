@@ -9,6 +9,7 @@ from benchmarks.scaling.sweep import Point, seconds
 from nnmpi.comm.sizes import name_bytes
 
 SMALLEST, LARGEST, RATIO = 8, 2**30, 8  # the sizes between which crossings are looked for
+ELEMENT = 4  # bytes: lengths between whole elements are none
 EQUAL = 1 + 1e-9  # times that differ by less do so by rounding
 CLOSE = 1.01  # a crossing is found to within one percent
 
@@ -89,8 +90,8 @@ def _between(
     """Return the crossings between two sizes with their winners, also those of a third algorithm in between."""
     if before == after:
         return []
-    while high > low + 1 and high > low * CLOSE:
-        middle = round((low * high) ** 0.5)
+    while high > low + ELEMENT and high > low * CLOSE:
+        middle = max(low + ELEMENT, round((low * high) ** 0.5) // ELEMENT * ELEMENT)
         winner = fastest(middle)
         if winner == before:
             low = middle

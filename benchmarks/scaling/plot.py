@@ -50,7 +50,7 @@ def draw(file: Path, models: Sequence[Model], points: Sequence[Point]) -> None:
         axes.set_xlabel("ranks")
     for row in panels:
         row[0].set_ylabel("time of one all-reduce")
-    panels[0][0].plot([], [], ".", color="grey", label="(points) ranks no power of two")
+    panels[0][0].plot([], [], ".", color="grey", label="points: ranks that are no power of two")
     panels[0][0].plot([], [], "o", mfc="none", mec="black", ms=9, label="another is the fastest from here on")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=11)

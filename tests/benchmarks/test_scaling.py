@@ -47,7 +47,7 @@ def test_it_prints_tables_and_writes_the_files(tmp_path: Path, capsys: pytest.Ca
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "fastest, ranks a power of two: halving-doubling for all" in shown
-    assert "     4 ranks: tree to 17.4 KB, then ring" in shown
+    assert "     4 ranks: tree to 17.39 KB, then ring" in shown
     written = json.loads(record.read_text())
     assert len(written["rows"]) == 2 * 2 * 5 * 5  # machines, sizes, numbers of ranks, algorithms
     assert {crossing["after"] for crossing in written["crossings"]} >= {"ring"}
