@@ -10,7 +10,8 @@ from nnmpi.errors import DtypeError, ShapeError
 
 Buffer: TypeAlias = NDArray[Any]
 
-# What both MPI and NumPy can add with the same result. MPI has no dependable sum of half-precision numbers.
+# What both MPI and NumPy can add. MPI has no dependable sum of half-precision numbers; and where a sum of integers does
+# not fit, NumPy wraps around while Open MPI's own all-reduce may stop at the largest number (seen with int8).
 DTYPES = frozenset(
     np.dtype(name)
     for name in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -136,13 +136,14 @@ class Group:
 
     # ---- sums ----
 
-    def all_reduce(self, array: Buffer, algorithm: str = NATIVE, check: bool = False) -> None:
+    def all_reduce(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
         Args:
             array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring".
-            check: make sure first that n and dtype agree; one small exchange more.
+            check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
+                differ may wait for ever.
 
         Raises:
             ShapeError: for an array that is not 1-D, contiguous and writeable.
@@ -150,7 +151,7 @@ class Group:
             CommError: with `check`, on all ranks, when one of them has another array.
             UsageError: for an unknown algorithm.
         """
-        if check:
+        if check and not self._is_same(array):
             self.check_same(array)
         self._bind(array, algorithm, BLOCKING_TAG).run()
 
@@ -204,7 +205,7 @@ class Group:
         if tag is None:
             tag = OWN_TAGS[self._started % len(OWN_TAGS)]
             self._started += 1
-            pending = self._bind(array, algorithm, tag)
+            pending = self._bind(array, algorithm, tag, started=True)
         else:
             pending = self.bind(array, algorithm, tag)
         pending.start()
@@ -230,11 +231,17 @@ class Group:
         return self._bind(array, algorithm, tag, operation, persistent=True)
 
     def _bind(
-        self, array: Buffer, algorithm: str, tag: int, operation: str = ALL_REDUCE.name, persistent: bool = False
+        self,
+        array: Buffer,
+        algorithm: str,
+        tag: int,
+        operation: str = ALL_REDUCE.name,
+        persistent: bool = False,
+        started: bool = False,
     ) -> Pending:
         check_buffer(array)
         if algorithm == AUTO and operation == ALL_REDUCE.name:
-            algorithm = self.choose(array, started=persistent).algorithm
+            algorithm = self.choose(array, started).algorithm
         if algorithm == NATIVE:
             return Native(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
@@ -248,13 +255,22 @@ class Group:
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why (not collective, but the same on all ranks).
 
-        Shared memory is among what is chosen from only if the array was allocated there: see `memory`.
+        Shared memory is among what is chosen from only if the array was allocated there (on all ranks): see `memory`.
 
         Args:
             started: whether it will be started and polled, and not be a blocking call.
         """
         shared = self._memory is not None and self._memory.holds(array)
         return choose(array.nbytes, self.size, self.fit, shared, started)
+
+    def _is_same(self, array: object) -> bool:
+        """Return whether all ranks have arrays of one length and dtype that can be summed. Collective."""
+        own = np.array([-1, -1], np.int64)
+        if isinstance(array, np.ndarray) and not _describe_error(array):
+            own[:] = array.size, array.dtype.num
+        everyones = np.empty((self.size, 2), np.int64)
+        self.comm.Allgather(own, everyones)
+        return bool((everyones == everyones[0]).all() and everyones[0, 0] >= 0)
 
     def check_same(self, array: Buffer) -> None:
         """Make sure that all ranks have an array of the same length and dtype that can be summed.
@@ -335,8 +351,16 @@ class Group:
 
 def _describe(array: object) -> str:
     """Return length and dtype in words, or what is wrong with the array."""
+    wrong = _describe_error(array)
+    if wrong or not isinstance(array, np.ndarray):
+        return wrong
+    return f"{array.size} elements of {array.dtype}"
+
+
+def _describe_error(array: object) -> str:
+    """Return what keeps the array from being summed, nothing if nothing does."""
     try:
-        checked = check_buffer(array)
+        check_buffer(array)
     except (ShapeError, DtypeError) as error:
         return str(error)
-    return f"{checked.size} elements of {checked.dtype}"
+    return ""

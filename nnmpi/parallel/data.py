@@ -239,7 +239,7 @@ class DataParallel:
         """Return the sum over the ranks of a small float64 array."""
         begin = time.perf_counter()
         host = np.ascontiguousarray(self.backend.to_host(array))
-        self.group.all_reduce(host)
+        self.group.all_reduce(host, check=False)
         spent_s = time.perf_counter() - begin
         self._statistics = self._statistics.plus(predict_traffic(self.group, host.nbytes, spent_s))
         result: Array = namespace(array).asarray(host)
