@@ -83,6 +83,11 @@ def count_cores(comm: MPI.Comm) -> int:
     return int(cores.sum())
 
 
+def keeps_order(ordered: bool | None = None) -> bool:
+    """Return whether this processor keeps the order of stores, or what was given instead."""
+    return platform.machine().lower() in ORDERED_MACHINES if ordered is None else ordered
+
+
 class FlagBarrier:
     """A barrier by counters in shared memory, for processors that keep the order of stores.
 
@@ -196,7 +201,7 @@ class Flags:
 
     def __init__(self, watch: Watch, ordered: bool | None = None) -> None:
         self._watch = watch
-        self._ordered = platform.machine().lower() in ORDERED_MACHINES if ordered is None else ordered
+        self._ordered = keeps_order(ordered)
         self._pages: list[Window] = []
         self._made = 0
 

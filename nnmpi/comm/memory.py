@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.comm.agree import Gathers, agreed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.flags import TIMEOUT_S, Barrier, Flags, Watch
+from nnmpi.comm.flags import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
 from nnmpi.comm.window import SHM, Window, check_room, find_folder, window_bytes
 from nnmpi.errors import ShapeError, UsageError
 
@@ -84,8 +84,13 @@ class SharedMemory:
         everyones = np.empty(group.size, np.int64)
         group.comm.Allgather(names[:1].copy(), everyones)
         self.node_of: tuple[int, ...] = tuple(everyones.tolist())
-        alone = len(set(self.node_of)) == 1  # communicators are scarce: MPICH has 2048
-        self.across = MPI.COMM_SELF if alone else group.comm.Split(self.rank, group.rank)
+        if len(set(self.node_of)) > 1:
+            self.across = group.comm.Split(self.rank, group.rank)
+        else:
+            self.across = MPI.COMM_SELF
+            if keeps_order(ordered):  # no messages are sent then; and communicators are scarce: MPICH has 2048
+                self.node.Free()
+                self.node = group.comm
         self.members: tuple[int, ...] = tuple(names.tolist())
         watch = Watch(self.node, self.members, timeout_s)
         self.crowded = watch.crowded
@@ -217,7 +222,8 @@ class SharedMemory:
         self._flags.free()
         if self.across != MPI.COMM_SELF:
             self.across.Free()
-        self.node.Free()
+        if self.node is not self._group.comm:
+            self.node.Free()
 
     def _find(self, array: Buffer) -> Place:
         place = self.place(array)

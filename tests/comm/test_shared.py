@@ -1,5 +1,9 @@
 """The sum through shared memory against NumPy's: any lengths, ranks, nodes, in turns and in flight."""
 
+import sys
+from pathlib import Path
+from textwrap import dedent
+
 import numpy as np
 import pytest
 
@@ -7,6 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.memory import SharedMemory
 from nnmpi.comm.shared import SharedSum, own_slice
 from nnmpi.errors import CommError, ShapeError
+from tests.harness.job import mpirun, run
 
 LENGTHS = [0, 1, 5, 16, 1003, 100_003]
 
@@ -165,3 +170,25 @@ def test_arrays_that_cannot_be_summed_are_refused(group: Group) -> None:
     with pytest.raises(ShapeError, match="works on 1-D arrays"):
         SharedSum(np.zeros((2, 3)), memory)
     memory.free()
+
+
+def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
+    """Windows and arrays are left as they are when the program ends: no word, no crash."""
+    program = """
+        import numpy as np
+        import nnmpi
+        from nnmpi.comm.shared import SharedSum
+        from nnmpi.parallel.fused import FusedUpdate
+        group = nnmpi.start()
+        memory = group.memory()
+        array, common = memory.allocate(1000, "float32"), memory.common(1000, "float32")
+        fused = FusedUpdate(nnmpi.optim.SGD(nnmpi.optim.Arrays([common], [array]), lr=0.1), memory)
+        whole = SharedSum(np.ones(3), memory)
+        whole.run()
+        fused.step()
+    """
+    file = tmp_path / "program.py"
+    file.write_text(dedent(program))
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ending = run([*mpirun(3), sys.executable, str(file)], tmp_path / "output", 60, environ)
+    assert (ending.status, ending.output) == (0, "")
