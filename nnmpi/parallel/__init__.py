@@ -1,5 +1,6 @@
 """Parallel strategies, one per file: each wraps a model and uses the group of its own axis."""
 
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.fused import FusedUpdate, house, unhouse
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "FusedUpdate", "house", "unhouse"]

@@ -94,8 +94,9 @@ def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
 
 
 @pytest.mark.mpi
-def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group) -> None:
-    memory = SharedMemory(group)
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered)
     setting, right = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
     for turn in range(STEPS):
         setting.draw(turn)
