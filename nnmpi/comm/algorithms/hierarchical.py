@@ -19,6 +19,8 @@ distributed SGD, 2018, for the idea.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 
 from nnmpi.comm.algorithms.ring import ring
@@ -35,30 +37,43 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     """
     if size == 1:
         return ()
-    members = _members(_blocks(size) if nodes is None else nodes)
-    mine = next(ranks for ranks in members if rank in ranks)
-    place, everything = mine.index(rank), range(size)
+    layout = _find_layout(_blocks(size) if nodes is None else tuple(nodes))
+    mine, place = layout.ranks[layout.node_of[rank]], layout.place_of[rank]
+    everything = range(size)
     up = _renamed(tree_reduce(place, len(mine)), mine, everything)
     down = _renamed(tree_broadcast(place, len(mine)), mine, everything)
     if rank != mine[0]:
         return up + down
-    leaders = [ranks[0] for ranks in members]
-    across = ring(leaders.index(rank), len(leaders))
+    leaders = [ranks[0] for ranks in layout.ranks]
+    across = ring(layout.node_of[rank], len(leaders))
     return up + tuple(_on_shares(step, leaders, size) for step in across) + down
 
 
-def _blocks(size: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Who is where: each node's ranks, and each rank's node and place there; nodes in order of their first ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    node_of: tuple[int, ...]
+    place_of: tuple[int, ...]
+
+
+@lru_cache(maxsize=1)  # thousands of ranks ask for it one after another
+def _find_layout(nodes: tuple[int, ...]) -> _Layout:
+    members: dict[int, list[int]] = {}
+    places = []
+    for rank, node in enumerate(nodes):
+        places.append(len(members.setdefault(node, [])))
+        members[node].append(rank)
+    number = {node: index for index, node in enumerate(members)}
+    ranks = tuple(tuple(own) for own in members.values())
+    return _Layout(ranks, tuple(number[node] for node in nodes), tuple(places))
+
+
+def _blocks(size: int) -> tuple[int, ...]:
     """Return the node of each rank when nodes of about sqrt(size) ranks are filled one after another."""
     per_node = max(1, isqrt(size))
-    return [rank // per_node for rank in range(size)]
-
-
-def _members(nodes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each node, the nodes in order of their first rank."""
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
-    return list(members.values())
+    return tuple(rank // per_node for rank in range(size))
 
 
 def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:

@@ -26,8 +26,8 @@ SERVER = 0
 def star(rank: int, size: int) -> tuple[Step, ...]:
     """Return this rank's steps: 2(size-1) at the server, one send and one receive at a worker."""
     everything = range(size)
-    workers = tuple(worker for worker in range(size) if worker != SERVER)
     if rank == SERVER:
+        workers = tuple(worker for worker in range(size) if worker != SERVER)
         collect = tuple(Step(from_=worker, recv=everything, reduce=True) for worker in workers)
         return collect + tuple(Step(to=worker, send=everything) for worker in workers)
     return Step(to=SERVER, send=everything), Step(from_=SERVER, recv=everything)
