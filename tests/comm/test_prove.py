@@ -75,7 +75,7 @@ def test_neighbouring_chunks_are_one_message() -> None:
 
 
 def test_an_unknown_algorithm_is_refused_with_the_names() -> None:
-    with pytest.raises(UsageError, match="'rings'.*auto, native, ring, tree, ps"):
+    with pytest.raises(UsageError, match="'rings'.*auto, native, shared, ring, tree, ps"):
         find_algorithm("rings")
 
 
