@@ -64,7 +64,7 @@ class Optimizer(ABC):
         self._require_same_arrays()
         self.update(self._blocks, self.storage.frozen())
 
-    def update(self, blocks: Iterable[Block], frozen: Iterable[Array] = ()) -> None:
+    def update(self, blocks: Iterable[Block], frozen: Sequence[Array] = ()) -> None:
         """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
 
         For strategies that share out the blocks among ranks, or add up a block's gradient just before it is used.
@@ -78,7 +78,7 @@ class Optimizer(ABC):
         """
         lr = non_negative("lr", self.lr)
         self.steps += 1
-        kept = [(part, part.copy()) for part in frozen]
+        kept = [(part, part.copy()) for part in frozen] if frozen else ()
         self._update(lr, blocks)
         for part, values in kept:  # decay and momentum move also what has no gradient
             part[...] = values

@@ -48,17 +48,21 @@ class SGD(Optimizer):
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
     def _update(self, lr: float, blocks: Iterable[Block]) -> None:
+        rate, dtype = None, None
         for block in blocks:
-            direction = self._direction(block, decayed_gradient(block))
+            grad, data = block.grad, block.data
+            direction = grad if block.decay == 0 else decayed_gradient(block)
+            if block.slots:
+                direction = self._direction(block, direction)
+            if data.dtype is not dtype:
+                rate, dtype = factor(block, lr), data.dtype
             # In place where possible: one array less in the cache.
-            change = direction if block.is_spent and direction is block.grad else block.scratch[1]
-            block.xp.multiply(direction, factor(block, lr), out=change)
-            block.xp.subtract(block.data, change, out=block.data)
+            change = direction if block.is_spent and direction is grad else block.scratch[1]
+            block.xp.multiply(direction, rate, out=change)
+            block.xp.subtract(data, change, out=data)
 
     def _direction(self, block: Block, gradient: Array) -> Array:
         """Return what the learning rate multiplies, after adding the gradient to the momentum."""
-        if not block.slots:
-            return gradient
         xp, (momentum,) = block.xp, block.slots
         xp.multiply(momentum, self.momentum, out=momentum)
         xp.add(momentum, gradient, out=momentum)
