@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.scaling.crossings import EQUAL, Crossing, best_by_ranks, crossings, in_words
-from benchmarks.scaling.models import Model, cluster, flat
+from benchmarks.scaling.models import Model, cluster, fitted, flat
 from benchmarks.scaling.plot import check_can_draw, draw
 from benchmarks.scaling.sweep import NAMES, Point, is_power, rank_counts, sweep
+from nnmpi.comm.fit import load_fit
 from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes
 from nnmpi.errors import NnmpiError, UsageError
 
@@ -38,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
     """Simulate and print; write the files."""
     if options.plot:
         check_can_draw()
+    for file in filter(None, (options.json, options.plot)):
+        check_writable(file)
     counts = rank_counts(options.max_ranks)
     points: list[Point] = []
     found: list[Crossing] = []
@@ -60,7 +63,17 @@ def run(options: argparse.Namespace) -> None:
         draw(options.plot, models, points)
 
 
+def check_writable(file: Path) -> None:
+    """Raise a UsageError unless a file can be written there; what is in it stays."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None
+
+
 def _models(options: argparse.Namespace) -> list[Model]:
+    if options.fit:
+        return [fitted(load_fit(options.fit))]
     every = {"flat": flat(options.alpha, options.beta, options.gamma), "cluster": cluster()}
     return list(every.values()) if options.machine == "both" else [every[options.machine]]
 
@@ -102,6 +115,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         description="Simulated time of all all-reduces against the number of ranks, and where one overtakes another.",
     )
     parser.add_argument("--machine", choices=("both", "flat", "cluster"), default="both", help="what to simulate")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="simulate the machine of a fit instead")
     parser.add_argument("--alpha", type=_seconds, default=2e-6, help="of the flat machine: seconds of latency (2e-6)")
     parser.add_argument("--beta", type=_seconds, default=1 / 12.5e9, help="seconds per byte (8e-11, 12.5 GB/s)")
     parser.add_argument("--gamma", type=_seconds, default=1 / 50e9, help="seconds per byte added (2e-11, 50 GB/s)")

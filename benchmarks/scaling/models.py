@@ -1,9 +1,10 @@
-"""The machines that are simulated: the textbooks' one, and a cluster of nodes."""
+"""The machines that are simulated: the textbooks' one, a cluster of nodes, and one that was measured."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnmpi.comm.curve import Curve
+from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Link, Machine, blocks
 
 RANKS_PER_NODE = 8
@@ -34,6 +35,21 @@ def flat(alpha_s: float, beta_s: float, gamma_s: float) -> Model:
         f"flat: alpha {1e6 * alpha_s:g} us, beta {1e9 * beta_s:g} ns/byte, gamma {1e9 * gamma_s:g} ns/byte, "
         "a link for every rank",
         lambda ranks: Machine.uniform(alpha_s, beta_s, gamma_s),
+    )
+
+
+def fitted(fit: Fit) -> Model:
+    """Return more and more of a machine that was measured: nodes with as many ranks as its first one had."""
+    machine, nodes = fit.machine, fit.machine.nodes
+    per_node = fit.ranks if nodes is None else nodes.count(nodes[0])
+    where = f"{fit.ranks} ranks on {fit.facts['host']} under {fit.facts['mpi']}"
+    if machine.across is None:
+        apart = "as if all ranks were on that node, each with a core of its own"
+        return Model("fit", f"fit: {where}, {apart}", lambda ranks: replace(machine, nodes=None))
+    return Model(
+        "fit",
+        f"fit: {where}, nodes of {per_node} ranks",
+        lambda ranks: replace(machine, nodes=blocks(ranks, per_node)),
     )
 
 

@@ -10,6 +10,9 @@ from benchmarks.scaling.command import main
 from benchmarks.scaling.crossings import best_by_ranks, crossings, in_words
 from benchmarks.scaling.models import cluster, flat
 from benchmarks.scaling.sweep import Point, rank_counts
+from nnmpi.comm.fit import save_fit
+from nnmpi.comm.sizes import name_seconds
+from tests.comm.test_fit import make as make_fit
 
 ALPHA, BETA, GAMMA = 2e-6, 8e-11, 2e-11
 
@@ -54,6 +57,16 @@ def test_it_prints_tables_and_writes_the_files(tmp_path: Path, capsys: pytest.Ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_fitted_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fit.json"
+    save_fit(make_fit(), file)  # 4 ranks on 2 nodes
+    assert main(["--fit", str(file), "--max-ranks", "8", "--sizes", "1MB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("fit: 4 ranks on Head Node under Open MPI 5.0.11, nodes of 2 ranks\n")
+    row = next(line for line in shown.splitlines() if line.startswith("     4 "))
+    assert row.split()[1:3] == name_seconds(make_fit().predict("ring", 2**20)).split()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -61,6 +74,8 @@ def test_it_prints_tables_and_writes_the_files(tmp_path: Path, capsys: pytest.Ca
         ("--max-ranks 1", "'1' is not a number of ranks from 2"),
         ("--alpha fast", "'fast' is not a number of seconds"),
         ("--machine cray", "invalid choice: 'cray'"),
+        ("--fit nowhere.json", "the fit nowhere.json cannot be read"),
+        ("--json /nowhere/a.json", "/nowhere/a.json cannot be written (No such file or directory)"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
