@@ -30,9 +30,9 @@ from nnmpi.comm.sizes import name_bytes
 RING_CHUNK_BYTES = 2**19
 SHARED_BYTES = 2**12  # through shared memory native is overtaken at 1 to 4 KB
 
-# Where the ring is predicted to be nearly the fastest it is taken: it talks to one neighbour over one connection all the
-# time, and comes closest to its prediction. On links of 100 Mbit/s between 4 to 16 hosts (benchmarks/netlab) it took 0.98
-# to 1.04 times as long as predicted, halving and doubling 1.01 to 1.37, MPI's own 0.71 to 1.35.
+# Where the ring is predicted to be nearly the fastest it is taken: it talks to one neighbour over one connection all
+# the time, and comes closest to its prediction. On links of 100 Mbit/s between 4 to 16 hosts (benchmarks/netlab) it
+# took 0.98 to 1.04 times as long as predicted, halving and doubling 1.01 to 1.37, MPI's own 0.71 to 1.35.
 STEADY = "ring"
 NEARLY = 1.1
 

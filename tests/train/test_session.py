@@ -92,8 +92,9 @@ def test_the_default_recipe_learns_the_digits(train: Train) -> None:
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("--epochs 1")
     printed = capsys.readouterr().out
-    names = [line.split(":")[0] for line in printed.splitlines()[:8]]
-    assert names == ["layout", "MPI", "backend", "data", "batches", "model", "all-reduce", "run folder"]
+    names = [line.split(":")[0] for line in printed.splitlines()[:9]]
+    told = ["layout", "MPI", "backend", "data", "batches", "model", "all-reduce", "cost model", "run folder"]
+    assert names == told
     for text in ("1 rank on 1 node", "numpy on CPU, float32", "120 training and 30 test samples", "9,091 parameters"):
         assert text in printed
     assert "step 1" in printed or "ms = compute" in printed
