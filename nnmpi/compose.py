@@ -21,8 +21,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.comm.algorithms.registry import AUTO
-from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict_traffic
+from nnmpi.comm.algorithms.registry import AUTO, SHARED
+from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, DeviceError, UsageError
@@ -165,7 +165,11 @@ class Worker:
         waited = time.perf_counter()
         norm = self._norm()
         if self.fused is not None:
-            traffic = traffic.plus(Traffic(time.perf_counter() - waited, 0.0, self._gradient_bytes, 1, nan))
+            predicted_s = predict(self.group, SHARED, self._gradient_bytes)  # which writes more, and reads as much
+            spent_s = time.perf_counter() - waited
+            traffic = traffic.plus(
+                Traffic(spent_s, 0.0, self._gradient_bytes, 1, nan if predicted_s is None else predicted_s)
+            )
         if not isfinite(loss_sum) or not isfinite(norm):
             raise self._explain(batch, x, y, loss_sum)
         self._update(norm)

@@ -76,7 +76,7 @@ class Totals:
         steps, predicted_s = max(self.steps, 1), self.predicted_step_s
         share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
         exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
-        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.2f} ms"
+        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
         return (
             f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
             f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"

@@ -41,4 +41,4 @@ def test_communication_is_told_per_step_beside_its_prediction() -> None:
         "no fit to predict it by"
     )
     known = totals.plus(Totals(steps=10, predicted_s=0.05, predicted_steps=10))
-    assert known.communication().endswith("predicted 5.00 ms")
+    assert known.communication().endswith("predicted 5 ms")
