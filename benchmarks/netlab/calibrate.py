@@ -2,7 +2,8 @@
 
 alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long messages: that comes out
         anywhere between -1 and +50 ms, because a bucket lets the first bytes through for nothing.
-beta    the slope between the half round trips of 1 and 2 MB: seconds for each further byte.
+beta    the slope between the half round trips of 256 KB and 2 MB: seconds for each further byte. The two lie far apart,
+        because a slope over a short way magnifies what other programs add to one of the times.
 gamma   the time to add, per byte added.
 """
 
@@ -17,7 +18,7 @@ from mpi4py import MPI
 
 from benchmarks.netlab.waiting import barrier, wait
 
-SHORT_BYTES, LONG_BYTES = 1024, (2**20, 2 * 2**20)
+SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
 _TAG = 1000
 
 
@@ -28,7 +29,7 @@ def calibrate(comm: MPI.Comm, rounds: int) -> dict[str, float]:
     once: no part of the prediction, but where it is larger, an algorithm that sends and receives will be slower.
     """
     short = _round_trip(comm, SHORT_BYTES, 20 * rounds)
-    long = [_round_trip(comm, nbytes, rounds) for nbytes in LONG_BYTES]
+    long = [_round_trip(comm, nbytes, 2 * rounds) for nbytes in LONG_BYTES]
     both = [_exchange(comm, nbytes, rounds) for nbytes in LONG_BYTES]
     further = LONG_BYTES[1] - LONG_BYTES[0]
     return {

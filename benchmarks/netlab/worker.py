@@ -12,14 +12,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks.netlab.calibrate import LONG_BYTES, SHORT_BYTES, calibrate
+from benchmarks.netlab.calibrate import SHORT_BYTES, calibrate
 from benchmarks.netlab.waiting import common_start, go_first, largest, total, wait
 from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
 from nnmpi.comm.execute import Execution
@@ -78,7 +78,7 @@ class Trial:
 
 def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
-    yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["repeats"])}
+    yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["sizes"], job["repeats"])}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
             trial = Trial(comm, name, nbytes, job["cut_bytes"])
@@ -99,10 +99,10 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _native(comm: MPI.Comm, rounds: int) -> list[tuple[int, float]]:
+def _native(comm: MPI.Comm, sizes: Sequence[int], rounds: int) -> list[tuple[int, float]]:
     """Return bytes and seconds of MPI's own all-reduce, whose steps are not known: it is predicted from these."""
     found = []
-    for nbytes in (SHORT_BYTES, *LONG_BYTES):
+    for nbytes in sorted({SHORT_BYTES, *sizes}):
         trial = Trial(comm, NATIVE, nbytes, nbytes)
         trial.run()
         found.append((nbytes, statistics.median(trial.run() for _ in range(rounds))))
