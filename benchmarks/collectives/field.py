@@ -17,8 +17,8 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.choose import choose
 from nnmpi.comm.group import Group
-from nnmpi.comm.memory import SharedMemory
-from nnmpi.comm.shared import SharedSum, own_slice
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared import SharedSum, own_slice
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays

@@ -8,8 +8,8 @@ from benchmarks.collectives.options import Options
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.progress import Console

@@ -24,7 +24,7 @@ from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import Collective
 from nnmpi.comm.cost import table
 from nnmpi.comm.fit import default_file, load_fit, save_fit
-from nnmpi.comm.fit_report import describe_fit, predictions
+from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.price import price
 from nnmpi.comm.prove import prove
@@ -111,7 +111,7 @@ def _fit(arguments: argparse.Namespace) -> str:
     from nnmpi.comm.start import start
 
     group = start()
-    from nnmpi.comm.measure import measure  # imports mpi4py.MPI, which `start` must have loaded by then
+    from nnmpi.comm.fitting.measure import measure  # imports mpi4py.MPI, which `start` must have loaded by then
 
     fit = measure(group, lambda line: print(f"measuring {line}", flush=True))
     if not group.is_root:

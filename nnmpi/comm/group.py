@@ -18,9 +18,9 @@ from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
 from nnmpi.comm.fit import Fit
-from nnmpi.comm.memory import SharedMemory
 from nnmpi.comm.native import Native
-from nnmpi.comm.shared import SharedSum
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared import SharedSum
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import CommError, DeviceError, DtypeError, ShapeError, UsageError
 

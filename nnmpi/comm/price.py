@@ -14,10 +14,10 @@ messages wait for a node's link that others use: `simulate` has that, and gives 
 from dataclasses import dataclass, replace
 
 from nnmpi.comm.collective import Collective
-from nnmpi.comm.fare import Fares
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.moves import Lengths, Move
-from nnmpi.comm.play import play
+from nnmpi.comm.simulation.fare import Fares
+from nnmpi.comm.simulation.moves import Lengths, Move
+from nnmpi.comm.simulation.play import play
 from nnmpi.errors import UsageError
 
 

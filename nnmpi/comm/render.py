@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from nnmpi.comm.collective import Collective
-from nnmpi.comm.play import play
+from nnmpi.comm.simulation.play import play
 from nnmpi.comm.steps import Chunks, Step, runs
 from nnmpi.errors import UsageError
 

@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.comm.collective import Collective, Phase
-from nnmpi.comm.fare import Fares
-from nnmpi.comm.links import INSTANT_S, Links
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.moves import Lengths, Move
-from nnmpi.comm.play import play
-from nnmpi.comm.rounds import Rounds, in_rounds
+from nnmpi.comm.simulation.fare import Fares
+from nnmpi.comm.simulation.links import INSTANT_S, Links
+from nnmpi.comm.simulation.moves import Lengths, Move
+from nnmpi.comm.simulation.play import play
+from nnmpi.comm.simulation.rounds import Rounds, in_rounds
 from nnmpi.errors import UsageError
 
 

@@ -10,7 +10,7 @@
 
 The sum is used where it was computed, while it is in the cache, and never written to the other ranks; each rank does
 its share of the update, and touches that share of the optimizer's state alone. The new parameters are, bit for bit,
-those of a shared-memory all-reduce and an ordinary update (see `comm.shared`).
+those of a shared-memory all-reduce and an ordinary update (see `comm.sharing.shared`).
 
 With the length of the gradient, which clipping and the check for divergence need, it takes two passes: `reduce`, then
 `update`. Over several nodes the ranks of the same number on their nodes add up their slices in between.
@@ -27,8 +27,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execute import Execution
-from nnmpi.comm.memory import SharedMemory
-from nnmpi.comm.shared import own_slice
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared import own_slice
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.optim.blocks import Block
 from nnmpi.optim.clip import scale, sum_of_squares

@@ -6,8 +6,8 @@ import numpy as np
 
 from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
+from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
 from nnmpi.compose import EvalReport
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.train.build import build_extent, build_schedule, build_worker

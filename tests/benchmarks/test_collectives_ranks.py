@@ -12,7 +12,7 @@ from benchmarks.collectives.ranks import MpiRanks
 from benchmarks.collectives.results import read
 from nnmpi.comm.execute import Execution
 from nnmpi.comm.group import Group
-from nnmpi.comm.memory import SharedMemory
+from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.errors import CommError, DeviceError, UsageError
 from tests.device.library import device_backend
 

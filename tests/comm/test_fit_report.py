@@ -3,8 +3,8 @@
 import pytest
 
 from nnmpi.comm.curve import Curve
-from nnmpi.comm.fit_report import describe_fit, predictions
-from nnmpi.comm.segments import find_eager_limit, segments
+from nnmpi.comm.fitting.report import describe_fit, predictions
+from nnmpi.comm.fitting.segments import find_eager_limit, segments
 from tests.comm.test_fit import make
 
 STEP = tuple(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.fit import Fit, default_file, save_fit
+from nnmpi.comm.fitting.measure import facts, find_fit, measure
+from nnmpi.comm.fitting.timing import time_calls
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import facts, find_fit, measure
-from nnmpi.comm.timing import time_calls
 from nnmpi.errors import UsageError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.memory import SharedMemory
-from nnmpi.comm.shared import SharedSum, own_slice
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared import SharedSum, own_slice
 from nnmpi.errors import CommError, ShapeError
 from tests.harness.job import mpirun, run
 
@@ -177,7 +177,7 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
     program = """
         import numpy as np
         import nnmpi
-        from nnmpi.comm.shared import SharedSum
+        from nnmpi.comm.sharing.shared import SharedSum
         from nnmpi.parallel.fused import FusedUpdate
         group = nnmpi.start()
         memory = group.memory()

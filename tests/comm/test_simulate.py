@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_algorithm
 from nnmpi.comm.collective import BROADCAST, Collective, Phase
-from nnmpi.comm.links import Links
 from nnmpi.comm.machine import Link, Machine, blocks
-from nnmpi.comm.rounds import in_rounds
 from nnmpi.comm.simulate import Timeline, simulate
+from nnmpi.comm.simulation.links import Links
+from nnmpi.comm.simulation.rounds import in_rounds
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError, UsageError
 from tests.comm.machines import machines

@@ -11,8 +11,8 @@ import pytest
 
 from nnmpi.comm import window
 from nnmpi.comm.group import Group
-from nnmpi.comm.memory import SharedMemory
-from nnmpi.comm.window import PAGE_BYTES, check_room, find_folder, window_bytes
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.window import PAGE_BYTES, check_room, find_folder, window_bytes
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 
 
@@ -31,7 +31,7 @@ def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path, monk
 
 def test_the_file_of_an_address_is_found() -> None:
     assert find_folder(0) is None
-    code = "import mmap, sys, numpy; from nnmpi.comm.window import find_folder\n"
+    code = "import mmap, sys, numpy; from nnmpi.comm.sharing.window import find_folder\n"
     code += "with open(sys.argv[1], 'r+b') as file: memory = numpy.frombuffer(mmap.mmap(file.fileno(), 0), 'u1')\n"
     code += "print(find_folder(memory.ctypes.data))"
     found = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, check=True)

@@ -38,7 +38,10 @@ INHERITED = frozenset({"forward", "backward"})
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
     ("nnmpi/comm/__main__.py", "nnmpi.comm.start"): "it needs MPI, which the other commands do without",
-    ("nnmpi/comm/__main__.py", "nnmpi.comm.measure"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    (
+        "nnmpi/comm/__main__.py",
+        "nnmpi.comm.fitting.measure",
+    ): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.window import PAGE_BYTES, Window
+from nnmpi.comm.sharing.window import PAGE_BYTES, Window
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import CommError
 

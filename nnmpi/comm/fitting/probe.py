@@ -15,10 +15,10 @@ import numpy as np
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.execute import Execution
+from nnmpi.comm.fitting.timing import time_calls
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link
 from nnmpi.comm.steps import Step
-from nnmpi.comm.timing import time_calls
 
 K = 1024
 SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)

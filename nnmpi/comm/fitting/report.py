@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED
 from nnmpi.comm.fit import Fit
-from nnmpi.comm.segments import segments
+from nnmpi.comm.fitting.segments import segments
 from nnmpi.comm.sizes import name_bytes, name_seconds
 from nnmpi.errors import UsageError
 

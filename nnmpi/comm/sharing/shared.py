@@ -30,7 +30,7 @@ import nnmpi.shard as shard
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
 from nnmpi.comm.execute import Execution
-from nnmpi.comm.memory import Place, SharedMemory
+from nnmpi.comm.sharing.memory import Place, SharedMemory
 from nnmpi.errors import CommError
 
 ALIGNMENT_BYTES = 64

@@ -19,8 +19,8 @@ from numpy.typing import DTypeLike
 
 from nnmpi.comm.agree import Gathers, agreed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.flags import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
-from nnmpi.comm.window import SHM, Window, check_room, find_folder, window_bytes
+from nnmpi.comm.sharing.flags import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
+from nnmpi.comm.sharing.window import SHM, Window, check_room, find_folder, window_bytes
 from nnmpi.errors import ShapeError, UsageError
 
 

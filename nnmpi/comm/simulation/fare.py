@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.moves import Move
+from nnmpi.comm.simulation.moves import Move
 
 Fare: TypeAlias = tuple[float, float]
 """(latency, wire) in seconds: a link is taken for `wire` only, and the messages are there after both."""

@@ -16,12 +16,12 @@ from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.describe import name_library
 from nnmpi.comm.fit import Fit, default_file, load_fit
+from nnmpi.comm.fitting.probe import Refilled, measure_add, measure_curve, measure_link
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.memory import SharedMemory
 from nnmpi.comm.native import Native
-from nnmpi.comm.probe import Refilled, measure_add, measure_curve, measure_link
-from nnmpi.comm.shared import SharedSum
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared import SharedSum
 from nnmpi.comm.sizes import parse_bytes
 from nnmpi.errors import DeviceError, UsageError
 

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.comm.curve import Curve
-from nnmpi.comm.links import Floats, Ints, Links
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.moves import Lengths
+from nnmpi.comm.simulation.links import Floats, Ints, Links
+from nnmpi.comm.simulation.moves import Lengths
 from nnmpi.comm.steps import Chunks, Step
 
 _Kind = TypeVar("_Kind", bound=np.generic)
