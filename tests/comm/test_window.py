@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nnmpi.comm import window
 from nnmpi.comm.group import Group
+from nnmpi.comm.sharing import window
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.window import PAGE_BYTES, check_room, find_folder, window_bytes
 from nnmpi.errors import DeviceError, ShapeError, UsageError

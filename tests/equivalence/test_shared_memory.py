@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nnmpi import models, optim
-from nnmpi.comm import memory as memory_module
 from nnmpi.comm.group import Group
+from nnmpi.comm.sharing import memory as memory_module
 from nnmpi.compose import Worker
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError
