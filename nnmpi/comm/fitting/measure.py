@@ -26,7 +26,8 @@ from nnmpi.comm.sizes import parse_bytes
 from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0
-WHOLE_SIZES = (4, *(2**bit for bit in range(8, 27, 2)))  # of all-reduces; the crossover from one to another is in them
+# Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.
+WHOLE_SIZES = (4, 16, 64, 256, *(2**bit for bit in range(10, 15)), *(2**bit for bit in range(16, 27, 2)))
 NAP_S = 0.0005
 
 Progress = Callable[[str], Any]
