@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nnmpi.comm.fit import Fit, default_file, save_fit
@@ -76,9 +75,11 @@ def test_a_file_that_is_asked_for_must_be_a_fit_of_these_ranks(
 
 
 @pytest.mark.mpi
-def test_calls_are_timed_from_the_last_start_to_the_last_end(group: Group) -> None:
-    filled = []
-    seconds = time_calls(group, lambda: np.add(1, 1), lambda: filled.append(1), budget_s=0.001)
-    assert len(filled) == 3 + len(seconds)
-    assert len(seconds) >= 5
+def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Group) -> None:
+    made: list[str] = []
+    calls = [(lambda name=name: made.append(name), lambda name=name: made.append(f"fill {name}")) for name in "ab"]
+    seconds = time_calls(group, calls, budget_s=0.001)
+    assert seconds.shape[0] == 2 and seconds.shape[1] >= 5
+    assert made[-4:] in (["fill a", "a", "fill b", "b"], ["fill b", "b", "fill a", "a"])
+    assert len(made) == 4 * (3 + seconds.shape[1])
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size

@@ -4,7 +4,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.describe import name_library
 from nnmpi.comm.fit import Fit, default_file, load_fit
-from nnmpi.comm.fitting.probe import Refilled, measure_add, measure_curve, measure_link
-from nnmpi.comm.group import Group
+from nnmpi.comm.fitting.probe import measure_add, measure_curves, measure_link
+from nnmpi.comm.fitting.timing import Refilled
+from nnmpi.comm.group import Group, Pending
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.native import Native
 from nnmpi.comm.sharing.memory import SharedMemory
@@ -56,11 +58,9 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     across = _links(group, leaders, several and local.rank == 0, share)
     say("adding")
     add = measure_add(group, share / 2)
-    say("MPI's own all-reduce")
-    native = measure_curve(group, lambda nbytes: _native(group, nbytes, started=False), WHOLE_SIZES, share)
-    started = measure_curve(group, lambda nbytes: _native(group, nbytes, started=True), WHOLE_SIZES, share)
-    say("the all-reduce through shared memory")
-    shared = _measure_shared(group, share) if local.size > 1 or several else None
+    say("MPI's own all-reduce, and the one through shared memory")
+    native, started, *rest = _measure_whole(group, 3 * share)
+    shared = rest[0] if rest else None
     leaders.free()
     local.free()
     link = inside or across
@@ -137,33 +137,35 @@ def _wait_asleep(group: Group) -> None:
         time.sleep(NAP_S)
 
 
-def _native(group: Group, nbytes: int, started: bool) -> Refilled:
-    array = np.ones(max(1, nbytes // 4), np.float32)
-    fresh, native = array.copy(), Native(array, group.comm)
-
-    def start_and_wait() -> None:
-        native.start()
-        native.wait()
-
-    return start_and_wait if started else native.run, lambda: np.copyto(array, fresh)
-
-
-def _measure_shared(group: Group, budget_s: float) -> Curve | None:
-    """Return what the all-reduce through shared memory takes; None where there is none, or too little."""
-    try:
+def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
+    """Return what MPI's own all-reduce takes, blocking and started, and the shared one, if there is one."""
+    longest = WHOLE_SIZES[-1] // 4
+    own, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
+    memory, common = None, own
+    with suppress(DeviceError):  # on all ranks: then there is none, or too little
         memory = SharedMemory(group)
-        array = memory.allocate(WHOLE_SIZES[-1] // 4, np.float32)
-    except DeviceError:
-        return None
-    curve = measure_curve(group, lambda nbytes: _shared(array[: max(1, nbytes // 4)], memory), WHOLE_SIZES, budget_s)
+        common = memory.allocate(longest, np.float32)
+
+    def prepare(nbytes: int) -> list[Refilled]:
+        n = max(1, nbytes // 4)
+        calls: list[Pending] = [Native(own[:n], group.comm), Native(own[:n], group.comm)]
+        runs: list[Callable[[], Any]] = [calls[0].run, partial(_start_and_wait, calls[1])]
+        refills: list[Callable[[], Any]] = [partial(np.copyto, own[:n], fresh[:n])] * 2
+        if common is not own and memory is not None:
+            runs.append(SharedSum(common[:n], memory).run)
+            refills.append(partial(np.copyto, common[:n], fresh[:n]))
+        return list(zip(runs, refills, strict=True))
+
+    curves = measure_curves(group, prepare, WHOLE_SIZES, budget_s)
     group.barrier()
-    memory.free()
-    return curve
+    if memory is not None:
+        memory.free()
+    return curves
 
 
-def _shared(array: Buffer, memory: SharedMemory) -> Refilled:
-    fresh, whole = np.ones(array.size, np.float32), SharedSum(array, memory)
-    return whole.run, lambda: np.copyto(array, fresh)
+def _start_and_wait(pending: Pending) -> None:
+    pending.start()
+    pending.wait()
 
 
 def _cpu_name() -> str:

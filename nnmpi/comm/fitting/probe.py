@@ -8,14 +8,15 @@ A message that is sent before anybody waits for it ("eager") costs less than one
 ("rendezvous"): there is a step between the two. MPI does not say where, so lengths lie close together where it may be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.curve import Curve
 from nnmpi.comm.execute import Execution
-from nnmpi.comm.fitting.timing import time_calls
+from nnmpi.comm.fitting.timing import Refilled, time_calls
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link
 from nnmpi.comm.steps import Step
@@ -27,9 +28,6 @@ TAG = 2**13
 QUANTILE = 0.25  # of many calls: what else the machine does makes some of them longer, and none shorter
 PASSES = 2
 LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
-
-Refilled = tuple[Callable[[], object], Callable[[], object]]
-"""A call and what refills its buffers."""
 
 
 def measure_link(group: Group, budget_s: float) -> Link:
@@ -50,31 +48,43 @@ def measure_add(group: Group, budget_s: float) -> Curve:
 
 
 def measure_curve(
+    group: Group, prepare: Callable[[int], Refilled], sizes: Sequence[int], budget_s: float, share: float = 1.0
+) -> Curve:
+    """Return the seconds of a call for each size. Collective. See `measure_curves`."""
+    return measure_curves(group, lambda nbytes: [prepare(nbytes)], sizes, budget_s, share)[0]
+
+
+def measure_curves(
     group: Group,
-    prepare: Callable[[int], Refilled],
+    prepare: Callable[[int], Sequence[Refilled]],
     sizes: Sequence[int],
     budget_s: float,
     share: float = 1.0,
-) -> Curve:
-    """Return the seconds of a call for each size, the lower quartile of many. Collective.
+) -> list[Curve]:
+    """Return the seconds of calls that compete, for each size, the lower quartile of many. Collective.
 
     Args:
-        prepare: bytes -> the call, and what refills its buffers before each one.
+        prepare: bytes -> the calls, and what refills their buffers before each one.
         budget_s: seconds for all sizes together, about.
         share: of a call's time that counts.
     """
-    best: dict[int, float] = {}
+    best: dict[int, NDArray[np.float64]] = {}
     for _ in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
         for nbytes in sizes:
-            call, refill = prepare(nbytes)
-            times = time_calls(group, call, refill, budget_s / len(sizes) / PASSES)
-            best[nbytes] = min(best.get(nbytes, float("inf")), float(np.quantile(times, QUANTILE)))
-            if best[nbytes] > LONGEST_S:
+            times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
+            least = np.quantile(times, QUANTILE, axis=1)
+            best[nbytes] = np.minimum(best.get(nbytes, np.inf), least)
+            if best[nbytes].max() > LONGEST_S:
                 break
+    return [_curve({nbytes: share * float(each[i]) for nbytes, each in best.items()}) for i in range(len(least))]
+
+
+def _curve(seconds: Mapping[int, float]) -> Curve:
+    """Return the curve through these points, lowered where something longer took less: that was a disturbance."""
     least, points = float("inf"), []
-    for nbytes, seconds in sorted(best.items(), reverse=True):  # what takes longer than something longer was disturbed
-        least = min(least, seconds)
-        points.append((float(nbytes), share * least))
+    for nbytes in sorted(seconds, reverse=True):
+        least = min(least, seconds[nbytes])
+        points.append((float(nbytes), least))
     return Curve(tuple(reversed(points)))
 
 

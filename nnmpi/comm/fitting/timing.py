@@ -9,8 +9,8 @@ holds the wait for the last to start as well.
 """
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,38 +22,46 @@ MOST_ROUNDS = 300
 WARM_UP_ROUNDS = 3
 
 
-def time_calls(
-    group: Group, call: Callable[[], Any], refill: Callable[[], Any], budget_s: float
-) -> NDArray[np.float64]:
-    """Return the seconds that each of many calls took, the same on all ranks. Collective.
+Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
+"""A call and what refills its buffers: fresh data, as in training."""
+
+
+def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDArray[np.float64]:
+    """Return the seconds that each of some calls took, in rounds, the same on all ranks: (calls, rounds). Collective.
+
+    In a round each call is made once, so that what else the machine does meets all alike, and each finds the caches as
+    the others have left them. Another one is the first in every round.
 
     Args:
-        call: what is timed; all ranks take part in it.
-        refill: called before each call, outside of the time: fresh data in the buffers, as in training.
-        budget_s: seconds to spend, about; at least 5 calls are made.
+        calls: what is timed, and what is called before it, outside of the time; all ranks take part.
+        budget_s: seconds to spend, about; at least 5 rounds are made.
     """
-    trial = _rounds(group, call, refill, WARM_UP_ROUNDS)
-    each_s = float(np.median(trial[:, 1] - trial[:, 0]))
+    trial = _time_rounds(group, calls, WARM_UP_ROUNDS)
+    each_s = float(np.median((trial[:, :, 1] - trial[:, :, 0]).sum(axis=0)))
     slowest_s = group.max_floats([each_s])[0]
     rounds = int(np.clip(budget_s / max(slowest_s, 1e-7), LEAST_ROUNDS, MOST_ROUNDS))
-    own = _rounds(group, call, refill, rounds)
-    everyones = np.empty((group.size, rounds, 2))
+    own = _time_rounds(group, calls, rounds)
+    everyones = np.empty((group.size, *own.shape))
     group.comm.Allgather(own, everyones)
+    begin, end = everyones[..., 0], everyones[..., 1]
     if len(set(group.nodes())) == 1:
-        seconds: NDArray[np.float64] = everyones[:, :, 1].max(axis=0) - everyones[:, :, 0].max(axis=0)
+        seconds: NDArray[np.float64] = end.max(axis=0) - begin.max(axis=0)
         return seconds
-    longest: NDArray[np.float64] = (everyones[:, :, 1] - everyones[:, :, 0]).max(axis=0)
+    longest: NDArray[np.float64] = (end - begin).max(axis=0)
     return longest
 
 
-def _rounds(group: Group, call: Callable[[], Any], refill: Callable[[], Any], rounds: int) -> NDArray[np.float64]:
-    """Return when this rank began and ended each call, in seconds of its node's clock: (rounds, 2)."""
-    stamps = np.empty((rounds, 2))
+def _time_rounds(group: Group, calls: Sequence[Refilled], rounds: int) -> NDArray[np.float64]:
+    """Return when this rank began and ended each call, in seconds of its node's clock: (calls, rounds, 2)."""
+    stamps = np.empty((len(calls), rounds, 2))
     clock, barrier = time.perf_counter, group.barrier
     for number in range(rounds):
-        refill()
-        barrier()
-        begin = clock()
-        call()
-        stamps[number] = begin, clock()
+        for turn in range(len(calls)):
+            index = (number + turn) % len(calls)
+            call, refill = calls[index]
+            refill()
+            barrier()
+            begin = clock()
+            call()
+            stamps[index, number] = begin, clock()
     return stamps
