@@ -11,7 +11,9 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
 from nnmpi.comm.algorithms.ring import ring_all_gather
 from nnmpi.comm.algorithms.scatter import tree_scatter
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove, prove_steps
+from nnmpi.comm.simulate import simulate
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError
 
@@ -97,8 +99,19 @@ def test_bruck_of_five_is_the_picture() -> None:
 
 def test_halving_of_eight_is_the_picture() -> None:
     steps = [(step.to, tuple(step.send), tuple(step.recv)) for step in halving_doubling(0, 8)]
-    assert steps[:3] == [(4, (4, 5, 6, 7), (0, 1, 2, 3)), (2, (2, 3), (0, 1)), (1, (1,), (0,))]
-    assert steps[3:] == [(1, (0,), (1,)), (2, (0, 1), (2, 3)), (4, (0, 1, 2, 3), (4, 5, 6, 7))]
+    assert steps[:3] == [(1, (4, 5, 6, 7), (0, 1, 2, 3)), (2, (2, 3), (0, 1)), (4, (1,), (0,))]
+    assert steps[3:] == [(4, (0,), (1,)), (2, (0, 1), (2, 3)), (1, (0, 1, 2, 3), (4, 5, 6, 7))]
+
+
+@pytest.mark.parametrize("size", range(2, 65))
+def test_halving_costs_what_its_formula_says(size: int) -> None:
+    """In units of M beta; at powers of two exactly, elsewhere within the bound."""
+    power = 1 << size.bit_length() - 1
+    machine = Machine.uniform(alpha_s=0.0, beta_s=1.0 / (4 * size))
+    seconds = simulate(COLLECTIVES["all-reduce", "halving-doubling"], size, 4 * size, machine).seconds
+    least = 2 * (power - 1) / power + (2 if size > power else 0)
+    most = least + (2 * (power.bit_length() - 1) / size if size > power else 0)
+    assert least - 1e-9 <= seconds <= most + 1e-9
 
 
 def test_scatter_of_eight_is_the_picture() -> None:
