@@ -19,15 +19,16 @@ from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, NEIGHBOUR_AVERAGE, RED
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.native import Native
+from nnmpi.comm.same import check_same
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared import SharedSum
-from nnmpi.comm.wording import name_ranks
-from nnmpi.errors import CommError, DeviceError, DtypeError, ShapeError, UsageError
+from nnmpi.errors import DeviceError, DtypeError, UsageError
 
 # MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
 # without a tag; one more is for all blocking sums, of which there is only one at a time.
 BLOCKING_TAG = 2**14
 OWN_TAGS = range(2**14 + 1, 2**15)
+SHARED_IN_FLIGHT = 8
 
 
 class Pending(Protocol):
@@ -69,6 +70,7 @@ class Group:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self._started = 0
+        self._flying: dict[int, Pending] = {}
         self.fit: Fit | None = None
         self._nodes: list[int] | None = None
         self._memory: SharedMemory | None = None
@@ -151,33 +153,33 @@ class Group:
             CommError: with `check`, on all ranks, when one of them has another array.
             UsageError: for an unknown algorithm.
         """
-        if check and not self._is_same(array):
-            self.check_same(array)
-        self._bind(array, algorithm, BLOCKING_TAG).run()
+        self._run(array, algorithm, ALL_REDUCE.name, check)
 
-    def reduce_scatter(self, array: Buffer, algorithm: str = NATIVE) -> None:
+    def reduce_scatter(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
         """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold anything then.
 
         Args:
             array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is number r.
             algorithm: "native", "ring" or "tree".
+            check: as in `all_reduce`.
 
         Raises:
-            ShapeError, DtypeError, UsageError: as in `all_reduce`.
+            ShapeError, DtypeError, CommError, UsageError: as in `all_reduce`.
         """
-        self._bind(array, algorithm, BLOCKING_TAG, REDUCE_SCATTER.name).run()
+        self._run(array, algorithm, REDUCE_SCATTER.name, check)
 
-    def all_gather(self, array: Buffer, algorithm: str = NATIVE) -> None:
+    def all_gather(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
         """Replace every other rank's chunk of the array by what that rank has in it.
 
         Args:
             array: as in `reduce_scatter`.
             algorithm: "native", "ring" or "tree".
+            check: as in `all_reduce`.
 
         Raises:
-            ShapeError, DtypeError, UsageError: as in `all_reduce`.
+            ShapeError, DtypeError, CommError, UsageError: as in `all_reduce`.
         """
-        self._bind(array, algorithm, BLOCKING_TAG, ALL_GATHER.name).run()
+        self._run(array, algorithm, ALL_GATHER.name, check)
 
     def average_neighbours(self, array: Buffer) -> None:
         """Replace the array by half of itself and a quarter of each neighbour's on a ring of the ranks (gossip).
@@ -189,25 +191,35 @@ class Group:
 
         Raises:
             DtypeError: for integers, which have no halves.
-            ShapeError: as in `all_reduce`.
+            ShapeError, CommError: as in `all_reduce`.
         """
-        if check_buffer(array).dtype.kind != "f":
+        self.check_same(array)
+        if array.dtype.kind != "f":
             raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
-        self._bind(array, "gossip", BLOCKING_TAG, NEIGHBOUR_AVERAGE.name).run()
+        self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
 
     def start_all_reduce(self, array: Buffer, algorithm: str = NATIVE, tag: int | None = None) -> Pending:
         """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
 
         Several may be in flight, if all ranks start them in the same order. With tags of their own (see `bind`) those
-        made of steps may be started in any order.
+        made of steps may be started in any order. Of those through shared memory without a tag 8 can be in flight; the
+        next one waits for the first.
         """
-        if tag is None:
-            tag = OWN_TAGS[self._started % len(OWN_TAGS)]
-            self._started += 1
-            pending = self._bind(array, algorithm, tag, started=True)
-        else:
+        if tag is not None:
             pending = self.bind(array, algorithm, tag)
+            pending.start()
+            return pending
+        if algorithm == AUTO:
+            algorithm = self.choose(array, started=True).algorithm
+        number, self._started = self._started, self._started + 1
+        if algorithm == SHARED:  # each tag has a barrier and a window, so they are few and used again
+            number %= SHARED_IN_FLIGHT
+            if number in self._flying:
+                self._flying[number].wait()
+        pending = self._bind(array, algorithm, OWN_TAGS[number % len(OWN_TAGS)])
+        if algorithm == SHARED:
+            self._flying[number] = pending
         pending.start()
         return pending
 
@@ -230,6 +242,12 @@ class Group:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
         return self._bind(array, algorithm, tag, operation, persistent=True)
 
+    def _run(self, array: Buffer, algorithm: str, operation: str, check: bool) -> None:
+        """Do a collective once, after a look whether all ranks have the same array."""
+        if check:
+            self.check_same(array)
+        self._bind(array, algorithm, BLOCKING_TAG, operation).run()
+
     def _bind(
         self,
         array: Buffer,
@@ -237,11 +255,10 @@ class Group:
         tag: int,
         operation: str = ALL_REDUCE.name,
         persistent: bool = False,
-        started: bool = False,
     ) -> Pending:
         check_buffer(array)
         if algorithm == AUTO and operation == ALL_REDUCE.name:
-            algorithm = self.choose(array, started).algorithm
+            algorithm = self.choose(array).algorithm
         if algorithm == NATIVE:
             return Native(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
@@ -263,28 +280,13 @@ class Group:
         shared = self._memory is not None and self._memory.holds(array)
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
-    def _is_same(self, array: object) -> bool:
-        """Return whether all ranks have arrays of one length and dtype that can be summed. Collective."""
-        own = np.array([-1, -1], np.int64)
-        if isinstance(array, np.ndarray) and not _describe_error(array):
-            own[:] = array.size, array.dtype.num
-        everyones = np.empty((self.size, 2), np.int64)
-        self.comm.Allgather(own, everyones)
-        return bool((everyones == everyones[0]).all() and everyones[0, 0] >= 0)
-
     def check_same(self, array: Buffer) -> None:
         """Make sure that all ranks have an array of the same length and dtype that can be summed.
 
         Raises:
             CommError: on all ranks, with each different array and the ranks that have it.
         """
-        found: dict[str, list[int]] = {}
-        for rank, have in enumerate(self.gather(_describe(array))):
-            found.setdefault(have, []).append(rank)
-        if len(found) > 1:
-            listed = "; ".join(f"{name_ranks(ranks)}: {have}" for have, ranks in found.items())
-            raise CommError(f"an all-reduce needs the same array on every rank, but these differ: {listed}")
-        check_buffer(array)
+        check_same(self, array)
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
         """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere."""
@@ -347,20 +349,3 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self.comm.Barrier()
-
-
-def _describe(array: object) -> str:
-    """Return length and dtype in words, or what is wrong with the array."""
-    wrong = _describe_error(array)
-    if wrong or not isinstance(array, np.ndarray):
-        return wrong
-    return f"{array.size} elements of {array.dtype}"
-
-
-def _describe_error(array: object) -> str:
-    """Return what keeps the array from being summed, nothing if nothing does."""
-    try:
-        check_buffer(array)
-    except (ShapeError, DtypeError) as error:
-        return str(error)
-    return ""

@@ -149,3 +149,18 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         group.bind(array, NATIVE, 0, NEIGHBOUR_AVERAGE.name)
     with pytest.raises(DtypeError, match="int32"):
         group.average_neighbours(np.ones(4, np.int32))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "average_neighbours"])
+def test_arrays_that_differ_are_refused_on_all_ranks(group: Group, call: str) -> None:
+    said = ""
+    try:
+        getattr(group, call)(np.ones(1000 + group.rank, np.float32))
+    except CommError as error:
+        said = str(error)
+    everyone = group.gather(said)
+    if group.size > 1:
+        assert all("rank 0: 1000 elements of float32" in each and "rank 1: 1001" in each for each in everyone)
+    else:
+        assert everyone == [""]

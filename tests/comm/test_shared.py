@@ -192,3 +192,32 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
     ending = run([*mpirun(3), sys.executable, str(file)], tmp_path / "output", 60, environ)
     assert (ending.status, ending.output) == (0, "")
+
+
+@pytest.mark.mpi
+def test_arrays_of_different_lengths_may_share_a_tag(group: Group) -> None:
+    """A slow rank still adds up the longer one while a fast rank writes the shorter one into its slot."""
+    longer, shorter = np.empty(8000, np.float32), np.empty(1000, np.float32)
+    sums = [group.bind(longer, "shared"), group.bind(shorter, "shared")]
+    wrong = 0
+    for k in range(300):
+        longer[:], shorter[:] = group.rank + k % 50, 1000.0
+        for each in sums:
+            each.run()
+        expected = sum(range(group.size)) + group.size * (k % 50)
+        wrong += int((longer != expected).any()) + int((shorter != 1000.0 * group.size).any())
+    assert group.gather(wrong) == [0] * group.size
+
+
+@pytest.mark.mpi
+def test_starting_again_and_again_takes_no_more_memory(group: Group) -> None:
+    flying = []
+    for k in range(40):
+        arrays = [np.full(50, group.rank + k + i, np.float32) for i in range(3)]
+        flying += [(array, k + i, group.start_all_reduce(array, "shared")) for i, array in enumerate(arrays)]
+    right = []
+    for array, base, pending in flying:
+        pending.wait()
+        right.append(bool((array == sum(range(group.size)) + group.size * base).all()))
+    assert group.gather(all(right)) == [True] * group.size
+    assert group.size == 1 or len(group.memory()._windows) < 40

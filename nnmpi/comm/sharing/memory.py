@@ -135,8 +135,8 @@ class SharedMemory:
     def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
         """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag."""
         if (use, tag) not in self._staging or self._staging[use, tag][0].size < nbytes:
-            # A smaller one of before stays: it may be in use.
-            self._staging[use, tag] = list(self._make(nbytes).parts)
+            # A smaller one of before stays: it may be in use. In powers of 2 there are few of them.
+            self._staging[use, tag] = list(self._make(1 << max(nbytes - 1, 0).bit_length()).parts)
         return [part[:nbytes] for part in self._staging[use, tag]]
 
     def next_turn(self, tag: int) -> int:

@@ -166,7 +166,7 @@ class SharedSum:
             return
         nodes, private = len(set(memory.node_of)), None in places
         if nodes == 1 and array.nbytes <= slot_bytes and (private or memory.crowded):
-            yield from self._through_slots()
+            yield from self._through_slots(slot_bytes)
         elif nodes == len(places):  # a rank on each node: nobody has to see another's array
             yield from self._sum([array])
         elif private:
@@ -187,15 +187,16 @@ class SharedSum:
             yield from self._sum(parts)
             yield Work(_copies([(piece, own)]))
 
-    def _through_slots(self) -> Iterator[Stage]:
+    def _through_slots(self, slot_bytes: int) -> Iterator[Stage]:
         """Yield the stages for a short array, with one barrier: copied in, and all of it added up by every rank.
 
-        In the next call the other slot is used, as slower ranks may still read this one; before the call after that
-        everybody has come to a barrier again.
+        In the next call with this tag the other slot is used, as slower ranks may still read this one; before the call
+        after that everybody has come to a barrier again. So the slots of a tag must lie at the same places for arrays
+        of any length.
         """
         array, memory, tag = self._array, self._memory, self._tag
-        stride = -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        windows = memory.staging("slots", tag, 2 * stride)
+        stride = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        windows = memory.staging(f"slots of {stride}", tag, 2 * stride)
         slots = [[window[turn * stride :][: array.nbytes].view(array.dtype) for window in windows] for turn in range(2)]
         turn = 0
 
