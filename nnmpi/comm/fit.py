@@ -68,16 +68,20 @@ class Fit:
         collective = find_algorithm(algorithm, self.machine.nodes)
         return simulate(collective, self.ranks, nbytes, self.machine).seconds
 
+    def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:
+        """Return whether it was made for these ranks, on these nodes, with this MPI."""
+        return (self.ranks, list(self.facts["nodes"]), self.facts["mpi"]) == (ranks, nodes, mpi)
+
     def check(self, ranks: int, nodes: list[int], mpi: str, source: str = "the fit") -> None:
         """Raise unless it was made for these ranks, on these nodes, with this MPI.
 
         Raises:
             UsageError: says what differs and how a right one is made.
         """
-        made = (self.ranks, list(self.facts["nodes"]), self.facts["mpi"])
-        if made != (ranks, nodes, mpi):
+        if not self.fits(ranks, nodes, mpi):
+            made = _describe(self.ranks, list(self.facts["nodes"]), self.facts["mpi"])
             raise UsageError(
-                f"{source} was made with {_describe(*made)}, but this run has {_describe(ranks, nodes, mpi)}; "
+                f"{source} was made with {made}, but this run has {_describe(ranks, nodes, mpi)}; "
                 f"make one for it: {COMMAND.format(ranks=ranks)}"
             )
 

@@ -92,7 +92,10 @@ def find_fit(group: Group, file: Path | None = None) -> Fit | None:
     if answer["fit"] is None:
         return None
     fit = Fit.from_json(answer["fit"])
-    fit.check(group.size, known["nodes"], known["mpi"], f"the fit {file}" if file is not None else "the fit kept here")
+    if file is not None:
+        fit.check(group.size, known["nodes"], known["mpi"], f"the fit {file}")
+    elif not fit.fits(group.size, known["nodes"], known["mpi"]):
+        return None  # as many ranks, but placed on the nodes in another way; nobody has asked for it
     return fit
 
 

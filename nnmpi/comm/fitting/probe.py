@@ -25,8 +25,8 @@ K = 1024
 SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)
 SIZES = (*SHORT_SIZES, 32 * K, 64 * K, 128 * K, 256 * K, K**2, 4 * K**2, 16 * K**2)  # bytes
 TAG = 2**13
-QUANTILE = 0.25  # of many calls: what else the machine does makes some of them longer, and none shorter
 PASSES = 2
+LONGEST_ARRAY_BYTES = 2**27
 LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
 
 
@@ -61,7 +61,7 @@ def measure_curves(
     budget_s: float,
     share: float = 1.0,
 ) -> list[Curve]:
-    """Return the seconds of calls that compete, for each size, the lower quartile of many. Collective.
+    """Return the seconds of calls that compete, for each size, the median of many. Collective.
 
     Args:
         prepare: bytes -> the calls, and what refills their buffers before each one.
@@ -72,11 +72,11 @@ def measure_curves(
     for _ in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
         for nbytes in sizes:
             times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
-            least = np.quantile(times, QUANTILE, axis=1)
-            best[nbytes] = np.minimum(best.get(nbytes, np.inf), least)
+            medians = np.median(times, axis=1)
+            best[nbytes] = np.minimum(best.get(nbytes, np.inf), medians)
             if best[nbytes].max() > LONGEST_S:
                 break
-    return [_curve({nbytes: share * float(each[i]) for nbytes, each in best.items()}) for i in range(len(least))]
+    return [_curve({nbytes: share * float(each[i]) for nbytes, each in best.items()}) for i in range(len(medians))]
 
 
 def _curve(seconds: Mapping[int, float]) -> Curve:
@@ -106,8 +106,11 @@ def _around(group: Group, nbytes: int) -> Refilled:
 
 
 def _halves(nbytes: int, size: int) -> tuple[Buffer, range, range]:
-    """Return an array in `size` chunks, and two ranges of its chunks with so many bytes each (rounded up)."""
-    half = size // 2
+    """Return an array in `size` chunks, and two ranges of its chunks with so many bytes each.
+
+    With many ranks a long message is made of many chunks, so that the array is no longer than it has to be.
+    """
+    half = 1 if nbytes * size <= LONGEST_ARRAY_BYTES else size // 2
     chunk = max(1, -(-nbytes // (4 * half)))
     return np.ones(chunk * size, np.float32), range(half), range(half, 2 * half)
 
