@@ -13,19 +13,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
 import numpy as np
 
-from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm, find_collective
 from nnmpi.comm.choose import choose
-from nnmpi.comm.collective import Collective
+from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
 from nnmpi.comm.fit import default_file, load_fit, save_fit
 from nnmpi.comm.fitting.report import describe_fit, predictions
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.price import price
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
@@ -72,7 +73,8 @@ def _render(arguments: argparse.Namespace) -> str:
 
 def _price(arguments: argparse.Namespace) -> str:
     """Price a collective along its critical path."""
-    found = price(_collective(arguments), arguments.ranks, arguments.bytes, _machine(arguments))
+    machine = _machine(arguments)
+    found = price(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
     return "\n".join(
         [
             f"{_title(arguments)}: {name_seconds(found.seconds)}",
@@ -84,13 +86,15 @@ def _price(arguments: argparse.Namespace) -> str:
 
 def _simulate(arguments: argparse.Namespace) -> str:
     """Simulate a collective for up to thousands of ranks."""
-    found = simulate(_collective(arguments), arguments.ranks, arguments.bytes, _machine(arguments))
+    machine = _machine(arguments)
+    found = simulate(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
     first = int(np.argmin(found.finish_s))
     return "\n".join(
         [
             f"{_title(arguments)}: {name_seconds(found.seconds)}",
             f"the first to finish is rank {first} after {name_seconds(float(found.finish_s[first]))}",
             f"all ranks together: {found.messages} messages",
+            *([f"waiting for links between nodes: {name_seconds(found.waited_s)}"] if machine.nodes else []),
         ]
     )
 
@@ -130,8 +134,8 @@ def _choose(arguments: argparse.Namespace) -> str:
     """Tell which all-reduce auto would take, and why: by a fit, or by rule."""
     fit = load_fit(arguments.fit) if arguments.fit else None
     if fit is not None and fit.ranks != arguments.ranks:
-        raise UsageError(f"the fit {arguments.fit} is of {fit.ranks} ranks, not {arguments.ranks}; leave --ranks away")
-    choice = choose(arguments.bytes, arguments.ranks, fit, arguments.shared)
+        raise UsageError(f"the fit {arguments.fit} is of {fit.ranks} ranks, not {arguments.ranks}; leave --ranks out")
+    choice = choose(arguments.bytes, arguments.ranks, fit, arguments.shared, arguments.started)
     rows = [] if fit is None else ["", *predictions(fit, (arguments.bytes,))]
     return "\n".join([f"{choice.algorithm}: {choice.reason}", *rows])
 
@@ -143,7 +147,16 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
 _OF_ONE = ("prove", "render", "price", "simulate")
 _OF_BYTES = ("price", "simulate", "cost", "choose")
 _ON_MACHINE = ("price", "simulate", "cost")
+_STRANGERS = ("price", "simulate")
+_MACHINE = ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta")
+_STRANGE = ("slow_ranks", "slow_nodes", "late")
+_STRANGE_OPTIONS = (
+    ("--slow-rank", "slow_ranks", "rank N's processor is X times slower"),
+    ("--slow-node", "slow_nodes", "node N's link is X times slower"),
+    ("--late", "late", "rank N begins X seconds later"),
+)
 DEFAULT_RANKS = 4
+ALPHA_S, BETA_S = 1e-5, 1e-9
 
 
 def _parser() -> _Parser:
@@ -154,7 +167,7 @@ def _parser() -> _Parser:
         one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         if name in _OF_ONE:
             one.add_argument("algorithm", help="such as ring, tree, ps")
-            one.add_argument("--operation", default="all-reduce", help=f"one of {operations} (default all-reduce)")
+            one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue
@@ -165,10 +178,19 @@ def _parser() -> _Parser:
             one.add_argument("--fit", type=Path, help="the machine: a file made by the command fit")
         if name == "choose":
             one.add_argument("--shared", action="store_true", help="the arrays lie in shared memory")
+            one.add_argument("--started", action="store_true", help="started and polled, as under a backward pass")
         if name in _ON_MACHINE:
-            one.add_argument("--alpha", type=_seconds, default=1e-5, help="seconds of latency (default 1e-5)")
-            one.add_argument("--beta", type=_seconds, default=1e-9, help="seconds per byte sent (default 1e-9)")
-            one.add_argument("--gamma", type=_seconds, default=0.0, help="seconds per byte added (default 0)")
+            one.add_argument("--alpha", type=_seconds, help=f"seconds of latency (default {ALPHA_S:g})")
+            one.add_argument("--beta", type=_seconds, help=f"seconds per byte sent (default {BETA_S:g})")
+            one.add_argument("--gamma", type=_seconds, help="seconds per byte added (default 0)")
+            one.add_argument("--per-node", type=_count, help="ranks on a node, which share its link (default: all)")
+            one.add_argument("--across-alpha", type=_seconds, help="latency between nodes (default: alpha)")
+            one.add_argument("--across-beta", type=_seconds, help="seconds per byte between nodes (default: beta)")
+        if name in _STRANGERS:
+            for option, place, text in _STRANGE_OPTIONS:
+                one.add_argument(
+                    option, dest=place, type=_by_number, action="append", default=[], metavar="N:X", help=text
+                )
     return parser
 
 
@@ -195,14 +217,49 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _collective(arguments: argparse.Namespace) -> Collective:
-    return find_collective(arguments.operation, arguments.algorithm)
+def _by_number(text: str) -> tuple[int, float]:
+    number, _, value = text.partition(":")
+    try:
+        return int(number), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number and its value; write it like 3:2.5") from None
+
+
+def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
+    """Return what is asked for; a name that only another operation has means that one."""
+    operation, name = arguments.operation, arguments.algorithm
+    if operation is None:
+        having = [what for what, how in COLLECTIVES if how == name]
+        operation = having[0] if len(having) == 1 else ALL_REDUCE.name
+    arguments.operation = operation
+    found = find_collective(operation, name)
+    return find_algorithm(name, nodes) if operation == ALL_REDUCE.name else found
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
+    """Return the machine of the fit, or the one that the options describe.
+
+    Raises:
+        UsageError: for both at once.
+    """
+    given = {name: getattr(arguments, name) for name in _MACHINE if getattr(arguments, name, None) is not None}
     if arguments.fit:
-        return load_fit(arguments.fit).machine
-    return Machine.uniform(arguments.alpha, arguments.beta, arguments.gamma)
+        if given:
+            option = "--" + next(iter(given)).replace("_", "-")
+            raise UsageError(f"--fit says what the machine is, and so does {option}; leave one of them out")
+        machine = load_fit(arguments.fit).machine
+    else:
+        alpha_s, beta_s = given.get("alpha", ALPHA_S), given.get("beta", BETA_S)
+        machine = Machine.uniform(alpha_s, beta_s, given.get("gamma", 0.0))
+        across = Link.line(given.get("across_alpha", alpha_s), given.get("across_beta", beta_s))
+        if "per_node" in given:
+            machine = replace(machine, across=across, nodes=blocks(arguments.ranks, given["per_node"]))
+        elif "across_alpha" in given or "across_beta" in given:
+            raise UsageError("--across-alpha and --across-beta are of messages between nodes; give --per-node as well")
+    if getattr(arguments, "slow_nodes", ()) and machine.nodes is None:
+        raise UsageError("--slow-node slows a link between nodes, but all ranks are on one; give --per-node as well")
+    slow_ranks, slow_nodes, late = (dict(getattr(arguments, name, ())) for name in _STRANGE)
+    return replace(machine, slow_ranks=slow_ranks, slow_nodes=slow_nodes, late=late)
 
 
 def _title(arguments: argparse.Namespace) -> str:
@@ -219,7 +276,9 @@ if __name__ == "__main__":
     try:
         text = main(sys.argv[1:])
         if _speaks():
-            print(text)
+            print(text, flush=True)
+    except BrokenPipeError:  # the reader has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except NnmpiError as error:
         if _speaks():
             print(f"nnmpi: {error}", file=sys.stderr)

@@ -127,7 +127,8 @@ class _Taught:
 
 
 _NOTHING = Curve.line(0.0, 0.0)
-_SERVER = ("all-reduce", "ps")
+_SERVER, _RING = ("all-reduce", "ps"), ("all-reduce", "ring")
+ITEM_BYTES = 4  # of the elements that chunks are made of
 _TAUGHT: Mapping[tuple[str, str], _Taught] = MappingProxyType(
     {
         _SERVER: _Taught("parameter server", "2 alpha + 2 (N-1) M beta", parameter_server),
@@ -172,14 +173,19 @@ def table(ranks: int, nbytes: int, machine: Machine) -> list[Row]:
 def _why(key: tuple[str, str], ranks: int, nbytes: int, machine: Machine) -> str:
     """Return what the course's formula does not know of."""
     reasons = []
-    if key == _SERVER:
+    inside = machine.inside
+    if key == _SERVER and ranks > 2:
         reasons.append("one server receives one message after another: 2 (N-1) alpha")
     if key[0] == "all-reduce" and machine.add(nbytes) > 0:
         reasons.append("the time to add (gamma)")
-    if replace(machine, add=_NOTHING) != Machine(Link(machine.inside.one_way, machine.inside.one_way), add=_NOTHING):
+    if key == _RING and inside.one_way != inside.both_ways:
+        reasons.append("sending and receiving at once takes longer than one of the two")
+    if replace(machine, add=_NOTHING, inside=Link(inside.one_way, inside.one_way)) != Machine(
+        Link(inside.one_way, inside.one_way), add=_NOTHING
+    ):
         reasons.append("links and ranks that are not all alike")
-    if len(machine.inside.one_way.points) > 2:
+    if len(inside.one_way.points) > 2:
         reasons.append("a time per byte that depends on the length")
-    if nbytes % ranks:
+    if key == _RING and nbytes // ITEM_BYTES % ranks:
         reasons.append("chunks of unequal length")
     return "; ".join(reasons)

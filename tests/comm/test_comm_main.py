@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.fit import save_fit
 from nnmpi.comm.render import render
+from nnmpi.comm.sizes import name_seconds
 from nnmpi.errors import UsageError
+from tests.comm.test_fit import make as make_fit
 
 
 def test_prove_and_render() -> None:
@@ -46,6 +50,11 @@ def test_the_table_has_the_course_and_the_steps() -> None:
         ("price ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
         ("price ring --ranks 0", "'0' is not a number of ranks"),
         ("price ring --alpha nan", "'nan' is not a number of seconds"),
+        ("price ring --slow-node 0:2", "all ranks are on one; give --per-node"),
+        ("price ring --slow-rank 2", "'2' is not a number and its value; write it like 3:2.5"),
+        ("price ring --slow-rank 9:2 --ranks 4", "slow or late rank 9 is not one of the ranks 0..3"),
+        ("price ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
+        ("choose --fit nowhere.json", "the fit nowhere.json cannot be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
     ],
 )
@@ -61,3 +70,26 @@ def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
     done = subprocess.run([sys.executable, "-c", code, "prove", "x"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "there is no all-reduce by 'x'" in done.stderr
+
+
+def test_strange_machines_are_simulated_as_asked(tmp_path: Path) -> None:
+    words = ["--ranks", "4", "--bytes", "4MB", "--alpha", "0", "--beta", "1e-9"]
+    even = main(["simulate", "ring", *words]).splitlines()[0]
+    assert main(["simulate", "ring", *words, "--per-node", "2"]).splitlines()[0] == even
+    for strange in ("--slow-node 1:2", "--late 0:1", "--across-beta 5e-9", "--gamma 1e-9 --slow-rank 3:2"):
+        assert main(["simulate", "ring", *words, "--per-node", "2", *strange.split()]).splitlines()[0] != even
+    assert "waiting for links between nodes: " in main(["simulate", "ps", *words, "--per-node", "2"])
+
+
+def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
+    file = tmp_path / "fit.json"
+    save_fit(make_fit(), file)  # 4 ranks on 2 nodes
+    told = main(["price", "hierarchical", "--bytes", "1MB", "--fit", str(file)])
+    assert name_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
+    assert ": predicted " in main(["choose", "--fit", str(file), "--bytes", "64k"])
+    with pytest.raises(UsageError, match="--fit says what the machine is, and so does --beta"):
+        main(["cost", "--fit", str(file), "--beta", "1"])
+
+
+def test_a_name_that_one_operation_has_needs_no_operation() -> None:
+    assert main(["prove", "gossip"]).startswith("neighbour-average by gossip is right")
