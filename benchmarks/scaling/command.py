@@ -1,4 +1,4 @@
-"""The command: simulate, print the tables and the crossings, write what is asked for."""
+"""The command: simulate, print the tables and the crossovers, write what is asked for."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ def _table(nbytes: int, points: Sequence[Point]) -> list[str]:
 
 
 def _crossings(model: Model, counts: Sequence[int]) -> list[Crossing]:
-    """Print who is fastest for which messages; return the crossings among all algorithms and among the course's."""
+    """Print who is fastest for which messages; return the crossovers among all algorithms and among the course's."""
     every: list[Crossing] = []
     for title, names in (("all", NAMES), ("of parameter server, tree and ring", TAUGHT)):
         print(f"fastest by message size, {title}:")
@@ -121,7 +121,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gamma", type=_seconds, default=1 / 50e9, help="seconds per byte added (2e-11, 50 GB/s)")
     parser.add_argument("--max-ranks", type=_ranks, default=4096, metavar="N", help="the most ranks (4096)")
     parser.add_argument("--sizes", type=_sizes, default=_sizes("1k,64k,1m,64m"), help="bytes (1k,64k,1m,64m)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all points and crossings")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all points and crossovers")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time against ranks, a panel per size")
     return parser.parse_args(words)
 

@@ -8,10 +8,10 @@ from benchmarks.scaling.models import Model
 from benchmarks.scaling.sweep import Point, seconds
 from nnmpi.comm.sizes import name_bytes
 
-SMALLEST, LARGEST, RATIO = 8, 2**30, 8  # the sizes between which crossings are looked for
+SMALLEST, LARGEST, RATIO = 8, 2**30, 8  # the sizes between which crossovers are looked for
 ELEMENT = 4  # bytes: lengths between whole elements are none
 EQUAL = 1 + 1e-9  # times that differ by less do so by rounding
-CLOSE = 1.01  # a crossing is found to within one percent
+CLOSE = 1.01  # a crossover is found to within one percent
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def crossings(model: Model, ranks: int, names: Sequence[str]) -> tuple[str, list
 def _between(
     model: Model, ranks: int, fastest: Callable[[int], str], low: int, before: str, high: int, after: str
 ) -> list[Crossing]:
-    """Return the crossings between two sizes with their winners, also those of a third algorithm in between."""
+    """Return the crossovers between two sizes with their winners, also those of a third algorithm in between."""
     if before == after:
         return []
     while high > low + ELEMENT and high > low * CLOSE:

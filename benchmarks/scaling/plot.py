@@ -85,7 +85,11 @@ def _mark_crossings(axes: Any, points: Sequence[Point], colours: Sequence[Any]) 
             colour = colours[NAMES.index(point.algorithm)]
             axes.plot([ranks], [point.seconds], "o", mfc="none", mec="black", ms=9)
             where = (ranks, point.seconds)
-            axes.annotate(f"{ranks}", where, (3, -8), textcoords="offset points", va="top", fontsize=9, color=colour)
+            at_edge = point.ranks == powers[-1].ranks  # the number goes to the left, to stay inside the frame
+            shift, side = ((-1, -8), "right") if at_edge else ((3, -8), "left")
+            axes.annotate(
+                f"{ranks}", where, shift, textcoords="offset points", ha=side, va="top", fontsize=9, color=colour
+            )
         last = point.algorithm
     words = "\n".join(["fastest:", *best_by_ranks(powers)])
     axes.text(0.03, 0.97, words, transform=axes.transAxes, va="top", fontsize=8.5, linespacing=1.3)

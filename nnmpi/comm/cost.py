@@ -78,7 +78,7 @@ def broadcast(N: int, M: float, alpha: float, beta: float) -> float:
 
 
 def exact_ring_broadcast(N: int, M: float, alpha: float, beta: float) -> float:
-    """Return the seconds of the other broadcast, `tree_scatter` and a ring: for long buffers; N a power of two."""
+    """Return the seconds of the other broadcast, `tree_scatter` and a ring: for long buffers."""
     return (levels(N) + N - 1) * alpha + 2 * (N - 1) / N * M * beta
 
 

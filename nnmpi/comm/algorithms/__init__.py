@@ -1,1 +1,1 @@
-"""All-reduce algorithms, one file each: pure functions from (rank, size) to steps."""
+"""The algorithms of the collectives, one file each: pure functions from (rank, size) to steps."""

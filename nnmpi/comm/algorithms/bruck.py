@@ -6,9 +6,9 @@ a binomial tree with its owner at the root. With five ranks, the chunks that eac
 
               rank 0      rank 1      rank 2      rank 3      rank 4
     before    0           1           2           3           4
-    round 0   0 1         1 2         2 3         3 4         4 0          from the rank 1 behind
-    round 1   0 1 2 3     1 2 3 4     2 3 4 0     3 4 0 1     4 0 1 2      from the rank 2 behind
-    round 2   all         all         all         all         all          from the rank 4 behind, one chunk
+    round 0   0 1         1 2         2 3         3 4         4 0          from rank + 1
+    round 1   0 1 2 3     1 2 3 4     2 3 4 0     3 4 0 1     4 0 1 2      from rank + 2
+    round 2   all         all         all         all         all          from rank + 4, one chunk
 
 The reduce-scatter is the same film backwards: the messages turn round, and what arrives is added.
 

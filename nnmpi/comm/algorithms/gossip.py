@@ -12,14 +12,15 @@ Decentralised training does it once per update instead of an all-reduce.
 
 Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column sum to 1, so the
 mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks do not swing around it. After k calls
-the differences between ranks have shrunk to cos(pi/N)^(2k) or less. With two ranks one step gives both the mean.
+the differences from the mean have shrunk, in the 2-norm, to cos(pi/N)^(2k) or less. With two ranks one step gives both
+the mean.
 
 Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, time per added byte gamma:
 
     2 alpha  +  2 M beta  +  2 M gamma
 
-Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, 2017; Boyd et al., Randomized
-gossip algorithms, 2006, for the weights.
+Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, 2017; Xiao and
+Boyd, Fast linear iterations for distributed averaging, 2004, for the weights.
 """
 
 from nnmpi.comm.steps import Step

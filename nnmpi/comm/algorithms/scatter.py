@@ -14,7 +14,7 @@ Cost with N ranks, M bytes, latency alpha, time per byte beta:
 
     (ceil(log2 N) + N - 1) alpha  +  2 (N-1)/N M beta
 
-against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta: for long messages on more than four ranks.
+against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta: for long messages on three ranks and more.
 Source: van de Geijn, On global combine operations, 1994; Barnett et al., Interprocessor collective communication
 library (InterCom), 1994.
 """

@@ -60,7 +60,11 @@ class Links:
         self._out, self._in = _Direction.of(self.nodes), _Direction.of(self.nodes)
 
     def send(self, source: int, target: int, ready: float, wire: float) -> float:
-        """Let one message of `wire` seconds pass between two nodes; return when it begins."""
+        """Let one message of `wire` seconds pass between two nodes; return when it begins.
+
+        A message that waits for the other node's link keeps its own node's link until then: those behind it wait too,
+        even for nodes that are free (head-of-line blocking).
+        """
         out, into = self._out, self._in
         begin = float(max(ready, out.free[source], into.free[target]))
         out.free[source] = into.free[target] = begin + wire
