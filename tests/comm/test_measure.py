@@ -79,7 +79,7 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
     made: list[str] = []
     calls = [(lambda name=name: made.append(name), lambda name=name: made.append(f"fill {name}")) for name in "ab"]
     seconds = time_calls(group, calls, budget_s=0.001)
-    assert seconds.shape[0] == 2 and seconds.shape[1] >= 5
+    assert seconds.shape[0] == 2 and seconds.shape[1] >= 3
     assert made[-4:] in (["fill a", "a", "fill b", "b"], ["fill b", "b", "fill a", "a"])
-    assert len(made) == 4 * (3 + seconds.shape[1])
+    assert len(made) == 4 * (1 + seconds.shape[1])
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size

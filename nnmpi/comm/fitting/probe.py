@@ -8,6 +8,7 @@ A message that is sent before anybody waits for it ("eager") costs less than one
 ("rendezvous"): there is a step between the two. MPI does not say where, so lengths lie close together where it may be.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -28,6 +29,8 @@ TAG = 2**13
 PASSES = 2
 LONGEST_ARRAY_BYTES = 2**27
 LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
+LEAST_BYTES = K**2  # so far it is measured, however long that takes
+SLACK = 1.5  # how much more than the budget may be spent: a few calls of each length are made whatever they take
 
 
 def measure_link(group: Group, budget_s: float) -> Link:
@@ -69,13 +72,16 @@ def measure_curves(
         share: of a call's time that counts.
     """
     best: dict[int, NDArray[np.float64]] = {}
-    for _ in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
+    begin = time.perf_counter()
+    for number in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
         for nbytes in sizes:
             times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
             medians = np.median(times, axis=1)
             best[nbytes] = np.minimum(best.get(nbytes, np.inf), medians)
-            if best[nbytes].max() > LONGEST_S:
-                break
+            spent_s = group.max_floats([time.perf_counter() - begin])[0]
+            slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
+            if slow and nbytes >= LEAST_BYTES:
+                break  # the curve's last slope stands for what is longer
     return [_curve({nbytes: share * float(each[i]) for nbytes, each in best.items()}) for i in range(len(medians))]
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from nnmpi.comm.group import Group
 
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 1
 
 
 Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
@@ -34,7 +34,7 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
 
     Args:
         calls: what is timed, and what is called before it, outside of the time; all ranks take part.
-        budget_s: seconds to spend, about; at least 5 rounds are made.
+        budget_s: seconds to spend, about; at least 3 rounds are made.
     """
     trial = _time_rounds(group, calls, WARM_UP_ROUNDS)
     each_s = float(np.median((trial[:, :, 1] - trial[:, :, 0]).sum(axis=0)))
