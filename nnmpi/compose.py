@@ -173,6 +173,8 @@ class Worker:
         if not isfinite(loss_sum) or not isfinite(norm):
             raise self._explain(batch, x, y, loss_sum)
         self._update(norm)
+        if self.fused is not None:
+            traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.check:
             self.parallel.check_equal()
         count = max(batch.global_rows, 1)

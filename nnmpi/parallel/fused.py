@@ -18,6 +18,7 @@ With the length of the gradient, which clipping and the check for divergence nee
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -78,6 +79,9 @@ class FusedUpdate:
         tag: of its barrier, see `SharedMemory.barrier_of`.
         block_bytes: how much of each buffer is summed and updated at a time.
 
+    Attributes:
+        waited_s: how long this rank waited for the others at the end of the last `update`.
+
     Raises:
         UsageError: for gradients that do not lie in the memory.
         LayoutError: on all ranks, for several nodes with different numbers of ranks.
@@ -101,6 +105,7 @@ class FusedUpdate:
         self._across = self._bind_across(tag)
         self._lengths = memory.common(memory.size, np.float64)
         self._barrier = memory.barrier_of(tag)
+        self.waited_s = 0.0
 
     def step(self) -> None:
         """Do one update from the sum of all ranks' gradients, which hold anything afterwards.
@@ -143,7 +148,9 @@ class FusedUpdate:
         """
         scale(self._sums, factor)
         self.optimizer.update(self._blocks, self._frozen())
+        begin = time.perf_counter()
         self._barrier.run()
+        self.waited_s = time.perf_counter() - begin
 
     def _add(self) -> None:
         """Add up this rank's slices of all gradients, into the first rank's."""
