@@ -151,7 +151,7 @@ class Field:
         if np.dtype(self._options.dtype).kind != "f" or self._backend.xp is not np:
             raise UsageError(
                 f"{name} updates float32 or float64 parameters in host memory, not {self._options.dtype} on "
-                f"{self._backend.name}; leave it away"
+                f"{self._backend.name}; leave it out"
             )
 
     def _own(self) -> NDArray[Any]:

@@ -187,7 +187,7 @@ def _seconds(text: str) -> float:
 
 def _path(option: str, text: str | None) -> Path | None:
     if text == "":
-        raise UsageError(f"{option} is empty; give a path, or leave {option} away")
+        raise UsageError(f"{option} is empty; give a path, or leave {option} out")
     return None if text is None else Path(text)
 
 

@@ -20,7 +20,7 @@ def check_can_draw() -> None:
         UsageError: when it is not.
     """
     if not can_draw():
-        raise UsageError("--plot needs matplotlib; install it (pip install 'nnmpi[plot]') or leave --plot away")
+        raise UsageError("--plot needs matplotlib; install it (pip install 'nnmpi[plot]') or leave --plot out")
 
 
 def draw(file: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -25,7 +25,7 @@ class Link:
 
     Attributes:
         one_way: for a rank that in the same step only sends or only receives.
-        both_ways: for a rank that does both at once; where a message's two ends differ, the dearer curve holds.
+        both_ways: for a rank that does both at once; where a message's two ends differ, the more expensive curve holds.
     """
 
     one_way: Curve

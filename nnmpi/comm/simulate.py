@@ -15,7 +15,7 @@ A rank works its steps off in order. Rank 1 of a ring, in one step:
   both nodes are free: `links`. It costs what `fare` says: the link's curve for one way or both, by where its ends are
   and what they do; slow ranks and nodes take their factor more; late ranks begin later.
 - Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing.
-- Symmetric phases are worked off round by round over all ranks at once (`rounds`), all others message by message
+- Symmetric phases are executed round by round over all ranks at once (`rounds`), all others message by message
   (`play`). Both give the same times; where links are shared, see `Timeline.out_of_turn`.
 """
 
@@ -45,7 +45,7 @@ class Timeline:
         messages: how many messages were sent.
         waited_s: seconds that messages waited for links between nodes, all together.
         out_of_turn: messages that got a link after one that was ready later, because of how symmetric phases are
-            worked off; with 0 the order is exactly first come, first served.
+            executed; with 0 the order is exactly first come, first served.
     """
 
     finish_s: NDArray[np.float64]

@@ -1,7 +1,7 @@
 """What one rank does in a collective, as values: no MPI and no arrays here.
 
 A collective over `size` ranks cuts the buffer into `size` chunks (`shard.split`), numbered 0..size-1. One rank's part
-of it is a tuple of steps, worked off in order. In a step the rank sends some of its chunks to one rank and receives
+of it is a tuple of steps, done in order. In a step the rank sends some of its chunks to one rank and receives
 chunks from one rank, both at once; the step is over when both have happened, and the next one begins.
 
     Step(to=1, send=(0,), from_=3, recv=(3,), reduce=True)

@@ -241,7 +241,7 @@ class RunConfig:
         not_negative("--save-every", self.save_every)
         not_negative("--save-steps", self.save_steps)
         both = self.out is not None and self.resume is not None and self.out != self.resume
-        require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} away")
+        require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:
     if len(train.sample_shape) != 3:
         raise UsageError(
             f"--augment {data.augment} is for images, but samples of {train.name} have shape {train.sample_shape}; "
-            "leave it away"
+            "leave it out"
         )
     side = min(train.sample_shape[:2])
     pixels = data.shift_pixels or max(1, side // 12)

@@ -96,7 +96,7 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
         if Path in kinds(hint):
             word = option(name)
             if f"{word}=" in words or (word, "") in pairwise(words):
-                raise UsageError(f"{word} is empty; give a path, or leave {word} away")
+                raise UsageError(f"{word} is empty; give a path, or leave {word} out")
 
 
 def _file_options(file: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _refuse_changes(config: Config, resumed: dict[str, Any]) -> None:
         if before != given[name] and not (name == "dataset" and _moved(str(before), given[name])):
             raise UsageError(
                 f"--resume {given['resume']}: the run has {option(name)} {_shown(before)}, which cannot become "
-                f"{_shown(given[name])}; leave {option(name)} away, or start a new run with another --out"
+                f"{_shown(given[name])}; leave {option(name)} out, or start a new run with another --out"
             )
 
 

@@ -75,7 +75,7 @@ def _check_layout(config: Config, group: Group) -> None:
     if dp not in ("auto", group.size):
         raise LayoutError(
             f"--dp {dp} does not fit the {count(group.size, 'rank')} of this run; start {dp} ranks "
-            f"(mpirun -n {dp}), or leave --dp away"
+            f"(mpirun -n {dp}), or leave --dp out"
         )
 
 

@@ -89,7 +89,7 @@ def test_each_fault_is_one_sentence(words: str, text: str) -> None:
 @pytest.mark.parametrize("name", ["--out", "--resume", "--config", "--data-dir"])
 @pytest.mark.parametrize("form", [["{}", ""], ["{}="]])
 def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
-    with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} away$"):
+    with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} out$"):
         parse(["--epochs", "3", *(each.format(name) for each in form)])
 
 
