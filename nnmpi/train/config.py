@@ -198,7 +198,7 @@ class ParallelConfig:
             positive("--bucket-mb", self.bucket_mb, LONG)
         if self.fused_update:
             idle = self.allreduce != "auto" or self.bucket_mb is not None or not self.overlap
-            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --no-overlap away"
+            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --no-overlap out"
             require(not idle, sentence)
 
 
