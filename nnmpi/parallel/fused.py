@@ -36,7 +36,7 @@ from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.flat import FlatStorage
 
-# Measured with 2 ranks (Zen 5, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
+# Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
 # and 256 KiB take 411, 323 | 471, 367.
 BLOCK_BYTES = 256 * 1024
 

@@ -35,7 +35,7 @@ from nnmpi.errors import CommError
 
 ALIGNMENT_BYTES = 64
 # What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
-# more in calls than the cache saves. Measured (Zen 5, 1 MiB L2, Open MPI | MPICH, buffers refilled, microseconds for
+# more in calls than the cache saves. Measured (Zen 4, 1 MiB L2, Open MPI | MPICH, buffers refilled, microseconds for
 # 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132, 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061,
 # 1222.
 CACHED_BYTES = 512 * 1024
