@@ -24,6 +24,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, DeviceError, UsageError
 from nnmpi.nn.mode import evaluation, training
@@ -31,7 +32,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.data import DataParallel, check_free
 from nnmpi.parallel.divergence import explain
 from nnmpi.parallel.fused import FusedUpdate, house, unhouse
 from nnmpi.tensor.function import no_grad
@@ -126,11 +127,25 @@ class Worker:
         _refuse_mean(self.evaluation_loss)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
-        self.fused, self.notice = _fuse(model, optimizer, group) if fused_update else (None, "")
+        check_free(model)  # before anything is moved
+        if model.storage.common:
+            raise UsageError("the model has a fused update already; call its worker's release() first")
+        self._housing: _Housing | None = None
+        self.notice = ""
+        if fused_update:
+            self._housing, self.notice = _fuse(model, optimizer, group)
+        self.fused = None if self._housing is None else self._housing.fused
         exchanged = self.fused is None
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend, exchanged)
         self.notice = self.notice or self.parallel.notice
+
+    def release(self) -> None:
+        """Take everything off the model again: it is then one that each rank has for itself. Collective."""
+        self.parallel.release()
+        if self._housing is not None:
+            self._housing.release(self.model, self.optimizer)
+            self._housing = self.fused = None
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
@@ -264,17 +279,37 @@ class Worker:
         return explain(self.group, self.model, x[part], lambda: again()[0], self.optimizer.steps + 1, mean)
 
 
-def _fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[FusedUpdate | None, str]:
+@dataclass(frozen=True)
+class _Housing:
+    """A fused update and the shared memory that was taken for it."""
+
+    fused: FusedUpdate
+    memory: SharedMemory
+    allocations: range
+
+    def release(self, model: Module, optimizer: Optimizer) -> None:
+        """Give the model and the optimizer memory of their own, and the shared memory back."""
+        unhouse(model.storage, optimizer, self.memory)
+        self.memory.drop_allocations(self.allocations)
+        self.memory.close()
+
+
+def _fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[_Housing | None, str]:
     """Move the model and its optimizer to shared memory; return the fused update, or None and why there is none."""
-    memory = None
     try:
         memory = group.memory().twin(group)
-        house(model.storage, memory)
-        return FusedUpdate(optimizer, memory), ""
     except DeviceError as error:
-        if memory is not None:
-            unhouse(model.storage, optimizer, memory)
         return None, f"the update is not fused: {error}"
+    first = memory.allocations
+    try:
+        house(model.storage, memory)
+        fused = FusedUpdate(optimizer, memory)
+    except DeviceError as error:
+        unhouse(model.storage, optimizer, memory)
+        memory.drop_allocations(range(first, memory.allocations))
+        memory.close()
+        return None, f"the update is not fused: {error}"
+    return _Housing(fused, memory, range(first, memory.allocations)), ""
 
 
 def _correct(logits: Tensor, y: Array) -> float:

@@ -73,7 +73,11 @@ class DataParallel:
         self.model, self.group = model, group
         self.storage = model.storage
         self.backend = numpy_backend() if backend is None else backend
-        self._check_model()
+        check_free(model)
+        if exchanged and self.storage.common:
+            raise UsageError(
+                "the model's weights stand once per node, for a worker's fused update; call its release() first"
+            )
         self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
         self._summed = False  # the gradients are those of a step that is over
         self._statistics = self.traffic = Traffic()
@@ -160,19 +164,6 @@ class DataParallel:
             self.group.memory().drop(self._shared)
             self._shared = []
 
-    def _check_model(self) -> None:
-        """Refuse a model of which some gradients would be summed twice, or not at all."""
-        stored = {id(span.parameter) for span in self.storage.spans}
-        strange = [name for name, parameter in self.model.named_parameters() if id(parameter) not in stored]
-        if strange:
-            raise UsageError(
-                f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
-                "model.initialize() again"
-            )
-        self.storage.finish_gradients()
-        if any(span.parameter.hook is not None for span in self.storage.spans):
-            raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
-
     def _hook(self, number: int) -> Callable[[Parameter], None]:
         def final(parameter: Parameter) -> None:
             if self._last is None:
@@ -248,3 +239,21 @@ class DataParallel:
 
 def _digest(array: Array) -> str:
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
+
+
+def check_free(model: Module) -> None:
+    """Refuse a model that has a strategy already, or of which some gradients would not be summed.
+
+    Raises:
+        UsageError: says which, and what to do.
+    """
+    stored = {id(span.parameter) for span in model.storage.spans}
+    strange = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
+    if strange:
+        raise UsageError(
+            f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
+            "model.initialize() again"
+        )
+    model.storage.finish_gradients()
+    if any(span.parameter.hook is not None for span in model.storage.spans):
+        raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")

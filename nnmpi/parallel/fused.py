@@ -59,12 +59,14 @@ def house(storage: FlatStorage, memory: SharedMemory) -> None:
             new[...] = old
     memory.barrier()
     storage.move(data, grads)
+    storage.common = True
 
 
 def unhouse(storage: FlatStorage, optimizer: Optimizer, memory: SharedMemory) -> None:
     """Move a model and its optimizer's state back to memory that each rank has for itself. Collective."""
     data = [array.copy() for array in storage.data]
     storage.move(data, [np.zeros_like(array) for array in storage.grads])
+    storage.common = False
     optimizer.move(np.zeros)
     memory.barrier()  # nobody may write where others still read
 

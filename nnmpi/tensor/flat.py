@@ -45,6 +45,7 @@ class FlatStorage:
         groups: the group name of each.
         spans: where each parameter lies, in registration order.
         moves: how often the arrays were replaced by others.
+        common: whether `data` is memory that other ranks write too (see `parallel.fused`).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FlatStorage:
         self.data: list[Array] = []
         self.grads: list[Array] = []
         self.moves = 0
+        self.common = False
         self._views: list[tuple[Array, Array]] = []  # each parameter's data and buffer, as they were bound
         lengths: list[int] = []
         dtype = next(iter(values.values())).dtype if values else None

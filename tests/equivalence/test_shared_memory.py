@@ -13,7 +13,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.sharing import memory as memory_module
 from nnmpi.compose import Worker
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.errors import DeviceError, DivergenceError
+from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run
 
@@ -143,3 +143,39 @@ def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
     again = Worker(worker.model, worker.optimizer, ranks, allreduce="shared")
     again.step(batches(ranks)[1])
     assert all(map(all, ranks.gather(right)))
+
+
+@pytest.mark.mpi
+def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
+    """Fused, released, ring, is ring, released, ring; and nothing of the shared memory stays."""
+    parts, losses = batches(ranks)[:6], []
+    allocated = []
+    for first in ({"fused_update": True}, {"allreduce": "ring"}):
+        worker = build(ranks, **first)
+        found = train(worker, parts[:3])
+        if worker.fused is not None:
+            worker.parallel.release()
+            with pytest.raises(UsageError, match=r"release\(\) first"):
+                Worker(worker.model, worker.optimizer, ranks, allreduce="ring")
+        worker.release()
+        allocated.append(ranks.memory().allocations)
+        again = Worker(worker.model, worker.optimizer, ranks, allreduce="ring", check=True)
+        losses.append([loss for loss, _ in found + train(again, parts[3:])])
+        again.release()
+    assert np.allclose(losses[0], losses[1], rtol=1e-5)
+    assert allocated[0] == allocated[1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("first", [{"fused_update": True}, {"allreduce": "ring"}], ids=str)
+def test_a_second_worker_is_refused_before_it_moves_anything(ranks: Group, first: dict[str, Any]) -> None:
+    parts, worker, alone = batches(ranks)[:4], build(ranks, **first), build(ranks, allreduce="ring")
+    train(worker, parts[:2])
+    train(alone, parts[:2])
+    if ranks.size > 1 or worker.fused is not None:  # one rank's ordinary worker leaves no trace on the model
+        with pytest.raises(UsageError, match="already"):
+            Worker(worker.model, worker.optimizer, ranks, fused_update=True)
+    after, expected = train(worker, parts[2:]), train(alone, parts[2:])
+    assert np.allclose([loss for loss, _ in after], [loss for loss, _ in expected], rtol=1e-5)
+    worker.release()
+    alone.release()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -121,7 +121,7 @@ class SharedMemory:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
         """
         kind = np.dtype(dtype)
-        return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
+        return self._make(self._length(elements, kind)).parts[self.rank].view(kind)
 
     def common(self, elements: int, dtype: DTypeLike) -> Buffer:
         """Return (elements,) zeros that stand once per node: what one rank writes, all have.
@@ -130,7 +130,8 @@ class SharedMemory:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
         """
         kind = np.dtype(dtype)
-        return self._make(elements * kind.itemsize if self.rank == 0 else 0).parts[0].view(kind)
+        length = self._length(elements, kind)
+        return self._make(length if self.rank == 0 else 0).parts[0].view(kind)
 
     def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
         """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag."""
@@ -209,6 +210,16 @@ class SharedMemory:
         for array in arrays:
             self._windows.pop(self._find(array).allocation).free()
 
+    @property
+    def allocations(self) -> int:
+        """The number that the next allocation will have, if none is given back before."""
+        return max(self._windows, default=-1) + 1
+
+    def drop_allocations(self, numbers: Iterable[int]) -> None:
+        """Give back allocations by number, also arrays in common; they must not be touched any more."""
+        for number in numbers:
+            self._windows.pop(number).free()
+
     def free(self) -> None:
         """Give all of it back; arrays that are still held must not be touched any more, a twin's neither."""
         for window in self._windows.values():
@@ -225,6 +236,13 @@ class SharedMemory:
         if self.node is not self._group.comm:
             self.node.Free()
 
+    def _length(self, elements: int, dtype: np.dtype[Any]) -> int:
+        """Return the bytes of an array; let all ranks raise if a rank asks for less than none."""
+        with agreed(self._group):
+            if elements < 0:
+                raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
+        return elements * dtype.itemsize
+
     def _find(self, array: Buffer) -> Place:
         place = self.place(array)
         if place is None:
@@ -238,7 +256,7 @@ class SharedMemory:
             window = Window(self.node, own_bytes)
             if self._folder is SHM:  # now it can be seen where this MPI has its windows
                 self._folder = find_folder(window.parts[self.rank].ctypes.data)
-        self._windows[max(self._windows, default=-1) + 1] = window
+        self._windows[self.allocations] = window
         return window
 
     def _check_room(self, own_bytes: int) -> None:

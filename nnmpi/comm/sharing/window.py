@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from nnmpi.errors import DeviceError
 
 PAGE_BYTES = 4096
+MARGIN_BYTES = 2**17  # what MPI takes for itself beside the ranks' parts; were it missing, one rank would fail alone
 SHM = Path("/dev/shm")
 
 
@@ -98,13 +99,13 @@ def check_room(folder: Path | None, need_bytes: int) -> None:
     """Refuse what does not fit into a folder's file system; a folder that is not there is not looked at.
 
     Raises:
-        DeviceError: when less than need_bytes are free.
+        DeviceError: when less than need_bytes, and a little for MPI itself, are free.
     """
     if folder is None or not folder.is_dir():
         return
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
-    if need_bytes > free_bytes:
+    if need_bytes + MARGIN_BYTES > free_bytes:
         raise DeviceError(
             f"the ranks of this node want to share {need_bytes} bytes, but {folder} has only {free_bytes} free; "
             "enlarge it (docker run --shm-size), or use another all-reduce than shared"
