@@ -81,7 +81,7 @@ class DataParallel:
         self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
         self._summed = False  # the gradients are those of a step that is over
         self._statistics = self.traffic = Traffic()
-        self._exchanged, self.notice = exchanged, ""
+        self._exchanged, self._released, self.notice = exchanged, False, ""
         self._shared: list[Array] = self._share_gradients(allreduce) if exchanged else []
         stage, buffers = self._staging() if exchanged else (None, [])
         spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if exchanged else []
@@ -151,7 +151,13 @@ class DataParallel:
                 )
 
     def release(self) -> None:
-        """Take the strategy off the model again: its hooks, the statistics over ranks, its communicator. Collective."""
+        """Take the strategy off the model again: its hooks, the statistics over ranks, its communicator. Collective.
+
+        A second call does nothing.
+        """
+        if self._released:
+            return
+        self._released = True
         for span in self.storage.spans:
             span.parameter.hook = None
         for _, module in self.model.named_modules():
