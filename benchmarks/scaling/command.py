@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Simulate and print; write the files."""
     if options.plot:
-        check_can_draw()
+        check_can_draw(options.plot)
     for file in filter(None, (options.json, options.plot)):
         check_writable(file)
     counts = rank_counts(options.max_ranks)
@@ -58,7 +58,10 @@ def run(options: argparse.Namespace) -> None:
             "rows": [asdict(point) for point in points],
             "crossings": [asdict(crossing) for crossing in found],
         }
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps(records, indent=1) + "\n")
+        except OSError as error:
+            raise UsageError(f"{options.json} cannot be written ({error.strerror}); give another file") from None
     if options.plot:
         draw(options.plot, models, points)
 

@@ -24,12 +24,14 @@ UNITS = {
 }
 
 
-def check_can_draw() -> None:
-    """Make sure that matplotlib is there.
+def check_can_draw(file: Path) -> None:
+    """Make sure that matplotlib is there, and can draw such a file.
 
     Raises:
-        UsageError: when it is not.
+        UsageError: when it is not, or the name does not end in .png, .pdf or .svg.
     """
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"{file} names no kind of picture; end it in .png, .pdf or .svg")
     if not can_draw():
         raise UsageError("--plot needs matplotlib; install it (pip install 'nnmpi[plot]') or leave --plot out")
 

@@ -24,7 +24,7 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm, find_col
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
-from nnmpi.comm.fit import default_file, load_fit, save_fit
+from nnmpi.comm.fit import check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.price import price
@@ -115,18 +115,24 @@ def _fit(arguments: argparse.Namespace) -> str:
     from nnmpi.comm.start import start
 
     group = start()
-    from nnmpi.comm.fitting.measure import measure  # imports mpi4py.MPI, which `start` must have loaded by then
+    from nnmpi.comm.fitting.measure import facts, measure  # imports mpi4py.MPI, which `start` must have loaded by then
 
+    file = arguments.out or default_file(facts(group))
+    if file is None:
+        raise UsageError("no home directory is known to keep the fit in; give a file: --out FILE")
+    refused = ""
+    if group.is_root:  # before it takes half a minute
+        try:
+            check_place(file)
+        except OSError as error:
+            refused = f"the fit cannot be written to {file} ({error.strerror}); give another --out"
+    refused = group.share(refused)
+    if refused:
+        raise UsageError(refused)
     fit = measure(group, lambda line: print(f"measuring {line}", flush=True))
     if not group.is_root:
         return ""
-    file = arguments.out or default_file(fit.facts)
-    if file is None:
-        raise UsageError("no home directory is known to keep the fit in; give a file: --out FILE")
-    try:
-        save_fit(fit, file)
-    except OSError as error:
-        raise UsageError(f"the fit cannot be written to {file} ({error.strerror}); give another --out") from None
+    save_fit(fit, file)
     return "\n".join([*describe_fit(fit), "", *predictions(fit), "", f"kept in {file}"])
 
 

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,25 @@ class Fit:
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
+        facts = {**value["facts"], "ranks": int(value["facts"]["ranks"]), "nodes": list(value["facts"]["nodes"])}
+        _check_facts(facts)
         shared = value["shared"]
         return cls(
             machine=Machine.from_json(value["machine"]),
             native=Curve.from_json(value["native"]),
             native_started=Curve.from_json(value["native_started"]),
             shared=None if shared is None else Curve.from_json(shared),
-            facts={**value["facts"], "ranks": int(value["facts"]["ranks"]), "nodes": list(value["facts"]["nodes"])},
+            facts=facts,
         )
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise a ValueError for facts that cannot be those of a fit."""
+    if facts["ranks"] < 2 or len(facts["nodes"]) != facts["ranks"]:
+        raise ValueError(f"it is of {facts['ranks']} ranks on the nodes {facts['nodes']}")
+    for name in ("mpi", "host", "date"):
+        if not isinstance(facts.get(name), str):
+            raise ValueError(f"it does not say its {name}")
 
 
 def load_fit(file: Path) -> Fit:
@@ -131,6 +143,19 @@ def load_fit(file: Path) -> Fit:
         raise UsageError(
             f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"
         ) from None
+
+
+def check_place(file: Path) -> None:
+    """Make sure that a fit can be written there; folders are made, nothing else stays.
+
+    Raises:
+        OSError: when it cannot.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir():
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(file))
+    with tempfile.NamedTemporaryFile(dir=file.parent):
+        pass
 
 
 def save_fit(fit: Fit, file: Path) -> None:

@@ -142,7 +142,8 @@ class Group:
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
         Args:
-            array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks.
+            array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks. Where a sum of
+                8-bit integers does not fit, MPI's own may stop at the largest number and the others wrap around.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring".
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
                 differ may wait for ever.

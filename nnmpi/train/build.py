@@ -6,6 +6,7 @@ from functools import partial
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.buckets import plan_buckets
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose import Worker
@@ -97,6 +98,16 @@ def build_worker(
             optimizer = build_optimizer(options, model.storage)
         except MemoryError as error:
             raise DeviceError(f"the model does not fit into memory ({error}); make it smaller") from None
+    fused = parallel.fused_update and group.size > 1
+    bucket_bytes = BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
+    allreduce: str | Sequence[str] = parallel.allreduce
+    if (
+        algorithms
+        and allreduce == AUTO
+        and not fused
+        and len(algorithms) == _count_buckets(model.storage, bucket_bytes)
+    ):
+        allreduce = algorithms  # with another --bucket-mb than before it begins anew
     smoothed = partial(cross_entropy, reduction="sum", label_smoothing=options.label_smoothing)
     return Worker(
         model,
@@ -104,12 +115,17 @@ def build_worker(
         group,
         loss=smoothed,
         evaluation_loss=partial(cross_entropy, reduction="sum"),
-        allreduce=algorithms if algorithms and parallel.allreduce == AUTO else parallel.allreduce,
-        bucket_bytes=BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB)),
+        allreduce=allreduce,
+        bucket_bytes=bucket_bytes,
         overlap=parallel.overlap,
-        fused_update=parallel.fused_update and group.size > 1,
+        fused_update=fused,
         check=parallel.check_weights,
         clip=options.clip,
         seed=config.run.seed,
         backend=backend,
     )
+
+
+def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
+    spans = [(span.buffer, span.start, span.stop) for span in storage.spans]
+    return len(plan_buckets(spans, [grad.dtype.itemsize for grad in storage.grads], bucket_bytes))

@@ -194,6 +194,7 @@ class ParallelConfig:
         """Check the values; whether dp fits the world is found out when the world is known."""
         if self.dp != "auto":
             at_least_one("--dp", self.dp)
+        require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
         if self.bucket_mb is not None:
             positive("--bucket-mb", self.bucket_mb, LONG)
         if self.fused_update:

@@ -107,8 +107,8 @@ def kept_algorithms(folder: RunFolder, group: Group) -> list[str] | None:
         loaded = load_checkpoint(folder.checkpoints)
         if loaded is None or loaded[0].state["ranks"] != group.size:
             return None
-        kept: list[str] | None = loaded[0].state.get("algorithms")
-        return kept
+        kept: list[str] = loaded[0].state.get("algorithms") or []
+        return kept or None  # a fused update has none
 
     algorithms: list[str] | None = on_root(group, read)
     return algorithms

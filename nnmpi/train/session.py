@@ -9,7 +9,7 @@ from nnmpi.comm.agree import agreed
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
 from nnmpi.compose import EvalReport
-from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.train.build import build_extent, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
@@ -89,12 +89,27 @@ def _set_up(config: Config, group: Group, folder: RunFolder, console: Console) -
         backend = select(config.run.backend, local_rank)
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
-    if config.parallel.fit != "none" and group.size > 1:
-        group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))
+    notice = _take_fit(config, group)
     algorithms = kept_algorithms(folder, group) if config.run.resume is not None else None
     worker = build_worker(config, group, inputs, backend, algorithms)
     lines = header(config, group, inputs, backend, extent, worker)
-    return Parts(config.run, group, inputs, worker, schedule, extent, folder), lines
+    return Parts(config.run, group, inputs, worker, schedule, extent, folder), [*lines, *notice]
+
+
+def _take_fit(config: Config, group: Group) -> list[str]:
+    """Give the group the fitted model that was asked for; return what there is to say. Collective.
+
+    A run that goes on may do so with other ranks, for which the fit that it began with does not hold.
+    """
+    if config.parallel.fit == "none" or group.size == 1:
+        return []
+    try:
+        group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))
+    except UsageError as error:
+        if config.run.resume is None:
+            raise
+        return [f"going on without a fit: {error}"]
+    return []
 
 
 def _tell(console: Console, report: EvalReport, state: State, folder: RunFolder) -> None:

@@ -76,6 +76,7 @@ def test_a_fitted_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFix
         ("--max-ranks 1", "'1' is not a number of ranks from 2"),
         ("--alpha fast", "'fast' is not a number of seconds"),
         ("--machine cray", "invalid choice: 'cray'"),
+        ("--plot a.txt", "a.txt names no kind of picture"),
         ("--fit nowhere.json", "the fit nowhere.json cannot be read"),
         ("--json /nowhere/a.json", "/nowhere/a.json cannot be written (No such file or directory)"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.curve import Curve
-from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.fit import Fit, check_place, default_file, load_fit, save_fit
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
@@ -52,6 +52,33 @@ def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> N
     file.write_text(json.dumps(values))
     with pytest.raises(UsageError, match="growing bytes"):
         load_fit(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ranks": 0, "nodes": []}, "it is of 0 ranks"),
+        ({"ranks": 3}, r"it is of 3 ranks on the nodes \[0, 0, 1, 1\]"),
+        ({"mpi": None}, "it does not say its mpi"),
+        ({"host": 3}, "it does not say its host"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
+    values = make().to_json()
+    values["facts"] = {**values["facts"], **change}
+    file = tmp_path / "fit.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(UsageError, match=f"fit.json is no fit .*{sentence}"):
+        load_fit(file)
+
+
+def test_a_place_is_looked_at_before_anything_is_measured(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "fit.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "fit.json", tmp_path / "new"):
+        with pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"):
+            check_place(place)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
