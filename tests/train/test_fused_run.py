@@ -1,9 +1,14 @@
-"""Runs with the fused update: the same weights as through shared sums, also when they are resumed."""
+"""Runs with the fused update, or a fit: the same weights as through shared sums, also when they are resumed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
+from nnmpi.comm.describe import name_library
+from nnmpi.comm.fit import save_fit
+from tests.comm.test_fit import make as make_fit
 from tests.train.jobs import train
 from tests.train.test_resume import last_checkpoint
 
@@ -26,3 +31,25 @@ def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(tmp_pa
     assert train(tmp_path, f"{WORDS} --max-steps 4 --fused-update --out broken", ranks=2).status == 0
     assert train(tmp_path, "--resume broken --max-steps 6", ranks=2).status == 0
     assert checkpoint(tmp_path / "broken") == checkpoint(tmp_path / "fused")
+
+
+def test_a_run_goes_on_with_the_fused_update_and_without_it(tmp_path: Path) -> None:
+    """The choices of all-reduces in a checkpoint are no matter to a fused update, nor is their lack to an ordinary run."""
+    words = f"{WORDS} --dataset iris"
+    assert train(tmp_path, f"{words} --max-steps 4 --out plain", ranks=2).status == 0
+    on = train(tmp_path, "--resume plain --max-steps 6 --fused-update", ranks=2)
+    assert on.status == 0 and "fused with the update" in on.output
+    off = train(tmp_path, "--resume plain --max-steps 8 --no-fused-update", ranks=2)
+    assert off.status == 0 and "fused with the update" not in off.output
+
+
+def test_a_run_with_a_fit_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    fit = make_fit()
+    facts = {**fit.facts, "ranks": 2, "nodes": [0, 0], "mpi": name_library(MPI.Get_library_version())}
+    machine = replace(fit.machine, across=None, nodes=None)
+    save_fit(replace(fit, facts=facts, machine=machine), tmp_path / "fit.json")
+    words = f"{WORDS} --dataset iris --fit fit.json"
+    first = train(tmp_path, f"{words} --max-steps 2 --out run", ranks=2)
+    assert first.status == 0 and "fitted to Head Node with 2 ranks" in first.output
+    more = train(tmp_path, "--resume run --max-steps 4", ranks=3)
+    assert more.status == 0 and "going on without a fit: the fit fit.json was made with 2 ranks" in more.output
