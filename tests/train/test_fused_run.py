@@ -34,7 +34,7 @@ def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(tmp_pa
 
 
 def test_a_run_goes_on_with_the_fused_update_and_without_it(tmp_path: Path) -> None:
-    """The choices of all-reduces in a checkpoint are no matter to a fused update, nor is their lack to an ordinary run."""
+    """The all-reduces chosen in a checkpoint are nothing to a fused update, nor is their lack to an ordinary run."""
     words = f"{WORDS} --dataset iris"
     assert train(tmp_path, f"{words} --max-steps 4 --out plain", ranks=2).status == 0
     on = train(tmp_path, "--resume plain --max-steps 6 --fused-update", ranks=2)
