@@ -120,7 +120,7 @@ class Fit:
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
     """Raise a ValueError for facts that cannot be those of a fit."""
-    if facts["ranks"] < 2 or len(facts["nodes"]) != facts["ranks"]:
+    if facts["ranks"] < 1 or len(facts["nodes"]) != facts["ranks"]:
         raise ValueError(f"it is of {facts['ranks']} ranks on the nodes {facts['nodes']}")
     for name in ("mpi", "host", "date"):
         if not isinstance(facts.get(name), str):

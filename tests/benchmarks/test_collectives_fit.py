@@ -78,7 +78,7 @@ def test_other_operations_are_predicted_from_their_steps(group: Group, tmp_path:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"ranks": 77}, "was made with 77 ranks on "),
+        ({"ranks": 77, "nodes": [0] * 77}, "was made with 77 ranks on "),
         ({"mpi": "Other MPI 1.0"}, " under Other MPI 1.0, but this run has "),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing import window
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.window import PAGE_BYTES, check_room, find_folder, window_bytes
+from nnmpi.comm.sharing.window import MARGIN_BYTES, PAGE_BYTES, check_room, find_folder, window_bytes
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 
 
@@ -21,9 +21,10 @@ def test_a_part_takes_whole_pages_and_one_for_its_alignment() -> None:
 
 
 def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=1000))
+    free = MARGIN_BYTES + 3000
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
     check_room(tmp_path, 3000)
-    with pytest.raises(DeviceError, match=r"share 3001 bytes, but .* has only 3000 free; enlarge it"):
+    with pytest.raises(DeviceError, match=f"share 3001 bytes, and MPI needs .* has only {free} free; enlarge it"):
         check_room(tmp_path, 3001)
     check_room(tmp_path / "not there", 3001)
     check_room(None, 3001)

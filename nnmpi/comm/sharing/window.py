@@ -107,6 +107,7 @@ def check_room(folder: Path | None, need_bytes: int) -> None:
     free_bytes = found.f_bavail * found.f_frsize
     if need_bytes + MARGIN_BYTES > free_bytes:
         raise DeviceError(
-            f"the ranks of this node want to share {need_bytes} bytes, but {folder} has only {free_bytes} free; "
-            "enlarge it (docker run --shm-size), or use another all-reduce than shared"
+            f"the ranks of this node want to share {need_bytes} bytes, and MPI needs {MARGIN_BYTES} beside them, but "
+            f"{folder} has only {free_bytes} free; enlarge it (docker run --shm-size), or use another all-reduce than "
+            "shared"
         )
