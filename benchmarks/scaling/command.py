@@ -13,7 +13,7 @@ from benchmarks.scaling.models import Model, cluster, fitted, flat
 from benchmarks.scaling.plot import check_can_draw, draw
 from benchmarks.scaling.sweep import NAMES, Point, is_power, rank_counts, sweep
 from nnmpi.comm.fit import load_fit
-from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes
+from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes, parse_seconds
 from nnmpi.errors import NnmpiError, UsageError
 
 TAUGHT = ("ps", "tree", "ring")  # those of the course's table
@@ -138,12 +138,9 @@ def _sizes(text: str) -> list[int]:
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write it like 2e-6")
-    return seconds
+        return parse_seconds(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ranks(text: str) -> int:

@@ -31,7 +31,7 @@ from nnmpi.comm.price import price
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import simulate
-from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes
+from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes, parse_seconds
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
 
@@ -215,12 +215,9 @@ def _bytes(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write it like 2e-6")
-    return seconds
+        return parse_seconds(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _by_number(text: str) -> tuple[int, float]:

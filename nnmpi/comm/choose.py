@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED
 from nnmpi.comm.fit import Fit
-from nnmpi.comm.sizes import name_bytes
+from nnmpi.comm.sizes import name_bytes, name_seconds
 
 # Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length of a step's message,
 # one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open MPI 5.0.11 | MPICH 5.0.2, float32, buffers
@@ -38,6 +38,7 @@ SHARED_BYTES = 2**12  # through shared memory native is overtaken at 1 to 4 KB
 # and doubling 0.99 to 1.38, MPI's own 0.66 to 1.35.
 STEADY = "ring"
 NEARLY = 1.05
+DIGITS = 3  # of the predictions that a reason names
 
 # One server is last or level with the tree at every size; it is there to be compared with.
 CANDIDATES = tuple(name for name in ALGORITHMS if name != "ps")
@@ -69,10 +70,15 @@ def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False,
     order = sorted(seconds, key=lambda name: seconds[name])
     best, why = order[0], ""
     if fit.machine.nodes is not None and seconds.get(STEADY, float("inf")) <= NEARLY * seconds[best] and best != STEADY:
-        best, why = STEADY, f", and steadier than {best}, {_microseconds(seconds[best])}, which it is within 5 % of"
-    others = ", ".join(f"{name} {_microseconds(seconds[name])}" for name in order[:3] if name != best and not why)
+        best, why = (
+            STEADY,
+            f", and steadier than {best}, {name_seconds(seconds[best], DIGITS)}, which it is within 5 % of",
+        )
+    others = ", ".join(
+        f"{name} {name_seconds(seconds[name], DIGITS)}" for name in order[:3] if name != best and not why
+    )
     against = f", against {others}" if others else ""
-    reason = f"predicted {_microseconds(seconds[best])} for {name_bytes(nbytes)}{against}{why}"
+    reason = f"predicted {name_seconds(seconds[best], DIGITS)} for {name_bytes(nbytes)}{against}{why}"
     return Choice(best, reason, seconds[best])
 
 
@@ -101,7 +107,3 @@ def _candidates(fit: Fit, shared: bool) -> list[str]:
     if shared and fit.shared is not None:
         return [NATIVE, SHARED, *(CANDIDATES if levels else ())]
     return [NATIVE, *(name for name in CANDIDATES if name != HIERARCHICAL or levels)]
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"

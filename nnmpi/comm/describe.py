@@ -43,7 +43,7 @@ def describe(group: Group) -> Description:
     nodes = sum(group.gather(int(on_node.is_root)))
     on_node.free()
     pool = blas_pool(threadpoolctl.threadpool_info())
-    warning = core_warning(os.environ, str(pool.get("architecture", "")), _cpu_flags())
+    warning = core_warning(os.environ, str(pool.get("architecture", "")), frozenset(read_cpu("flags").split()))
     return Description(
         mpi=name_library(MPI.Get_library_version()),
         ranks=group.size,
@@ -97,11 +97,11 @@ def core_warning(environ: Mapping[str, str], core: str, flags: frozenset[str]) -
     )
 
 
-def _cpu_flags() -> frozenset[str]:
-    """Return the processor's features as Linux lists them; none elsewhere."""
+def read_cpu(field: str) -> str:
+    """Return what Linux says of the first processor under a name such as "flags"; nothing elsewhere."""
     try:
         with open("/proc/cpuinfo") as file:
-            line = next((line for line in file if line.startswith("flags")), "")
+            line = next((line for line in file if line.startswith(field)), "")
     except OSError:
-        return frozenset()
-    return frozenset(line.partition(":")[2].split())
+        return ""
+    return line.partition(":")[2].strip()

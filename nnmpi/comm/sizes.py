@@ -33,7 +33,22 @@ def name_bytes(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def name_seconds(seconds: float) -> str:
+def parse_seconds(text: str) -> float:
+    """Return the seconds that a text names: "0.5", "2e-6".
+
+    Raises:
+        UsageError: for a text that names no finite number of seconds, 0 or more.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"{text!r} is not a number of seconds; write it like 2e-6")
+    return seconds
+
+
+def name_seconds(seconds: float, digits: int = 4) -> str:
     """Return a time in the unit in which it is not small: name_seconds(2.5e-6) -> "2.5 us"."""
     unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6))
-    return f"{seconds / factor:.4g} {unit}"
+    return f"{seconds / factor:.{digits}g} {unit}"

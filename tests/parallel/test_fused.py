@@ -59,6 +59,17 @@ class Setting:
         for one in self._sums:
             one.run()
 
+    def update_both(self, turn: int, passes: str) -> None:
+        """Draw gradients, and update both sets from them; the fused one in "one pass" or in two."""
+        self.draw(turn)
+        self.sum_gradients()
+        self.optimizer.step()
+        if passes == "one pass":
+            self.fused.step()
+        else:
+            self.fused.reduce()
+            self.fused.update()
+
     def equal(self, close: bool = False) -> bool:
         """Whether parameters and state agree, by all bits or nearly."""
         compare: Callable[..., bool] = np.allclose if close else np.array_equal
@@ -80,14 +91,7 @@ def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
     memory = SharedMemory(group)
     setting, right = Setting(group, memory, name, options, dtype), []
     for turn in range(STEPS):
-        setting.draw(turn)
-        setting.sum_gradients()
-        setting.optimizer.step()
-        if passes == "one pass":
-            setting.fused.step()
-        else:
-            setting.fused.reduce()
-            setting.fused.update()
+        setting.update_both(turn, passes)
         right.append(setting.equal())
     memory.free()
     assert all(map(all, group.gather(right)))
@@ -131,14 +135,7 @@ def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, pa
     memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
     setting, right = Setting(group, memory, "adamw", {"lr": 0.01}, "float64"), []
     for turn in range(STEPS):
-        setting.draw(turn)
-        setting.sum_gradients()
-        setting.optimizer.step()
-        if passes == "one pass":
-            setting.fused.step()
-        else:
-            setting.fused.reduce()
-            setting.fused.update()
+        setting.update_both(turn, passes)
         right.append(setting.equal(close=True))
     bits = group.gather(setting.fused_data[0].tobytes().hex())
     memory.free()

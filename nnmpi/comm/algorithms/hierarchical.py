@@ -25,6 +25,7 @@ from math import isqrt
 
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
+from nnmpi.comm.machine import blocks
 from nnmpi.comm.steps import Chunks, Step
 from nnmpi.shard import part
 
@@ -37,7 +38,7 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     """
     if size == 1:
         return ()
-    layout = _find_layout(_blocks(size) if nodes is None else tuple(nodes))
+    layout = _find_layout(blocks(size, max(1, isqrt(size))) if nodes is None else tuple(nodes))
     mine, place = layout.ranks[layout.node_of[rank]], layout.place_of[rank]
     everything = range(size)
     up = _renamed(tree_reduce(place, len(mine)), mine, everything)
@@ -68,12 +69,6 @@ def _find_layout(nodes: tuple[int, ...]) -> _Layout:
     number = {node: index for index, node in enumerate(members)}
     ranks = tuple(tuple(own) for own in members.values())
     return _Layout(ranks, tuple(number[node] for node in nodes), tuple(places))
-
-
-def _blocks(size: int) -> tuple[int, ...]:
-    """Return the node of each rank when nodes of about sqrt(size) ranks are filled one after another."""
-    per_node = max(1, isqrt(size))
-    return tuple(rank // per_node for rank in range(size))
 
 
 def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from nnmpi.comm.curve import Curve
-from nnmpi.comm.describe import name_library
+from nnmpi.comm.describe import name_library, read_cpu
 from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.fitting.probe import measure_add, measure_curves, measure_link
 from nnmpi.comm.fitting.timing import Refilled
@@ -115,7 +115,7 @@ def facts(group: Group) -> dict[str, Any]:
         "nodes": group.nodes(),
         "mpi": name_library(MPI.Get_library_version()),
         "host": group.share(platform.node()),
-        "cpu": _cpu_name(),
+        "cpu": read_cpu("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cache_bytes": _cache_bytes(),
         "python": platform.python_version(),
@@ -169,16 +169,6 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 def _start_and_wait(pending: Pending) -> None:
     pending.start()
     pending.wait()
-
-
-def _cpu_name() -> str:
-    """Return the processor's name as Linux gives it, else what Python knows."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            line = next((line for line in file if line.startswith("model name")), "")
-    except OSError:
-        line = ""
-    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
 
 
 def _cache_bytes() -> int:

@@ -50,7 +50,6 @@ def _rate(seconds_per_byte: float) -> str:
 
 def _seconds(fit: Fit, name: str, nbytes: int) -> str:
     try:
-        value, _, unit = name_seconds(fit.predict(name, nbytes)).partition(" ")
+        return name_seconds(fit.predict(name, nbytes), digits=3)
     except UsageError:
         return "-"
-    return f"{float(value):.3g} {unit}"
