@@ -128,8 +128,6 @@ class Worker:
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         check_free(model)  # before anything is moved
-        if model.storage.common:
-            raise UsageError("the model has a fused update already; call its worker's release() first")
         self._housing: _Housing | None = None
         self.notice = ""
         if fused_update:

@@ -73,11 +73,8 @@ class DataParallel:
         self.model, self.group = model, group
         self.storage = model.storage
         self.backend = numpy_backend() if backend is None else backend
-        check_free(model)
-        if exchanged and self.storage.common:
-            raise UsageError(
-                "the model's weights stand once per node, for a worker's fused update; call its release() first"
-            )
+        if exchanged:
+            check_free(model)
         self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
         self._summed = False  # the gradients are those of a step that is over
         self._statistics = self.traffic = Traffic()
@@ -263,3 +260,5 @@ def check_free(model: Module) -> None:
     model.storage.finish_gradients()
     if any(span.parameter.hook is not None for span in model.storage.spans):
         raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
+    if model.storage.common:
+        raise UsageError("the model has a fused update already; call its worker's release() first")

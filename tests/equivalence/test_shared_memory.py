@@ -15,6 +15,7 @@ from nnmpi.compose import Worker
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
+from nnmpi.parallel.data import DataParallel
 from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run
 
 
@@ -157,6 +158,8 @@ def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
             worker.parallel.release()
             with pytest.raises(UsageError, match=r"release\(\) first"):
                 Worker(worker.model, worker.optimizer, ranks, allreduce="ring")
+            with pytest.raises(UsageError, match=r"release\(\) first"):
+                DataParallel(worker.model, ranks)
         worker.release()
         allocated.append(ranks.memory().allocations)
         again = Worker(worker.model, worker.optimizer, ranks, allreduce="ring", check=True)
