@@ -28,7 +28,9 @@ from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import NnmpiError
 
 GRACE_S = 1.0
-STAGGER_S = 0.15
+DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives: seen lost on a busy machine
+STAGGER_S = 0.35  # more than DRAIN_S, so that the first to give up ends the job before the next one prints
+LONGEST_TURN_S = 1.4
 INTERRUPTED = 130
 
 
@@ -107,7 +109,7 @@ class Leaving:
 
         When several ranks give up, the first one ends the job, which saves the reader from the same text twice.
         """
-        return float(min(STAGGER_S * self._comm.Get_rank(), GRACE_S))
+        return float(min(STAGGER_S * self._comm.Get_rank(), LONGEST_TURN_S))
 
     def _announce(self, status: int, text: str, limit_s: float | None) -> list[int] | None:
         """Tell the other ranks that this one leaves; return those that leave alike, None if not all leave in time."""
@@ -138,6 +140,7 @@ class Leaving:
             sys.stderr.flush()
 
     def _abort(self, status: int) -> NoReturn:
+        time.sleep(DRAIN_S)
         self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)  # for an MPI whose Abort returns
 
