@@ -5,7 +5,12 @@ Nothing here knows of arrays or MPI.
     split(10, 4)      0 1 2 | 3 4 5 | 6 7 | 8 9        sizes differ by at most one, the longer parts come first
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 
 def part(n: int, parts: int, index: int) -> range:
@@ -61,3 +66,74 @@ def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
     if start < len(sizes):
         groups.append(range(start, len(sizes)))
     return tuple(groups)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of an array that one rank holds: a range of one axis.
+
+        Region((4, 6), axis=1, start=2, stop=4)            Region((6, 2), axis=0, start=1, stop=2, repeats=2)
+
+            . . # # . .                                        . .      row 1 of each of the two
+            . . # # . .                                        # #      groups of 6 / 2 = 3 rows
+            . . # # . .                                        . .
+            . . # # . .                                        . .
+                                                               # #
+                                                               . .
+
+    Attributes:
+        shape: of the whole array.
+        axis: the axis that is cut, from 0.
+        start, stop: the range of each repeat that belongs to the part; it may be empty.
+        repeats: the axis is seen as this many equal ranges after one another, and start..stop is taken from each. So
+            lies what is left of flattened images (height, width, channels) when the channels are cut.
+
+    Raises:
+        ValueError: when the axis or the range does not exist, or the repeats do not divide the axis.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    start: int
+    stop: int
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that there is such a part."""
+        fits = 0 <= self.axis < len(self.shape) and self.repeats >= 1 and self.shape[self.axis] % self.repeats == 0
+        if not fits or not 0 <= self.start <= self.stop <= self.shape[self.axis] // self.repeats:
+            raise ValueError(
+                f"range {self.start}..{self.stop} of each of {self.repeats} repeats on axis {self.axis} does not exist "
+                f"in an array of shape {self.shape}"
+            )
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        length = (self.stop - self.start) * self.repeats
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole array."""
+        return self.local_shape == self.shape
+
+    def take(self, whole: Any) -> Any:
+        """Return the part of an array of the whole shape; a view or a copy."""
+        return self._seen(whole)[self._index].reshape(self.local_shape)
+
+    def put(self, whole: Any, local: Any) -> None:
+        """Write a part into its place in a C-contiguous array of the whole shape."""
+        seen = self._seen(whole)
+        seen[self._index] = local.reshape(seen[self._index].shape)
+
+    @property
+    def _index(self) -> tuple[slice, ...]:
+        return (slice(None), slice(None), slice(self.start, self.stop))
+
+    def _seen(self, whole: Any) -> Any:
+        """Return the array as (axes before, repeats, range, axes after)."""
+        if whole.shape != self.shape:
+            raise ValueError(f"a part of an array of shape {self.shape} is not one of shape {whole.shape}")
+        before, after = prod(self.shape[: self.axis]), prod(self.shape[self.axis + 1 :])
+        return whole.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)

@@ -1,10 +1,11 @@
 """Splitting indices: every index in one part, parts of almost one size, for any numbers."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.shard import buckets, owner, part, split
+from nnmpi.shard import Region, buckets, owner, part, split
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -66,3 +67,41 @@ def test_what_does_not_exist(make, words):
         return
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region((4, 6), 1, 2, 4),
+        Region((5,), 0, 0, 5),
+        Region((6, 2), 0, 1, 2, repeats=2),
+        Region((3, 12, 2), 1, 0, 3, repeats=3),
+        Region((2, 3), 0, 1, 1),
+    ],
+    ids=str,
+)
+def test_a_region_goes_back_where_it_came_from(region: Region) -> None:
+    whole = np.arange(np.prod(region.shape)).reshape(region.shape)
+    part = region.take(whole).copy()
+    assert part.shape == region.local_shape
+    other = np.full(region.shape, -1)
+    region.put(other, part)
+    assert np.array_equal(region.take(other), part)
+    assert (other >= 0).sum() == part.size
+    assert np.array_equal(other[other >= 0], whole[other >= 0])
+
+
+def test_the_regions_of_an_axis_cover_it() -> None:
+    """Also where the pieces differ in length and come from several repeats."""
+    whole = np.arange(2 * 3 * 7 * 5).reshape(2, 21, 5)
+    other = np.zeros_like(whole)
+    for mine in split(7, 4):
+        region = Region(whole.shape, 1, mine.start, mine.stop, repeats=3)
+        region.put(other, region.take(whole))
+    assert np.array_equal(other, whole)
+
+
+@pytest.mark.parametrize("wrong", [(2, 0, 1, 1), (0, 3, 2, 1), (0, 0, 5, 1), (1, 0, 2, 4), (0, 0, 3, 2)], ids=str)
+def test_a_region_that_does_not_exist_is_refused(wrong: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        Region((4, 6), *wrong)

@@ -29,18 +29,24 @@ from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
+from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
 class Buffer:
-    """An array that belongs to a module's state but is not trained, such as running statistics."""
+    """An array that belongs to a module's state but is not trained, such as running statistics.
 
-    __slots__ = ("data", "shape", "value")
+    Attributes:
+        value: what all elements are at first.
+        region: which part of a larger array it is, when its ranks share that out; None for a whole one.
+    """
 
-    def __init__(self, shape: tuple[int, ...], value: float) -> None:
-        self.shape, self.value = shape, value
+    __slots__ = ("data", "region", "shape", "value")
+
+    def __init__(self, shape: tuple[int, ...], value: float, region: Region | None = None) -> None:
+        self.shape, self.value, self.region = shape, value, region
         self.data: Array = np.full(shape, value, dtype=np.float32)
 
 
@@ -146,10 +152,7 @@ class Module:
         for path, module in self.named_modules():
             module.path = path
         parameters = dict(self.named_parameters())
-        values = {
-            name: np.asarray(p.init(stream(seed, "init", name), p.declared), dtype=dtype)
-            for name, p in parameters.items()
-        }
+        values = {name: np.asarray(p.draw(stream(seed, "init", name)), dtype=dtype) for name, p in parameters.items()}
         values = {name: backend.asarray(value) for name, value in values.items()}
         for _, buffer in self.named_buffers():
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import UninitializedError
+from nnmpi.errors import ShapeError, UninitializedError
+from nnmpi.shard import Region
 from nnmpi.tensor.tensor import Tensor
 
 Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -25,12 +26,21 @@ class Parameter(Tensor):
         name: the full name in its model ("2.weight"), set by `Module.initialize`.
         declared: the shape that it will have.
         init: draws its initial values: init(generator, shape) -> array.
+        region: which part of a larger parameter this one is, when its ranks share that out; None for a whole one.
+
+    Args:
+        region: `shape` is then that of the part, and the values are the part's of those that the whole would get.
+
+    Raises:
+        ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("declared", "init", "name")
+    __slots__ = ("declared", "init", "name", "region")
 
-    def __init__(self, shape: tuple[int, ...], init: Initializer) -> None:
-        self.declared, self.init, self.name = shape, init, ""
+    def __init__(self, shape: tuple[int, ...], init: Initializer, region: Region | None = None) -> None:
+        if region is not None and region.local_shape != shape:
+            raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
+        self.declared, self.init, self.name, self.region = shape, init, "", region
         self.requires_grad = True
         self.grad = self.node = self.tape = self.buffer = self.hook = None
 
@@ -43,6 +53,13 @@ class Parameter(Tensor):
     def size(self) -> int:
         """The number of elements, known before there are values."""
         return int(np.prod(self.declared))
+
+    def draw(self, generator: np.random.Generator) -> Array:
+        """Return initial values, float64: of a part, those that the whole parameter would have there."""
+        if self.region is None:
+            return self.init(generator, self.declared)
+        part: Array = self.region.take(self.init(generator, self.region.shape))
+        return part
 
     def finish_gradient(self) -> None:
         """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is another array."""
