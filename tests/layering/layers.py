@@ -2,7 +2,7 @@
 
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "shard", "threads", "launcher"}),
+    frozenset({"errors", "shard", "threads", "launcher", "timeline"}),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "optim", "data"}),
     frozenset({"ops", "mesh"}),

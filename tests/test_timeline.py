@@ -1,0 +1,232 @@
+"""Timelines: what is recorded and where, and traces that keep the rules of Chrome's format."""
+
+import gzip
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi import timeline
+from nnmpi.errors import UsageError
+from nnmpi.timeline import Event, Timeline, recording, to_chrome, write_chrome
+from tests.chrome import arrows, breaches, names, spans
+
+
+def ticking() -> Timeline:
+    """Return a timeline whose clock goes on by one second at every look."""
+    seconds = iter(range(1000))
+    return Timeline(lambda: float(next(seconds)))
+
+
+def event(name: str, begin_s: float, end_s: float, track: str = "compute", **more: str) -> Event:
+    return Event(name, "test", track, begin_s, end_s, None, **more)
+
+
+# ---- recording ----
+
+
+def test_nothing_is_recorded_without_a_timeline() -> None:
+    assert timeline.current() is None
+    with timeline.span("x", "y"):
+        pass
+    assert timeline.current() is None
+
+
+def test_spans_are_recorded_into_the_current_timeline() -> None:
+    outer, inner = ticking(), ticking()
+    with recording(outer) as given:
+        assert given is outer is timeline.current()
+        with timeline.span("a", "forward"), timeline.span("b", "wait", timeline.WAITING, {"bytes": 3}):
+            pass
+        with recording(inner), timeline.span("c", "forward"):
+            pass
+        assert timeline.current() is outer
+    assert timeline.current() is None
+    assert outer.events == [
+        Event("b", "wait", "waiting", 1.0, 2.0, {"bytes": 3}),
+        Event("a", "forward", "compute", 0.0, 3.0),
+    ]
+    assert [each.name for each in inner.events] == ["c"]
+
+
+def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
+    mine = ticking()
+    with pytest.raises(KeyError), recording(mine), timeline.span("a", "forward"):
+        raise KeyError
+    assert mine.events == [Event("a", "forward", "compute", 0.0, 1.0)]
+    assert timeline.current() is None
+
+
+def test_events_with_times_of_the_callers_own() -> None:
+    mine = Timeline()
+    mine.add("a", "send", timeline.SEND, 1.0, 2.5, {"bytes": 8}, sends="m")
+    with mine.span("b", "receive", timeline.RECEIVE, takes="m"):
+        pass
+    assert mine.events[0] == Event("a", "send", "send", 1.0, 2.5, {"bytes": 8}, "m", "")
+    assert mine.events[1].takes == "m"
+
+
+def test_another_thread_begins_without_a_timeline() -> None:
+    found: list[Timeline | None] = []
+    with recording(Timeline()):
+        thread = threading.Thread(target=lambda: found.append(timeline.current()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+def test_recording_is_cheap() -> None:
+    """Bounds with much room, since others may use the machine."""
+    mine = Timeline()
+
+    def best_us(work: Callable[[], None]) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(1000):
+                work()
+            times.append(time.perf_counter() - begin)
+        return min(times) * 1e3
+
+    def nothing() -> None:
+        with timeline.span("2F0", "forward"):
+            pass
+
+    assert best_us(lambda: mine.add("2F0", "forward", "compute", 0.0, 1.0)) < 5
+    assert best_us(nothing) < 3
+
+
+# ---- Chrome's format ----
+
+
+def test_an_example() -> None:
+    """Two ranks whose clocks differ by 100 s, with a message."""
+    sender = [event("0F0", 5.0, 6.0), event("out", 6.0, 6.5, "send", sends="m")]
+    receiver = [event("in", 104.5, 106.75, "receive", takes="m"), event("1F0", 106.75, 108.0)]
+    trace = to_chrome({1: receiver, 0: sender}, {0: "rank 0 (d0 p0 t0)"}, {1: 100.0})
+    assert breaches(trace) == []
+    assert spans(trace) == [
+        (0, "compute", "0F0", 0.5e6, 1.5e6),
+        (0, "send", "out", 1.5e6, 2e6),
+        (1, "compute", "1F0", 2.25e6, 3.5e6),
+        (1, "receive", "in", 0.0, 2.25e6),
+    ]
+    assert arrows(trace) == [("out", "in")]
+    assert names(trace, "process_name") == {(0, 0): "rank 0 (d0 p0 t0)", (1, 0): "rank 1"}
+    assert trace["displayTimeUnit"] == "ms"
+
+
+def test_overlapping_events_get_tracks_of_their_own() -> None:
+    found = to_chrome(
+        {
+            0: [
+                event("a", 0, 4, "receive"),
+                event("within a", 1, 2, "receive"),
+                event("over a", 3, 6, "receive"),
+                event("over both", 3.5, 7, "receive"),
+                event("after a", 4, 5, "receive"),
+                event("else", 0, 1, "own"),
+                event("x", 0, 1),
+            ]
+        }
+    )
+    assert breaches(found) == []
+    assert [(track, name) for _, track, name, _, _ in spans(found)] == [
+        ("compute", "x"),
+        ("receive", "a"),
+        ("receive", "within a"),
+        ("receive", "after a"),
+        ("receive 2", "over a"),
+        ("receive 3", "over both"),
+        ("own", "else"),
+    ]
+
+
+def test_messages_with_one_end_get_no_arrow() -> None:
+    trace = to_chrome({0: [event("a", 0, 1, sends="1"), event("b", 1, 2, takes="2")], 1: [event("c", 0, 1)]})
+    assert breaches(trace) == []
+    assert arrows(trace) == []
+
+
+def test_the_ends_of_arrows_lie_within_their_events() -> None:
+    """Also where the next event begins at once, and where one lies in another."""
+    a = [event("a", 0, 1, sends="1"), event("b", 1, 3), event("c", 1, 2, sends="2")]
+    b = [event("d", 0, 1, takes="1"), event("e", 1, 2), event("f", 2, 4), event("g", 3, 4, takes="2")]
+    trace = to_chrome({0: a, 1: b})
+    assert breaches(trace) == []
+    assert arrows(trace) == [("a", "d"), ("c", "g")]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["compute", "receive"]), st.integers(0, 30), st.integers(0, 9)),
+        max_size=30,
+    )
+)
+def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> None:
+    """And every event is there, with its times, on a track of its kind."""
+    processes: dict[int, list[Event]] = {0: [], 1: [], 2: []}
+    for number, (rank, track, begin, length) in enumerate(drawn):
+        ends = {"sends": f"m{number // 2}"} if number % 2 == 0 else {"takes": f"m{number // 2}"}
+        processes[rank].append(event(str(number), begin / 7, (begin + length) / 7, track, **ends))
+    trace = to_chrome(processes)
+    assert breaches(trace) == []
+    assert len(arrows(trace)) == len(drawn) // 2
+    first = min((begin / 7 for _, _, begin, _ in drawn), default=0.0)
+    found = {int(name): (rank, track.split()[0], begin, end) for rank, track, name, begin, end in spans(trace)}
+    assert len(found) == len(drawn)
+    for number, (rank, track, begin, length) in enumerate(drawn):
+        assert found[number][:2] == (rank, track)
+        assert found[number][2] == pytest.approx((begin / 7 - first) * 1e6, abs=2e-3)
+        assert found[number][3] == pytest.approx(((begin + length) / 7 - first) * 1e6, abs=2e-3)
+
+
+def test_no_events() -> None:
+    assert to_chrome({})["traceEvents"] == []
+    assert breaches(to_chrome({3: []})) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([event("a", 2.0, 1.0)], "'a' ends at 1.0 s, before it begins at 2.0 s"),
+        ([event("a", 0.0, math.nan)], "'a' ends at nan s"),
+        ([event("a", 0, 1, sends="m"), event("b", 0, 1, sends="m")], "two events send the message 'm'"),
+        ([event("a", 0, 1, takes="m"), event("b", 0, 1, takes="m")], "two events take the message 'm'"),
+    ],
+)
+def test_what_cannot_be_drawn(events: list[Event], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        to_chrome({0: events})
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("many", [0, 3])
+def test_a_file_holds_what_was_written(name: str, many: int, tmp_path: Path) -> None:
+    events = [Event(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i}) for i in range(many)]
+    trace = to_chrome({0: events})
+    write_chrome(tmp_path / name, trace)
+    content = (tmp_path / name).read_bytes()
+    text = gzip.decompress(content) if name.endswith(".gz") else content
+    assert json.loads(text) == trace
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    if many:
+        assert trace["traceEvents"][-1]["args"] == {"loss": "nan", "rows": 2}
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        write_chrome(tmp_path / "nowhere" / "trace.json", to_chrome({}))
+    (tmp_path / "trace.json").mkdir()
+    with pytest.raises(OSError, match="trace.json"):
+        write_chrome(tmp_path / "trace.json", to_chrome({}))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
