@@ -9,6 +9,7 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import current, evaluation, observed, training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
+from nnmpi.nn.skip import Pop, Stash
 
 __all__ = [
     "GELU",
@@ -27,12 +28,14 @@ __all__ = [
     "MaxPool2d",
     "Module",
     "Normal",
+    "Pop",
     "ReLU",
     "Residual",
     "Sequential",
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "Stash",
     "Tanh",
     "Uniform",
     "activation",

@@ -7,6 +7,7 @@ from typing import Any
 
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
+from nnmpi.nn.skip import Pop, Stash
 from nnmpi.ops.activation import relu
 from nnmpi.tensor.tensor import Tensor
 
@@ -14,7 +15,8 @@ from nnmpi.tensor.tensor import Tensor
 class Sequential(Module):
     """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... -> y.
 
-    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new sequence of some.
+    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new sequence of some. A `Stash`
+    among them keeps what comes to it for the `Pop` of the same name.
     """
 
     def __init__(self, *layers: Module) -> None:
@@ -26,9 +28,17 @@ class Sequential(Module):
             yield str(i), layer
 
     def forward(self, x: Any) -> Any:
-        """Return the last module's result."""
+        """Return the last module's result.
+
+        Raises:
+            UsageError: when stashes and pops do not pair up.
+        """
+        kept: dict[str, Any] = {}
         for layer in self.layers:
-            x = layer(x)
+            if isinstance(layer, Stash):
+                keep(kept, layer.name, x)
+            x = layer(x, fetch(kept, layer.name)) if isinstance(layer, Pop) else layer(x)
+        check_empty(kept)
         return x
 
     def __len__(self) -> int:
@@ -71,5 +81,43 @@ class Residual(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's result; body and shortcut must give the same shape."""
-        around = x if self.shortcut is None else self.shortcut(x)
-        return relu(self.body(x) + around)
+        return self.close(self.body(x), x)
+
+    def close(self, x: Tensor, start: Tensor) -> Tensor:
+        """Return the block's result, given the body's and what the block began with."""
+        return relu(x + (start if self.shortcut is None else self.shortcut(start)))
+
+
+def keep(kept: dict[str, Any], name: str, x: Any) -> None:
+    """Keep a stashed value.
+
+    Raises:
+        UsageError: when one of that name waits already.
+    """
+    if name in kept:
+        raise UsageError(f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them names of their own")
+    kept[name] = x
+
+
+def fetch(kept: dict[str, Any], name: str) -> Any:
+    """Return a stashed value, which is then kept no longer.
+
+    Raises:
+        UsageError: when there is none of that name.
+    """
+    if name not in kept:
+        raise UsageError(f"Pop({name!r}) comes without a Stash({name!r}) before it in the same sequence")
+    return kept.pop(name)
+
+
+def check_empty(kept: dict[str, Any]) -> None:
+    """Refuse to end a sequence with values that nobody fetched.
+
+    Raises:
+        UsageError: naming one.
+    """
+    if kept:
+        name = next(iter(kept))
+        raise UsageError(
+            f"Stash({name!r}) is never popped; put a Pop({name!r}) into the same sequence, or leave it out"
+        )

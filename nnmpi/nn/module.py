@@ -149,8 +149,7 @@ class Module:
         if dtype not in ("float32", "float64", np.float32, np.float64):
             raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
         backend = numpy_backend() if backend is None else backend
-        for path, module in self.named_modules():
-            module.path = path
+        self.name_modules()
         parameters = dict(self.named_parameters())
         values = {name: np.asarray(p.draw(stream(seed, "init", name)), dtype=dtype) for name, p in parameters.items()}
         values = {name: backend.asarray(value) for name, value in values.items()}
@@ -158,6 +157,11 @@ class Module:
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
         self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group)
         return self
+
+    def name_modules(self) -> None:
+        """Give this module and all below it their full names as seen from here; `initialize` does so."""
+        for path, module in self.named_modules():
+            module.path = path
 
     def zero_grad(self) -> None:
         """Forget all gradients, so that the next backward pass starts anew."""

@@ -1,0 +1,120 @@
+"""Chains: every way to cut a model gives the model's result, gradients and names; skips pair up or are refused."""
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models
+from nnmpi.backend.array import Array
+from nnmpi.errors import UsageError
+from nnmpi.nn.activation import ReLU, Tanh
+from nnmpi.nn.chain import Part, cut_chain, kept_at, open_chain, run_links
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+from nnmpi.nn.skip import Pop, Stash
+from nnmpi.tensor.tensor import Tensor
+
+
+def skips() -> Sequential:
+    """Return a model whose skips overlap, with one inside an inner sequence that has the same name as an outer one."""
+    inner = Sequential(Stash("a"), Linear(5, 5), Pop("a", Linear(5, 5)))
+    return Sequential(
+        Linear(4, 5),
+        Stash("a"),
+        Tanh(),
+        Stash("b"),
+        inner,
+        Pop("a"),
+        Residual(Sequential(Linear(5, 5), ReLU())),
+        Pop("b"),
+    )
+
+
+def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
+    """Return all ways to cut n links into stages."""
+    return [
+        tuple(range(a, b) for a, b in zip((0, *inner), (*inner, n), strict=True))
+        for inner in combinations(range(1, n), stages - 1)
+    ]
+
+
+def whole(model: Module, x: Array) -> tuple[Array, Array]:
+    """Return the result and the gradient of the input."""
+    leaf = Tensor(x, requires_grad=True)
+    result = model(leaf)
+    result.sum().backward()
+    assert leaf.grad is not None
+    return result.data, leaf.grad
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_every_cut_gives_the_whole_model(stages: int) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4))
+    model = skips().initialize(seed=1, dtype="float64")
+    expected = whole(model, x)
+    links = open_chain(model)
+    for cut in cuts(len(links), stages):
+        value: Any = Tensor(x, requires_grad=True)
+        first, kept = value, {}
+        for stage, number in zip(cut_chain(links, cut), cut, strict=True):
+            assert tuple(sorted(kept)) == kept_at(links, number.start)
+            value = run_links(stage, value, kept)
+        value.sum().backward()
+        assert first.grad is not None
+        assert np.array_equal(value.data, expected[0])
+        assert np.allclose(first.grad, expected[1])
+
+
+@pytest.mark.parametrize("model", [models.mlp, models.cnn, models.resnet])
+def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
+    expected = model((8, 8, 1), 10).initialize(seed=3).state()
+    built = model((8, 8, 1), 10)
+    links = open_chain(built)
+    found: dict[str, Array] = {}
+    for stage in cut_chain(links, [range(2), range(2, 5), range(5, len(links))]):
+        found |= Part(built, stage).initialize(seed=3).state()
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
+    model = Sequential(Linear(3, 3), ReLU(), Linear(3, 3))
+    model[2].weight = model[0].weight
+    links = open_chain(model)
+    names = [
+        [name for name, _ in Part(model, stage).named_parameters()]
+        for stage in cut_chain(links, [range(2), range(2, 3)])
+    ]
+    assert names == [["0.weight", "0.bias"], ["0.weight", "2.bias"]]
+
+
+def test_a_residual_network_can_be_cut_inside_its_blocks() -> None:
+    links = open_chain(models.resnet((8, 8, 1), 10))
+    assert [link.name for link in links][3:6] == ["3", "3.body.0", "3.body.1"]
+    assert kept_at(links, 5) == ("3 (start)",)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        ([Stash("a"), ReLU()], "never popped"),
+        ([ReLU(), Pop("a")], "without a Stash"),
+        ([Stash("a"), Stash("a"), Pop("a")], "comes twice"),
+        ([Stash("a"), Sequential(Pop("a"))], "without a Stash"),
+    ],
+)
+def test_skips_that_do_not_pair_up_are_refused(layers: list[Module], sentence: str) -> None:
+    model = Sequential(*layers).initialize()
+    with pytest.raises(UsageError, match=sentence):
+        model(Tensor(np.ones((2, 2))))
+    with pytest.raises(UsageError, match=sentence):
+        open_chain(model)
+
+
+def test_cuts_go_through_all_links() -> None:
+    links = open_chain(skips())
+    with pytest.raises(UsageError, match="each with at least one"):
+        cut_chain(links, [range(3), range(3, 3), range(3, len(links))])
