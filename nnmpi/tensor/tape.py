@@ -21,6 +21,56 @@ if TYPE_CHECKING:
     from nnmpi.tensor.function import Function
 
 
+class Deferred:
+    """The second half of a backward pass: the parameters' gradients, computed when `finish` is called.
+
+        backward    B | all gradients            halves    I | the inputs'      ...      W | the parameters'
+
+    A parameter is a leaf with a place in flat storage (`Variable.buffer`). The first half passes on what leads to other
+    leaves and keeps, for the second, each operation on a parameter with the gradient that reached it. Pipelines fill
+    their bubbles with second halves (Qi et al., "Zero bubble pipeline parallelism", 2024).
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Function, Array, tuple[bool, ...]]] = []
+
+    def backward(self, node: Function, grad: Array) -> tuple[Array | None, ...]:
+        """Return the gradients of those inputs of an operation that are no parameters; the others' wait."""
+        assert node.edges is not None  # used-up operations are taken off the tape
+        kept = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
+        if not any(kept):
+            return node.backward(grad)
+        self._waiting.append((node, grad, kept))
+        return _backward_of(node, grad, tuple(not each for each in kept))
+
+    def finish(self) -> None:
+        """Compute the gradients that wait, in the order of an ordinary pass, and drop what they needed."""
+        waiting, self._waiting = self._waiting, []
+        for node, grad, wanted in waiting:
+            _pass_on(node, _backward_of(node, grad, wanted))
+            node.release()
+
+    def holds(self, node: Function) -> bool:
+        """Whether an operation's second half waits here; it was the last one to come, if any."""
+        return bool(self._waiting) and self._waiting[-1][0] is node
+
+
+def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> tuple[Array | None, ...]:
+    """Return an operation's gradients for some of its inputs, None for the others."""
+    needs = node.needs
+    now = tuple(need and want for need, want in zip(needs, wanted, strict=True))
+    if True not in now:
+        return (None,) * len(now)
+    node.needs = now
+    try:
+        grads = node.backward(grad)
+    finally:
+        node.needs = needs
+    return tuple(each if want else None for each, want in zip(grads, now, strict=True))
+
+
 class Tape:
     """The operations of one graph, oldest first."""
 
@@ -54,13 +104,17 @@ def join(one: Tape, other: Tape) -> Tape:
     return one
 
 
-def walk_back(root: Variable, seed: Array, retain: bool) -> None:
+def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | None = None) -> None:
     """Compute the gradients of all leaves below `root`, given the gradient `seed` of its values.
 
     Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the operation saved.
 
+    Args:
+        deferred: takes the parameters' part of the work, which is then done by its `finish`.
+
     Raises:
-        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass.
+        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when halves are
+            asked for and a leaf wants to know when its gradient is final, or the graph is to be retained.
         ShapeError: when an operation returns a gradient of another shape than its input has.
         DtypeError: when it returns one of another dtype.
     """
@@ -71,6 +125,8 @@ def walk_back(root: Variable, seed: Array, retain: bool) -> None:
         return
     tape = root.tape.find()
     nodes, last = tape.nodes, _position(tape.nodes, root.node)
+    if deferred is not None and (tape.hooked or retain):
+        raise GraphError("a backward pass in halves serves no hooks and retains no graph; run a whole one")
     finals = _final_uses(nodes[: last + 1]) if tape.hooked else {}
     root.node.grad = seed
     try:
@@ -79,8 +135,8 @@ def walk_back(root: Variable, seed: Array, retain: bool) -> None:
             grad = node.grad
             if grad is not None:
                 node.grad = None
-                _pass_on(node, node.backward(grad))
-                if not retain:
+                _pass_on(node, node.backward(grad) if deferred is None else deferred.backward(node, grad))
+                if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
             for leaf in finals.get(node, ()):  # also where an operation above passed no gradient on to this one
                 if leaf.hook is not None and leaf.grad is not None:
@@ -89,7 +145,8 @@ def walk_back(root: Variable, seed: Array, retain: bool) -> None:
         for node in nodes[: last + 1]:  # only an exception leaves any
             node.grad = None
         if not retain:
-            tape.nodes = [node for node in nodes if node.edges is not None]
+            unused = nodes if deferred is None else nodes[last + 1 :]  # what is deferred is not for another pass
+            tape.nodes = [node for node in unused if node.edges is not None]
 
 
 def _position(nodes: list[Function], node: Function) -> int:

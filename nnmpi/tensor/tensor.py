@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
-from nnmpi.tensor.tape import walk_back
+from nnmpi.tensor.tape import Deferred, walk_back
 from nnmpi.tensor.variable import Variable
 
 
@@ -51,16 +51,18 @@ class Tensor(Variable):
         tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = None
         return tensor
 
-    def backward(self, grad: Any = None, retain_graph: bool = False) -> None:
+    def backward(self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None) -> None:
         """Compute the gradients of all leaves that this tensor depends on, adding to the `grad` they have.
 
         Args:
             grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1, for a tensor of one
                 element.
             retain_graph: keep what the operations saved, so that backward can be called again.
+            deferred: takes over the parameters' gradients, which its `finish` computes (see `tape.Deferred`).
 
         Raises:
-            GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call.
+            GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call; for
+                `deferred` together with hooks or `retain_graph`.
             ShapeError: when `grad` is needed and missing, or has another shape.
         """
         if not self.requires_grad:
@@ -80,7 +82,7 @@ class Tensor(Variable):
             seed = xp.asarray(values, dtype=self.dtype)
             if seed.shape != self.shape:
                 raise ShapeError(f"backward of a tensor of shape {self.shape} got a gradient of shape {seed.shape}")
-        walk_back(self, seed, retain_graph)
+        walk_back(self, seed, retain_graph, deferred)
 
     def detach(self) -> Tensor:
         """Return a tensor of the same values (not copied) that is no part of the graph."""
