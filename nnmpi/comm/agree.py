@@ -21,7 +21,7 @@ class Gathers(Protocol):
         """Return every rank's value on every rank."""
 
 
-def agree(group: Gathers, error: Exception | None) -> None:
+def agree(group: Gathers, error: Exception | None, speaker: int | None = None) -> None:
     """Return if no rank has an error; otherwise raise on every rank. Collective.
 
     An error of nnmpi's own keeps its kind, and with it the exit status; of several, the lowest rank's counts. Any
@@ -31,6 +31,7 @@ def agree(group: Gathers, error: Exception | None) -> None:
     Args:
         group: the ranks that must agree.
         error: this rank's exception, None if all went well.
+        speaker: a rank that worked for all, if there is one: where it fails alone its text stays as it is too.
 
     Raises:
         NnmpiError: the error that all ranks raise; on a rank that failed, caused by its own exception.
@@ -38,7 +39,7 @@ def agree(group: Gathers, error: Exception | None) -> None:
     everyones: list[dict[str, Any] | None] = group.gather(None if error is None else _describe(error))
     failed = {rank: found for rank, found in enumerate(everyones) if found is not None}
     if failed:
-        raise _build(failed, size=len(everyones)) from error
+        raise _build(failed, len(everyones), speaker) from error
 
 
 @contextmanager
@@ -68,13 +69,13 @@ def _describe(error: Exception) -> dict[str, Any]:
     return {"kind": CommError.__name__, "status": 1, "text": text, "trace": "".join(traceback.format_exception(error))}
 
 
-def _build(failed: Mapping[int, Mapping[str, Any]], size: int) -> NnmpiError:
+def _build(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | None) -> NnmpiError:
     """Return the error that stands for all that failed."""
     first = failed[min(failed)]
     texts: dict[str, list[int]] = {}
     for rank, found in failed.items():
         texts.setdefault(found["text"], []).append(rank)
-    if len(texts) == 1 and len(failed) == size:
+    if len(texts) == 1 and (len(failed) == size or list(failed) == [speaker]):
         text = first["text"]
     else:
         text = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in texts.items())

@@ -119,3 +119,13 @@ def test_a_body_that_goes_well_goes_on(group: Group) -> None:
     with agreed(group):
         done = True
     assert all(group.gather(done))
+
+
+@pytest.mark.mpi
+def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
+    last = group.size - 1
+    for speaker in (None, last):
+        with pytest.raises(DataError) as caught:
+            agree(group, DataError("no file") if group.rank == last else None, speaker)
+        named = "" if speaker == last or group.size == 1 else f"rank {last}: "
+        assert all(group.gather(str(caught.value) == f"{named}no file"))
