@@ -1,0 +1,352 @@
+"""The mesh of ranks: which rank is which replica (d), pipeline stage (p) and tensor shard (t). Arithmetic, no messages.
+
+The axes are dp (data parallel), pp (pipeline) and tp (tensor). tp is innermost: neighbours in rank, and so mostly on one
+node, share the layers themselves, who talk the most; rank = (d * pp + p) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
+
+    8 ranks: dp 2 x pp 2 x tp 2
+
+           p0   p1
+    d0    0 1  2 3
+    d1    4 5  6 7
+
+    groups of tp: 0 1 | 2 3 | 4 5 | 6 7      a cell: they hold parts of the same layers
+    groups of pp: 0 2 | 1 3 | 4 6 | 5 7      along a line: they hold the layers one after the other
+    groups of dp: 0 4 | 1 5 | 2 6 | 3 7      down a column: they hold the same
+    replicas:     0 1 2 3 | 4 5 6 7          a line: one whole model
+
+Where the nodes are known, as many tensor groups as can be lie on one node each, then as many replicas as can be, and
+replicas of one node stand together; the order of the ranks gives way to that. Here ranks were dealt to two nodes in
+turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
+
+    8 ranks on 2 nodes: dp 2 x pp 2 x tp 2
+
+           p0   p1
+    d0    0 2  4 6    node 0
+    d1    1 3  5 7    node 1
+
+Rank 0 is always (0, 0, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log, prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from nnmpi.errors import LayoutError
+
+if TYPE_CHECKING:
+    from nnmpi.comm.group import Group
+
+DP, PP, TP, MODEL = "dp", "pp", "tp", "model"
+AXES = (DP, PP, TP)
+SUGGESTIONS = 5
+
+
+class Coordinates(NamedTuple):
+    """Where a rank is in the mesh.
+
+    Attributes:
+        d: the replica of the model.
+        p: the place in the pipeline; with virtual stages it holds the stages s with s % pp == p.
+        t: the shard of each of its layers.
+    """
+
+    d: int
+    p: int
+    t: int
+
+    def __str__(self) -> str:
+        """Return them in short: "d1 p0 t3"."""
+        return f"d{self.d} p{self.p} t{self.t}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks 0..dp*pp*tp-1 on three axes.
+
+    Attributes:
+        dp: replicas of the model.
+        pp: ranks of a pipeline.
+        tp: ranks that share a layer.
+        nodes: the number of each rank's node, any numbers; None for an order by rank alone.
+
+    Raises:
+        LayoutError: for an axis below 1, or nodes of another number of ranks.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    nodes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the axes and the nodes."""
+        _check_axes(dict(zip(AXES, self.shape, strict=True)))
+        if self.nodes is not None and len(self.nodes) != self.size:
+            raise LayoutError(
+                f"{len(self.nodes)} ranks have nodes, but {self} has {self.size}; give one node for each rank"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        world: int,
+        dp: int | None = None,
+        pp: int | None = None,
+        tp: int | None = None,
+        nodes: Sequence[int] | None = None,
+    ) -> Mesh:
+        """Return the mesh of all ranks of the world. A single axis that is None is derived; of several, pp and tp are 1.
+
+            of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
+
+        Raises:
+            LayoutError: when the axes do not make up the world; it names those that would.
+        """
+        asked = {DP: dp, PP: pp, TP: tp}
+        _check_axes(asked | {"world": world})
+        axes = dict(asked)
+        missing = [axis for axis in AXES if asked[axis] is None]
+        if len(missing) > 1:
+            axes |= {axis: 1 for axis in missing if axis != DP}
+            missing = [axis for axis in missing if axis == DP]
+        given = prod(size for size in axes.values() if size is not None)
+        if missing and world % given == 0:
+            axes[missing[0]] = world // given
+        if prod(axes[axis] or 1 for axis in AXES) != world:
+            raise LayoutError(_misfit(world, axes, asked))
+        return cls(*(axes[axis] or 1 for axis in AXES), nodes=None if nodes is None else tuple(nodes))
+
+    def __str__(self) -> str:
+        """Return the axes in words."""
+        return f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The sizes of the axes, (dp, pp, tp)."""
+        return self.dp, self.pp, self.tp
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.shape)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where this rank is.
+
+        Raises:
+            LayoutError: when there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise LayoutError(f"rank {rank} is not one of {self} = {self.size} ranks")
+        rest, t = divmod(self._places[rank], self.tp)
+        return Coordinates(*divmod(rest, self.pp), t)
+
+    def rank_at(self, d: int, p: int, t: int) -> int:
+        """Return the rank at these coordinates.
+
+        Raises:
+            LayoutError: when there are no such coordinates.
+        """
+        if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp):
+            raise LayoutError(f"{Coordinates(d, p, t)} is not in {self}; coordinates count from 0")
+        return self._ranks[(d * self.pp + p) * self.tp + t]
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that differ on this axis only, each group in the axis' order; with "model" the replicas.
+
+        Raises:
+            LayoutError: for another axis.
+        """
+        dp, pp, tp = self.shape
+        if axis == TP:
+            return self._pick((d, p, range(tp)) for d in range(dp) for p in range(pp))
+        if axis == PP:
+            return self._pick((d, range(pp), t) for d in range(dp) for t in range(tp))
+        if axis == DP:
+            return self._pick((range(dp), p, t) for p in range(pp) for t in range(tp))
+        if axis == MODEL:
+            return self._pick((d, range(pp), range(tp)) for d in range(dp))
+        raise LayoutError(
+            f"a mesh has no axis {axis!r}; its axes are {', '.join(AXES)}, and {MODEL} for whole replicas"
+        )
+
+    def bind(self, group: Group) -> BoundMesh:
+        """Return the mesh with a group of each axis that this rank is in. Collective over the group.
+
+        Raises:
+            LayoutError: on all ranks, when the group has not as many ranks as the mesh.
+        """
+        if group.size != self.size:
+            raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
+        d, p, t = place = self.coordinates(group.rank)
+        return BoundMesh(
+            self,
+            group,
+            place,
+            dp=group.split(p * self.tp + t, d),
+            pp=group.split(d * self.tp + t, p),
+            tp=group.split(d * self.pp + p, t),
+            model=group.split(d, p * self.tp + t),
+        )
+
+    def render(self) -> str:
+        """Return a picture: a line for each replica, a cell for each stage, in it the ranks in the order of t."""
+        nodes = _renumber(self.nodes) if self.nodes else ()
+        width = len(str(self.size - 1))
+        places = f"{self.size} rank{'s' * (self.size > 1)}" + (f" on {max(nodes) + 1} nodes" if any(nodes) else "")
+        cells = (width + 1) * self.tp - 1
+        margin = len(f"d{self.dp - 1}") + 2
+        lines = [f"{places}: {self}", "", " " * margin + "".join(f"  {f'p{p}':>{cells}}" for p in range(self.pp))]
+        for d, replica in enumerate(self.groups(MODEL)):
+            named = [f"{rank:>{width}}" for rank in replica]
+            rows = [" ".join(named[p * self.tp : (p + 1) * self.tp]) for p in range(self.pp)]
+            line = f"d{d}".ljust(margin) + "".join(f"  {row:>{max(cells, len(f'p{p}'))}}" for p, row in enumerate(rows))
+            lines.append(line + (f"    {_name_nodes(nodes[rank] for rank in replica)}" if any(nodes) else ""))
+        return "\n".join(lines)
+
+    def _pick(self, places: Iterable[tuple[int | range, int | range, int | range]]) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks at each of these blocks of coordinates."""
+        return tuple(tuple(self._block(*map(_as_range, place))) for place in places)
+
+    def _block(self, ds: range, ps: range, ts: range) -> Iterator[int]:
+        return (self._ranks[(d * self.pp + p) * self.tp + t] for d in ds for p in ps for t in ts)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank at each place; places are numbered with t fastest and d slowest."""
+        if self.nodes is None:
+            return tuple(range(self.size))
+        return _place(_renumber(self.nodes), self.pp, self.tp)
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """The place of each rank."""
+        places = [0] * self.size
+        for place, rank in enumerate(self._ranks):
+            places[rank] = place
+        return tuple(places)
+
+
+@dataclass(frozen=True)
+class BoundMesh:
+    """A mesh with the groups that this rank works in; a rank's number in a group is its coordinate on that axis.
+
+    Attributes:
+        mesh: the arithmetic.
+        world: the group of all ranks, the one that was bound.
+        place: this rank's coordinates.
+        dp: the ranks that hold the same parts of the model.
+        pp: the ranks of this pipeline, in the order of its stages.
+        tp: the ranks that share this rank's layers.
+        model: all ranks of this replica of the model; rank p * tp + t.
+    """
+
+    mesh: Mesh
+    world: Group
+    place: Coordinates
+    dp: Group
+    pp: Group
+    tp: Group
+    model: Group
+
+    def free(self) -> None:
+        """Give the groups back to MPI, but not the world. Collective."""
+        for group in (self.dp, self.pp, self.tp, self.model):
+            group.free()
+
+
+class _Block(NamedTuple):
+    """Ranks that stay together; sorted as the nodes and ranks of their first one are."""
+
+    node: int
+    ranks: tuple[int, ...]
+    is_on_one_node: bool
+
+
+def _place(nodes: Sequence[int], pp: int, tp: int) -> tuple[int, ...]:
+    """Return the ranks in the order of their places, for nodes that are numbered by their first ranks."""
+    single = [_Block(node, (rank,), True) for rank, node in enumerate(nodes)]
+    replicas = _join(_join(single, tp), pp)
+    return tuple(rank for replica in replicas for rank in replica.ranks)
+
+
+def _join(blocks: Iterable[_Block], many: int) -> list[_Block]:
+    """Join the blocks, `many` at a time: on each node as often as it has so many, then what is left, nearest first.
+
+    No other way leaves more of the joined blocks on one node each. The block of rank 0 is the first and stays it.
+    """
+    homes: dict[int, list[_Block]] = {}
+    left: list[_Block] = []
+    for block in sorted(blocks):
+        if block.is_on_one_node:
+            homes.setdefault(block.node, []).append(block)
+        else:
+            left.append(block)
+    joined: list[_Block] = []
+    for at_home in homes.values():
+        whole = len(at_home) - len(at_home) % many
+        joined += [_merge(at_home[i : i + many], True) for i in range(0, whole, many)]
+        left += at_home[whole:]
+    left.sort()
+    joined += [_merge(left[i : i + many], False) for i in range(0, len(left), many)]
+    return sorted(joined)
+
+
+def _merge(blocks: Sequence[_Block], is_on_one_node: bool) -> _Block:
+    return _Block(blocks[0].node, tuple(rank for block in blocks for rank in block.ranks), is_on_one_node)
+
+
+def _renumber(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return the nodes numbered 0, 1 ... in the order of their first ranks."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return tuple(numbers[node] for node in nodes)
+
+
+def _name_nodes(nodes: Iterable[int]) -> str:
+    own = sorted(set(nodes))
+    return f"node{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+
+
+def _as_range(at: int | range) -> range:
+    return range(at, at + 1) if isinstance(at, int) else at
+
+
+# ---- layouts that fit ----
+
+
+def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
+    """Return the layouts of this many ranks, the nearest to what is asked for first.
+
+    Near is where few axes differ from those asked for, and then by small factors; axes that are None do not count.
+    """
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    meshes = [Mesh(d, p, world // d // p) for d in divisors for p in divisors if world % (d * p) == 0]
+
+    def distance(mesh: Mesh) -> tuple[int, float, int, int]:
+        pairs = [(own, asked.get(axis)) for axis, own in zip(AXES, mesh.shape, strict=True)]
+        factors = [abs(log(own / other)) for own, other in pairs if other is not None and own != other]
+        return len(factors), round(sum(factors), 9), -mesh.dp, -mesh.pp
+
+    return sorted(meshes, key=distance)
+
+
+def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None]) -> str:
+    """Return the sentence on axes that do not make up the world; those that are still None could not be derived."""
+    known = {axis: size for axis, size in axes.items() if size is not None}
+    product = " x ".join(f"{axis} {size}" for axis, size in known.items())
+    meshes = fitting(world, asked or axes)
+    some = ", ".join(str(mesh) for mesh in meshes[:SUGGESTIONS]) + (" ..." if len(meshes) > SUGGESTIONS else "")
+    ranks = f"{world} rank{' is' if world == 1 else 's are'}"
+    kind = "not" if len(known) == len(AXES) else "no multiple of"
+    return f"{ranks} {kind} {product} = {prod(known.values())}; these fit: {some}"
+
+
+def _check_axes(axes: dict[str, int | None]) -> None:
+    for axis, size in axes.items():
+        if size is not None and size < 1:
+            what = f"a world of {size} ranks" if axis == "world" else f"{axis} {size}"
+            raise LayoutError(f"{what} does not exist; give at least 1")

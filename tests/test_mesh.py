@@ -1,0 +1,228 @@
+"""The mesh: every rank at one place, groups, what is derived and refused, nodes, pictures; and bound to MPI's ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nnmpi.mesh
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError
+from nnmpi.mesh import AXES, MODEL, Coordinates, Mesh, fitting
+
+axis = st.integers(1, 5)
+nodes_of_any_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+def on_one_node(mesh: Mesh, axis: str) -> int:
+    """Return how many groups of an axis lie on one node."""
+    nodes = mesh.nodes or (0,) * mesh.size
+    return sum(len({nodes[rank] for rank in group}) == 1 for group in mesh.groups(axis))
+
+
+def check(mesh: Mesh) -> None:
+    """Every rank has one place, and the groups of each axis hold every rank once, in the order of the axis."""
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert len(set(places)) == mesh.size
+    assert [mesh.rank_at(*place) for place in places] == list(range(mesh.size))
+    assert places[0] == (0, 0, 0)
+    for number, axis in enumerate(AXES):
+        groups = mesh.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        for group in groups:
+            own = [places[rank] for rank in group]
+            assert [place[number] for place in own] == list(range(mesh.shape[number]))
+            assert len({place[:number] + place[number + 1 :] for place in own}) == 1
+    for d, replica in enumerate(mesh.groups(MODEL)):
+        assert [places[rank] for rank in replica] == [(d, p, t) for p in range(mesh.pp) for t in range(mesh.tp)]
+
+
+@given(axis, axis, axis)
+def test_every_rank_has_one_place(dp: int, pp: int, tp: int) -> None:
+    mesh = Mesh(dp, pp, tp)
+    check(mesh)
+    assert all(mesh.rank_at(d, p, t) == (d * pp + p) * tp + t for d, p, t in map(mesh.coordinates, range(mesh.size)))
+    assert mesh == Mesh.of(dp * pp * tp, dp, pp, tp)
+
+
+@given(axis, axis, st.data())
+def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
+    """As many tensor groups, and of those as many replicas, as can be are on one node each."""
+    dp = data.draw(st.integers(1, 4))
+    numbers = st.lists(st.sampled_from([7, 3, -1, 12]), min_size=dp * pp * tp, max_size=dp * pp * tp)
+    nodes = tuple(data.draw(numbers))
+    mesh = Mesh(dp, pp, tp, nodes)
+    check(mesh)
+    assert on_one_node(mesh, "tp") == sum(many // tp for many in Counter(nodes).values())
+    assert on_one_node(mesh, MODEL) == sum(many // tp // pp for many in Counter(nodes).values())
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int, many: int) -> None:
+    """When each node has whole replicas, in the order of the ranks, nothing is moved."""
+    each = replicas * pp * tp
+    nodes = tuple(node for node in range(many) for _ in range(each))
+    mesh = Mesh(replicas * many, pp, tp, nodes)
+    assert mesh.groups(MODEL) == Mesh(replicas * many, pp, tp).groups(MODEL)
+
+
+def test_ranks_dealt_in_turn_are_sorted_by_node() -> None:
+    """Also the replicas: those of one node stand together, as a ring over them wants it."""
+    assert Mesh(4, 1, 1, (0, 1, 0, 1)).groups("dp") == ((0, 2, 1, 3),)
+    assert Mesh(1, 4, 1, (0, 1, 0, 1)).groups("pp") == ((0, 2, 1, 3),)
+    assert Mesh(1, 2, 2, (5, 4, 5, 4)).groups("tp") == ((0, 2), (1, 3))
+
+
+def test_what_is_left_of_the_nodes_is_joined() -> None:
+    """Two nodes of three ranks: one tensor group of two on each, and one across."""
+    mesh = Mesh(3, 1, 2, (0, 0, 0, 1, 1, 1))
+    assert mesh.groups("tp") == ((0, 1), (2, 5), (3, 4))
+
+
+def test_thousands_of_ranks() -> None:
+    """On nodes of 64 ranks, dealt in turn; and a prime number of them."""
+    nodes = tuple(rank % 128 for rank in range(8192))
+    mesh = Mesh(64, 16, 8, nodes)
+    check(mesh)
+    assert on_one_node(mesh, "tp") == 1024
+    assert on_one_node(mesh, MODEL) == 0
+    assert all(len({nodes[rank] for rank in replica}) == 2 for replica in mesh.groups(MODEL))
+    assert Mesh.of(7919).shape == (7919, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape"),
+    [
+        ({}, (24, 1, 1)),
+        ({"pp": 2}, (12, 2, 1)),
+        ({"tp": 3}, (8, 1, 3)),
+        ({"pp": 2, "tp": 3}, (4, 2, 3)),
+        ({"dp": 2, "tp": 3}, (2, 4, 3)),
+        ({"dp": 3, "pp": 8}, (3, 8, 1)),
+        ({"dp": 24}, (24, 1, 1)),
+        ({"dp": 1, "pp": 1, "tp": 24}, (1, 1, 24)),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, int, int]) -> None:
+    assert Mesh.of(24, **asked).shape == shape
+    assert Mesh.of(24, **asked, nodes=[0] * 24).nodes == (0,) * 24
+
+
+@pytest.mark.parametrize(
+    ("world", "asked", "words"),
+    [
+        (
+            8,
+            (3, 2, 1),
+            "8 ranks are not dp 3 x pp 2 x tp 1 = 6; these fit: dp 4 x pp 2 x tp 1, dp 2 x pp 4 x tp 1, "
+            "dp 2 x pp 2 x tp 2, dp 8 x pp 1 x tp 1, dp 1 x pp 8 x tp 1 ...",
+        ),
+        (
+            6,
+            (None, 2, 2),
+            "6 ranks are no multiple of pp 2 x tp 2 = 4; these fit: dp 3 x pp 2 x tp 1, dp 1 x pp 2 x tp 3, "
+            "dp 3 x pp 1 x tp 2, dp 1 x pp 3 x tp 2, dp 2 x pp 3 x tp 1 ...",
+        ),
+        (
+            4,
+            (2, None, None),
+            "4 ranks are not dp 2 x pp 1 x tp 1 = 2; these fit: dp 2 x pp 2 x tp 1, dp 2 x pp 1 x tp 2, "
+            "dp 4 x pp 1 x tp 1, dp 1 x pp 4 x tp 1, dp 1 x pp 2 x tp 2 ...",
+        ),
+        (1, (1, 2, None), "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1"),
+        (8, (None, 0, None), "pp 0 does not exist; give at least 1"),
+        (0, (None, None, None), "a world of 0 ranks does not exist; give at least 1"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(world: int, asked: tuple[int | None, ...], words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Mesh.of(world, *asked)
+    assert str(caught.value) == words
+
+
+@given(st.integers(1, 60))
+def test_what_fits_is_complete(world: int) -> None:
+    shapes = [mesh.shape for mesh in fitting(world, {"dp": 2, "pp": None, "tp": 3})]
+    every = range(1, world + 1)
+    assert sorted(shapes) == [(d, p, t) for d in every for p in every for t in every if d * p * t == world]
+    if world % 6 == 0:
+        assert shapes[0] == (2, world // 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mesh(2, -1, 1), "pp -1 does not exist"),
+        (lambda: Mesh(2, 1, 1, (0,)), "1 ranks have nodes, but dp 2 x pp 1 x tp 1 has 2"),
+        (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
+        (lambda: Mesh(2).coordinates(-1), "rank -1"),
+        (lambda: Mesh(2, 3).rank_at(1, 3, 0), "d1 p3 t0 is not in dp 2 x pp 3 x tp 1"),
+        (lambda: Mesh(2).groups("sp"), "no axis 'sp'; its axes are dp, pp, tp, and model"),
+    ],
+)
+def test_what_does_not_exist(make, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(2, 2, 2, (0, 1) * 4)], ids=str)
+def test_the_pictures_in_the_documentation_are_those_that_are_drawn(mesh: Mesh) -> None:
+    picture = "\n".join(f"    {line}".rstrip() for line in mesh.render().splitlines())
+    assert picture in nnmpi.mesh.__doc__
+
+
+def test_a_picture_of_uneven_things() -> None:
+    assert Mesh(3, 2, 2, (0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1)).render().splitlines()[2:] == [
+        "         p0     p1",
+        "d0     0  1   2  3    node 0",
+        "d1     4 11   9 10    nodes 0, 1",
+        "d2     5  6   7  8    node 1",
+    ]
+    assert Mesh().render() == "1 rank: dp 1 x pp 1 x tp 1\n\n      p0\nd0     0"
+    assert len(set(map(len, Mesh(12, 12, 1).render().splitlines()[2:]))) == 1
+
+
+# ---- on MPI ----
+
+
+def nodes_for(size: int) -> Sequence[Sequence[int] | None]:
+    return [None, [rank % 2 for rank in range(size)], [size - rank for rank in range(size)]]
+
+
+@pytest.mark.mpi
+def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
+    """For every layout of these ranks: who is in a group, and in which order."""
+    for shape in (mesh.shape for mesh in fitting(group.size, {})):
+        for nodes in nodes_for(group.size):
+            mesh = Mesh.of(group.size, *shape, nodes=nodes)
+            bound = mesh.bind(group)
+            place = mesh.coordinates(group.rank)
+            wrong = [] if bound.place == place and isinstance(bound.place, Coordinates) else ["place"]
+            for axis, own in zip((*AXES, MODEL), (bound.dp, bound.pp, bound.tp, bound.model), strict=True):
+                expected = next(ranks for ranks in mesh.groups(axis) if group.rank in ranks)
+                if tuple(own.gather(group.rank)) != expected or expected[own.rank] != group.rank:
+                    wrong.append(axis)
+            if (bound.dp.rank, bound.pp.rank, bound.tp.rank, bound.world) != (*place, group):
+                wrong.append("ranks")
+            bound.free()
+            assert group.gather(wrong) == [[]] * group.size
+
+
+@pytest.mark.mpi
+def test_the_nodes_that_mpi_knows_can_be_asked_for(group: Group) -> None:
+    mesh = Mesh.of(group.size, nodes=group.nodes())
+    assert group.gather(on_one_node(mesh, "tp")) == [group.size] * group.size
+
+
+@pytest.mark.mpi
+def test_another_number_of_ranks_is_refused_on_all(group: Group) -> None:
+    try:
+        Mesh(group.size + 1).bind(group)
+        text = "nothing"
+    except LayoutError as error:
+        text = str(error)
+    assert all(f"not dp {group.size + 1} x pp 1 x tp 1" in each for each in group.gather(text))
