@@ -1,7 +1,7 @@
 """The mesh of ranks: which rank is which replica (d), pipeline stage (p) and tensor shard (t). Arithmetic, no messages.
 
-The axes are dp (data parallel), pp (pipeline) and tp (tensor). tp is innermost: neighbours in rank, and so mostly on one
-node, share the layers themselves, who talk the most; rank = (d * pp + p) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
+The axes are dp (data parallel), pp (pipeline) and tp (tensor). tp is innermost: neighbours in rank, mostly on one node,
+share the layers themselves, and so talk the most; rank = (d * pp + p) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
 
     8 ranks: dp 2 x pp 2 x tp 2
 
@@ -87,7 +87,7 @@ class Mesh:
         _check_axes(dict(zip(AXES, self.shape, strict=True)))
         if self.nodes is not None and len(self.nodes) != self.size:
             raise LayoutError(
-                f"{len(self.nodes)} ranks have nodes, but {self} has {self.size}; give one node for each rank"
+                f"nodes are given for {len(self.nodes)} ranks, but {self} has {self.size}; give one for each rank"
             )
 
     @classmethod
@@ -99,7 +99,7 @@ class Mesh:
         tp: int | None = None,
         nodes: Sequence[int] | None = None,
     ) -> Mesh:
-        """Return the mesh of all ranks of the world. A single axis that is None is derived; of several, pp and tp are 1.
+        """Return the mesh of the world. A single axis that is None is derived; of several, pp and tp are 1, dp is derived.
 
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 
@@ -118,7 +118,7 @@ class Mesh:
             axes[missing[0]] = world // given
         if prod(axes[axis] or 1 for axis in AXES) != world:
             raise LayoutError(_misfit(world, axes, asked))
-        return cls(*(axes[axis] or 1 for axis in AXES), nodes=None if nodes is None else tuple(nodes))
+        return cls(axes[DP] or 1, axes[PP] or 1, axes[TP] or 1, None if nodes is None else tuple(nodes))
 
     def __str__(self) -> str:
         """Return the axes in words."""

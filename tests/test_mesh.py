@@ -123,8 +123,8 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
         (
             6,
             (None, 2, 2),
-            "6 ranks are no multiple of pp 2 x tp 2 = 4; these fit: dp 3 x pp 2 x tp 1, dp 1 x pp 2 x tp 3, "
-            "dp 3 x pp 1 x tp 2, dp 1 x pp 3 x tp 2, dp 2 x pp 3 x tp 1 ...",
+            "6 ranks are no multiple of pp 2 x tp 2 = 4; these fit: dp 1 x pp 3 x tp 2, dp 1 x pp 2 x tp 3, "
+            "dp 3 x pp 2 x tp 1, dp 3 x pp 1 x tp 2, dp 2 x pp 3 x tp 1 ...",
         ),
         (
             4,
@@ -157,7 +157,7 @@ def test_what_fits_is_complete(world: int) -> None:
     ("make", "words"),
     [
         (lambda: Mesh(2, -1, 1), "pp -1 does not exist"),
-        (lambda: Mesh(2, 1, 1, (0,)), "1 ranks have nodes, but dp 2 x pp 1 x tp 1 has 2"),
+        (lambda: Mesh(2, 1, 1, (0,)), "nodes are given for 1 ranks, but dp 2 x pp 1 x tp 1 has 2"),
         (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
         (lambda: Mesh(2).coordinates(-1), "rank -1"),
         (lambda: Mesh(2, 3).rank_at(1, 3, 0), "d1 p3 t0 is not in dp 2 x pp 3 x tp 1"),
