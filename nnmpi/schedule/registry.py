@@ -1,0 +1,42 @@
+"""The schedules by the names that the command line knows."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from nnmpi.errors import UsageError
+from nnmpi.schedule.gpipe import gpipe
+from nnmpi.schedule.inference import inference
+from nnmpi.schedule.instruction import Instruction
+from nnmpi.schedule.naive import naive
+from nnmpi.schedule.one_f_one_b import one_f_one_b
+from nnmpi.schedule.schedule import Schedule
+
+_PLAIN: Mapping[str, Callable[[int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
+    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "inference": inference}
+)
+"""Schedules of one stage per rank: (rank, ranks, microbatches) -> what the rank computes."""
+
+SCHEDULES = tuple(_PLAIN)
+
+
+def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """Return the schedule of this name, computation only; `lower` adds messages, reductions and updates.
+
+    Args:
+        name: one of `SCHEDULES`.
+        ranks: number of ranks.
+        microbatches: number of microbatches in a step.
+        virtual: stages per rank; only "interleaved" can have more than one.
+
+    Raises:
+        UsageError: for another name, or numbers that the schedule cannot have.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
+        if number < 1:
+            raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
+    if virtual > 1:
+        raise UsageError(f"{name} has one stage on each rank, not {virtual}; for several choose interleaved")
+    programs = tuple(_PLAIN[name](rank, ranks, microbatches) for rank in range(ranks))
+    return Schedule(name, ranks, ranks * virtual, microbatches, programs)
