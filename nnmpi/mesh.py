@@ -99,7 +99,7 @@ class Mesh:
         tp: int | None = None,
         nodes: Sequence[int] | None = None,
     ) -> Mesh:
-        """Return the mesh of the world. A single axis that is None is derived; of several, pp and tp are 1, dp is derived.
+        """Return the mesh of a world. A single axis that is None is derived; of several, pp and tp are 1.
 
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 
