@@ -9,7 +9,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.buckets import plan_buckets
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp

@@ -8,7 +8,7 @@ import threadpoolctl
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.library import load_mpi
-from nnmpi.compose import Worker
+from nnmpi.compose.worker import Worker
 from nnmpi.train.config import Config, OptimizationConfig, ParallelConfig
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.report import Extent

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from nnmpi.comm.group import Group
-from nnmpi.compose import EvalReport, StepReport, Worker
+from nnmpi.compose.report import EvalReport, StepReport
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.errors import NnmpiError

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nnmpi.compose import EvalReport, StepReport
+from nnmpi.compose.report import EvalReport, StepReport
 from nnmpi.train.progress import Console, Pace, percent
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.state import State

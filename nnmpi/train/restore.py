@@ -7,7 +7,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.train.checkpoint import (
     MODEL_FILE,

@@ -8,7 +8,7 @@ from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
-from nnmpi.compose import EvalReport
+from nnmpi.compose.report import EvalReport
 from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.train.build import build_extent, build_schedule, build_worker
 from nnmpi.train.config import Config

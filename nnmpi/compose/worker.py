@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite, nan
 from typing import Any, TypeAlias
@@ -24,9 +23,10 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.compose.housing import Housing, fuse
+from nnmpi.compose.report import EvalReport, StepReport
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, DeviceError, UsageError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
@@ -34,42 +34,10 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel, check_free
 from nnmpi.parallel.divergence import explain
-from nnmpi.parallel.fused import FusedUpdate, house, unhouse
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One update, the same on all ranks but for the times.
-
-    Attributes:
-        loss: the mean over the samples of all ranks.
-        accuracy: the share of samples whose largest logit is their label's.
-        count: the samples of the global batch.
-        grad_norm: the length of the global gradient, before clipping.
-        compute_s: seconds in which this rank computed.
-        traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
-    """
-
-    loss: float
-    accuracy: float
-    count: int
-    grad_norm: float
-    compute_s: float
-    traffic: Traffic
-
-
-@dataclass(frozen=True)
-class EvalReport:
-    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`."""
-
-    loss: float
-    accuracy: float
-    samples: int
-    seconds: float
 
 
 class Worker:
@@ -128,10 +96,10 @@ class Worker:
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         check_free(model)  # before anything is moved
-        self._housing: _Housing | None = None
+        self._housing: Housing | None = None
         self.notice = ""
         if fused_update:
-            self._housing, self.notice = _fuse(model, optimizer, group)
+            self._housing, self.notice = fuse(model, optimizer, group)
         self.fused = None if self._housing is None else self._housing.fused
         exchanged = self.fused is None
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
@@ -275,39 +243,6 @@ class Worker:
         mean = loss_sum / max(batch.global_rows, 1)
         again = partial(self._forward, x[part], y[part], cut.first_row)
         return explain(self.group, self.model, x[part], lambda: again()[0], self.optimizer.steps + 1, mean)
-
-
-@dataclass(frozen=True)
-class _Housing:
-    """A fused update and the shared memory that was taken for it."""
-
-    fused: FusedUpdate
-    memory: SharedMemory
-    allocations: range
-
-    def release(self, model: Module, optimizer: Optimizer) -> None:
-        """Give the model and the optimizer memory of their own, and the shared memory back."""
-        unhouse(model.storage, optimizer, self.memory)
-        self.memory.drop_allocations(self.allocations)
-        self.memory.close()
-
-
-def _fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[_Housing | None, str]:
-    """Move the model and its optimizer to shared memory; return the fused update, or None and why there is none."""
-    try:
-        memory = group.memory().twin(group)
-    except DeviceError as error:
-        return None, f"the update is not fused: {error}"
-    first = memory.allocations
-    try:
-        house(model.storage, memory)
-        fused = FusedUpdate(optimizer, memory)
-    except DeviceError as error:
-        unhouse(model.storage, optimizer, memory)
-        memory.drop_allocations(range(first, memory.allocations))
-        memory.close()
-        return None, f"the update is not fused: {error}"
-    return _Housing(fused, memory, range(first, memory.allocations)), ""
 
 
 def _correct(logits: Tensor, y: Array) -> float:

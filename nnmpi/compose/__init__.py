@@ -1,0 +1,6 @@
+"""Model, optimizer and parallel strategies put together: one object with one call per update."""
+
+from nnmpi.compose.report import EvalReport, StepReport
+from nnmpi.compose.worker import Worker
+
+__all__ = ["EvalReport", "StepReport", "Worker"]

@@ -1,0 +1,38 @@
+"""What a worker tells of a step and of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nnmpi.comm.exchange import Traffic
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One update, the same on all ranks but for the times.
+
+    Attributes:
+        loss: the mean over the samples of all ranks.
+        accuracy: the share of samples whose largest logit is their label's.
+        count: the samples of the global batch.
+        grad_norm: the length of the global gradient, before clipping.
+        compute_s: seconds in which this rank computed.
+        traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
+    """
+
+    loss: float
+    accuracy: float
+    count: int
+    grad_norm: float
+    compute_s: float
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`."""
+
+    loss: float
+    accuracy: float
+    samples: int
+    seconds: float
