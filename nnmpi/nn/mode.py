@@ -24,6 +24,8 @@ class Mode:
         seed: of the run.
         step: the number of the update; with seed and layer name it keys dropout masks.
         first_row: the place in the global batch of this rank's first sample.
+        again: whether this pass repeats one that has been, whose results were not kept: what a layer updates on its way
+            (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
     """
 
@@ -31,6 +33,7 @@ class Mode:
     seed: int = 0
     step: int = 0
     first_row: int = 0
+    again: bool = False
     observe: Callable[[Any, Any], None] | None = None
 
 
@@ -44,9 +47,12 @@ def current() -> Mode:
 
 
 @contextmanager
-def training(seed: int = 0, step: int = 0, first_row: int = 0) -> Iterator[None]:
-    """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics."""
-    token = _mode.set(Mode(True, seed, step, first_row, _mode.get().observe))
+def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> Iterator[None]:
+    """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
+
+    The arguments are `Mode`'s.
+    """
+    token = _mode.set(Mode(True, seed, step, first_row, again, _mode.get().observe))
     try:
         yield
     finally:

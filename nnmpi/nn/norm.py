@@ -58,7 +58,7 @@ class BatchNorm(Module):
             result: Tensor = x * scale + shift
             return result
         y, mean, variance, count = batch_norm(x, self.weight, self.bias, self.eps, self.all_reduce)
-        if count:
+        if count and not current().again:
             unbiased = variance * (count / max(count - 1, 1))
             for buffer, value in ((self.running_mean, mean), (self.running_variance, unbiased)):
                 buffer.data += self.momentum * (value - buffer.data)

@@ -1,0 +1,195 @@
+"""What crosses from one pipeline stage to the next: some tensors forward, the gradients of some of them back.
+
+    stage s    | x, kept values |  -- activation -->  | leaves |    stage s + 1
+               | their gradients|  <-- gradient ----  | .grad  |
+
+Shapes are agreed once: the first time that a microbatch of some input shape crosses, a header goes before it; later
+ones of the same input shape must look the same, and need none. Each microbatch has buffers of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.messages import Arrival, Messages
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.tensor.tensor import Tensor
+
+Key: TypeAlias = tuple[Any, ...]  # the input's shape and the mode, which both ends know
+HEADER_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Values:
+    """The tensors at a boundary, as arrays.
+
+    Attributes:
+        arrays: those of x, then the kept values in order of their names.
+        needs: whether each one's gradient goes back.
+        single: whether x is one tensor; else it is a tuple of all arrays that are not kept values.
+    """
+
+    arrays: tuple[Array, ...]
+    needs: tuple[bool, ...]
+    single: bool = True
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What `Values` look like: shape, dtype and need of each array."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    needs: tuple[bool, ...]
+    single: bool
+
+    @classmethod
+    def of(cls, values: Values) -> Signature:
+        """Return the signature of some values."""
+        arrays = values.arrays
+        return cls(tuple(a.shape for a in arrays), tuple(str(a.dtype) for a in arrays), values.needs, values.single)
+
+    def encode(self) -> Array:
+        """Return it as a message of `HEADER_BYTES` bytes.
+
+        Raises:
+            UsageError: when it is too long.
+        """
+        text = json.dumps([self.shapes, self.dtypes, self.needs, self.single]).encode()
+        if len(text) > HEADER_BYTES:
+            raise UsageError(f"{len(self.shapes)} tensors between two stages are too many to announce; stack some")
+        return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
+
+    @classmethod
+    def decode(cls, message: Array) -> Signature:
+        """Return what `encode` gave."""
+        shapes, dtypes, needs, single = json.loads(message.tobytes())
+        return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes), tuple(needs), single)
+
+    def buffers(self, gradients: bool) -> list[Array]:
+        """Return new arrays for the values, or for the gradients that go back."""
+        looks = zip(self.shapes, self.dtypes, self.needs, strict=True)
+        return [new_buffer(shape, dtype) for shape, dtype, need in looks if need or not gradients]
+
+
+def new_buffer(shape: tuple[int, ...], dtype: str) -> Array:
+    """Return the host memory that one microbatch's message is received into: its own, as layers may keep it."""
+    return np.empty(shape, dtype)
+
+
+def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
+    """Return the tensors at a stage's end in the order in which they travel, and whether x is a single one.
+
+    Raises:
+        UsageError: for a value that is neither a tensor nor a tuple of tensors.
+    """
+    single = isinstance(x, Tensor)
+    tensors = [x] if single else list(x) if isinstance(x, tuple | list) else [x]
+    tensors += [kept[name] for name in sorted(kept)]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"stage {stage} ends with a {type(tensor).__name__}, which cannot go to the next stage; cut the model "
+                "where a tensor or a tuple of tensors passes"
+            )
+    return tensors, single
+
+
+def unpack(tensors: Sequence[Tensor], single: bool, names: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:
+    """Return x and the kept values that `pack` was given, for the names of the kept values, sorted."""
+    count = len(tensors) - len(names)
+    x = tensors[0] if single else tuple(tensors[:count])
+    return x, dict(zip(names, tensors[count:], strict=True))
+
+
+class Crossing:
+    """One end of the boundary between stage `stage` and the next.
+
+    Args:
+        peer: the rank at the other end.
+        stage: the number of the stage before the boundary.
+        backend: where the arrays live; messages go through host memory.
+    """
+
+    def __init__(self, messages: Messages, peer: int, stage: int, backend: Backend) -> None:
+        self._messages, self._peer, self._backend = messages, peer, backend
+        self.stage = stage
+        self._header_tag, self._forward_tag, self._backward_tag = (3 * stage + i for i in range(3))
+        self._agreed: dict[Key, Signature] = {}
+
+    def is_agreed(self, key: Key) -> bool:
+        """Whether what crosses for such an input is known at this end."""
+        return key in self._agreed
+
+    # ---- forward ----
+
+    def send(self, key: Key, values: Values) -> int:
+        """Send a microbatch's activation; return the bytes.
+
+        Raises:
+            ShapeError: when it does not look like those before it of the same input shape.
+        """
+        found = Signature.of(values)
+        agreed = self._agreed.setdefault(key, found)
+        if agreed is found:
+            self._messages.send(found.encode(), self._peer, self._header_tag)
+        elif agreed != found:
+            raise ShapeError(
+                f"stage {self.stage} gave {_look(found)} for an input of shape {key[0]}, where {_look(agreed)} was "
+                "agreed with the next stage; what crosses must depend on the input's shape alone: cut the model "
+                "elsewhere, or pad"
+            )
+        return self._send(values.arrays, self._forward_tag)
+
+    def expect(self, key: Key) -> Callable[[], Values]:
+        """Post the receive of a microbatch's activation as early as possible; the result waits and returns it."""
+        arrivals = self._post(key) if key in self._agreed else None
+
+        def wait() -> Values:
+            nonlocal arrivals
+            if key not in self._agreed:
+                header = self._messages.receive(np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag)
+                self._agreed[key] = Signature.decode(header.wait())
+            if arrivals is None:
+                arrivals = self._post(key)
+            signature = self._agreed[key]
+            arrays = tuple(self._backend.asarray(arrival.wait()) for arrival in arrivals)
+            return Values(arrays, signature.needs, signature.single)
+
+        return wait
+
+    def _post(self, key: Key) -> list[Arrival]:
+        buffers = self._agreed[key].buffers(gradients=False)
+        return [self._messages.receive(buffer, self._peer, self._forward_tag) for buffer in buffers]
+
+    # ---- backward ----
+
+    def send_back(self, grads: Sequence[Array]) -> int:
+        """Send the gradients of what needs some; return the bytes."""
+        return self._send(grads, self._backward_tag)
+
+    def expect_back(self, key: Key) -> Callable[[], list[Array]]:
+        """Post the receive of a microbatch's gradients, whose activation was sent; the result waits for them."""
+        buffers = self._agreed[key].buffers(gradients=True)
+        arrivals = [self._messages.receive(buffer, self._peer, self._backward_tag) for buffer in buffers]
+        return lambda: [self._backend.asarray(arrival.wait()) for arrival in arrivals]
+
+    def _send(self, arrays: Sequence[Array], tag: int) -> int:
+        self._backend.synchronize()
+        sent = 0
+        for array in arrays:
+            host = np.ascontiguousarray(self._backend.to_host(array))
+            self._messages.send(host, self._peer, tag)
+            sent += host.nbytes
+        return sent
+
+
+def _look(signature: Signature) -> str:
+    return ", ".join(f"{dtype} {shape}" for dtype, shape in zip(signature.dtypes, signature.shapes, strict=True))

@@ -1,0 +1,342 @@
+"""Pipeline parallelism: a chain of stages on the ranks of a group, fed microbatch after microbatch.
+
+    rank 0   F0 F1 F2 F3 .  .  .  B0 .  B1 ...       what is done when is the schedule's business (see `schedule`);
+    rank 1      F0 F1 F2 .  .  B0 .  B1 .  ...       here its instructions are carried out, one after the other
+    rank 2         F0 F1 B0 F2 B1 F3 B2 .  ...
+
+Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on
+GPU clusters using Megatron-LM", 2021. Receives are posted one ahead, sends are on their way while the rank computes,
+and every microbatch has buffers of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nnmpi import timeline
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.messages import Messages
+from nnmpi.parallel.crossing import Crossing, Key, Values
+from nnmpi.parallel.stage import Stage
+from nnmpi.schedule.check import check
+from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind, parts
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Schedule
+
+INFERENCE = "inference"
+
+
+class Sink(Protocol):
+    """What becomes of the parameters' gradients; `parallel` strategies know nothing of one another."""
+
+    def added(self, stage: int, microbatch: int) -> None:
+        """A microbatch's gradients have been added to the parameters of a stage."""
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """Those of a stage are final (of one microbatch, where each is an update): begin their sum; do not wait."""
+
+    def step(self, stage: int, microbatch: int | None) -> None:
+        """Update a stage's parameters; called only where the schedule updates after every microbatch."""
+
+
+@dataclass
+class PassReport:
+    """What one pass through the pipeline was on this rank.
+
+    Attributes:
+        seconds: by kind and stage, and by stage for transfers waited for: how long they took altogether.
+        counts: how many instructions that were.
+        compute_s: seconds in which it computed.
+        wait_s: seconds in which it sent, or waited for messages.
+        sent_bytes: bytes of activations and gradients that it sent.
+        messages: how many arrays that were.
+        peak_live: the most microbatches whose activations it held at once.
+        total_s: from the first instruction to the last.
+    """
+
+    seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)
+    counts: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    sent_bytes: int = 0
+    messages: int = 0
+    peak_live: int = 0
+    total_s: float = 0.0
+
+
+class Pipeline:
+    """This rank's stages of a pipeline. Making one is collective over the group.
+
+    Args:
+        group: the ranks of the pipeline; stage s is on rank s % size.
+        stages: this rank's, by number.
+        count: the number of stages altogether.
+        schedule: one of `schedule.registry.SCHEDULES`, for training.
+        sink: takes the gradients.
+        backend: where the arrays live.
+        synchronous: let no message leave before its receive is posted (for tests; see `comm.messages`).
+        label: tells this pipeline from its replicas in a trace.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        stages: Mapping[int, Stage],
+        count: int,
+        schedule: str,
+        sink: Sink,
+        backend: Backend,
+        synchronous: bool = False,
+        label: str = "",
+    ) -> None:
+        self.group, self.stages, self.count, self.schedule = group, dict(stages), count, schedule
+        self.sink, self.backend, self.label = sink, backend, label
+        self._messages = Messages(group, synchronous)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._passes = 0
+        boundaries = (
+            {s for stage in stages for s in (stage - 1, stage) if 0 <= s < count - 1} if group.size > 1 else set()
+        )
+        self._crossings = {s: Crossing(self._messages, self._peer(s), s, backend) for s in sorted(boundaries)}
+
+    def plan(self, microbatches: int, name: str | None = None) -> Schedule:
+        """Return the schedule for so many microbatches, with transfers, after it has been checked.
+
+        Raises:
+            UsageError, ScheduleError: when the schedule cannot have so many, or is wrong.
+        """
+        key = (name or self.schedule, microbatches)
+        if key not in self._schedules:
+            virtual = self.count // self.group.size
+            schedule = lower(make(key[0], self.group.size, microbatches, virtual))
+            check(schedule)
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    def train(self, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
+        """Take microbatches forward and backward, as the schedule says; collective.
+
+        Args:
+            inputs: every microbatch's input, on all ranks (only its shape matters beyond the first stage).
+            seeds: every microbatch's gradient of the last stage's scalar.
+        """
+        return self._run(self.plan(len(inputs)), inputs, seeds)
+
+    def infer(self, inputs: Sequence[Array]) -> PassReport:
+        """Take microbatches forward only; collective. The last stage's head sees the results."""
+        return self._run(self.plan(len(inputs), INFERENCE), inputs, ())
+
+    def free(self) -> None:
+        """Give the communicator back to MPI. Collective."""
+        self._messages.free()
+
+    def _peer(self, boundary: int) -> int:
+        """Return the rank at the other end of the boundary after a stage."""
+        before, after = boundary % self.group.size, (boundary + 1) % self.group.size
+        return after if before == self.group.rank else before
+
+    def _run(self, schedule: Schedule, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
+        self._passes += 1
+        one = _Pass(self, schedule, inputs, seeds, self._crossings, self._messages, f"{self.label}/{self._passes}")
+        try:
+            return one.run()
+        except BaseException:
+            for stage in self.stages.values():
+                stage.clear()
+            raise
+
+
+class _Pass:
+    """One traversal of the pipeline: the values between its instructions, and what each instruction does."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        inputs: Sequence[Array],
+        seeds: Sequence[Array],
+        crossings: Mapping[int, Crossing],
+        messages: Messages,
+        label: str,
+    ) -> None:
+        self._stages, self._last, self._sink = pipeline.stages, pipeline.count - 1, pipeline.sink
+        self._schedule, self._crossings, self._messages, self._label = schedule, crossings, messages, label
+        self._program = schedule.programs[pipeline.group.rank]
+        self._trains = schedule.trains
+        self._keys: list[Key] = [(tuple(x.shape), self._trains) for x in inputs]
+        self._seeds = seeds
+        self._values = {(0, m): Values((x,), (False,)) for m, x in enumerate(inputs)} if 0 in self._stages else {}
+        self._results: dict[tuple[int, int], Values] = {}
+        self._grads: dict[tuple[int, int], list[Array]] = {}
+        self._input_grads: dict[tuple[int, int], list[Array]] = {}
+        self._coming: dict[tuple[Kind, int], deque[int]] = {}
+        self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
+        self._report = PassReport()
+        self._timeline = timeline.current()
+        self._actions: dict[Kind, Callable[[int, Any], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_half,
+            Kind.W: self._weight_half,
+            Kind.SEND_ACT: self._send_activation,
+            Kind.RECV_ACT: self._receive_activation,
+            Kind.SEND_GRAD: self._send_gradient,
+            Kind.RECV_GRAD: self._receive_gradient,
+            Kind.REDUCE: self._sink.reduce,
+            Kind.STEP: self._step,
+        }
+
+    def run(self) -> PassReport:
+        """Carry out this rank's program."""
+        begin = time.perf_counter()
+        for item in self._program:
+            for one in parts(item):
+                if one.kind in (Kind.RECV_ACT, Kind.RECV_GRAD) and one.microbatch is not None:
+                    self._coming.setdefault((one.kind, one.stage), deque()).append(one.microbatch)
+        for kind, stage in self._coming:
+            self._post_next(kind, stage)
+        for item in self._program:
+            for one in sorted(parts(item), key=_sends_last):  # sends return at once, so they come before any wait
+                self._do(one)
+            self._messages.progress()
+        waited = time.perf_counter()
+        self._messages.drain()
+        end = time.perf_counter()
+        self._report.wait_s += end - waited
+        self._report.total_s = end - begin
+        return self._report
+
+    def _do(self, one: Instruction) -> None:
+        begin = time.perf_counter()
+        self._actions[one.kind](one.stage, one.microbatch)
+        end = time.perf_counter()
+        report, key = self._report, (one.kind, one.stage)
+        report.seconds[key] = report.seconds.get(key, 0.0) + end - begin
+        report.counts[key] = report.counts.get(key, 0) + 1
+        if one.kind in COMPUTE:
+            report.compute_s += end - begin
+            report.peak_live = max(report.peak_live, sum(stage.live for stage in self._stages.values()))
+        elif one.kind not in (Kind.REDUCE, Kind.STEP):
+            report.wait_s += end - begin
+        if self._timeline is not None:
+            category, track = _LOOKS[one.kind]
+            sends, takes = self._arrow(one)
+            self._timeline.add(str(one), category, track, begin, end, None, sends, takes)
+
+    # ---- computing ----
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        values = self._values.pop((stage, microbatch))
+        result = self._stages[stage].forward(microbatch, values, keep=self._trains)
+        if stage == self._last:
+            return
+        if self._schedule.is_cut(stage):
+            self._results[stage, microbatch] = result
+        else:
+            self._values[stage + 1, microbatch] = result
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        self._go_back(stage, microbatch, halves=False)
+        self._sink.added(stage, microbatch)
+
+    def _input_half(self, stage: int, microbatch: int) -> None:
+        self._go_back(stage, microbatch, halves=True)
+
+    def _weight_half(self, stage: int, microbatch: int) -> None:
+        self._stages[stage].finish(microbatch)
+        self._sink.added(stage, microbatch)
+
+    def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
+        grads = [self._seeds[microbatch]] if stage == self._last else self._grads.pop((stage, microbatch))
+        result = self._stages[stage].backward(microbatch, grads, halves)
+        if stage == 0:
+            return
+        if self._schedule.is_cut(stage - 1):
+            self._input_grads[stage, microbatch] = result
+        else:
+            self._grads[stage - 1, microbatch] = result
+
+    def _step(self, stage: int, microbatch: int | None) -> None:
+        if microbatch is not None:  # one update of everything is done by whoever called, after the pass
+            self._sink.step(stage, microbatch)
+
+    # ---- messages ----
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        values = self._results.pop((stage, microbatch))
+        self._report.sent_bytes += self._crossings[stage].send(self._keys[microbatch], values)
+        self._report.messages += len(values.arrays)
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        grads = self._input_grads.pop((stage, microbatch))
+        self._report.sent_bytes += self._crossings[stage - 1].send_back(grads)
+        self._report.messages += len(grads)
+
+    def _receive_activation(self, stage: int, microbatch: int) -> None:
+        self._values[stage, microbatch] = self._take(Kind.RECV_ACT, stage, microbatch)
+
+    def _receive_gradient(self, stage: int, microbatch: int) -> None:
+        self._grads[stage, microbatch] = self._take(Kind.RECV_GRAD, stage, microbatch)
+
+    def _take(self, kind: Kind, stage: int, microbatch: int) -> Any:
+        wait = self._posted.pop((kind, stage, microbatch), None)
+        if wait is None:
+            self._coming[kind, stage].popleft()
+            wait = self._expect(kind, stage, microbatch)
+        result = wait()
+        self._post_next(kind, stage)
+        return result
+
+    def _post_next(self, kind: Kind, stage: int) -> None:
+        """Post the next receive of a channel, unless what it will look like is not known yet."""
+        coming = self._coming[kind, stage]
+        crossing = self._crossings[stage - 1 if kind is Kind.RECV_ACT else stage]
+        if coming and crossing.is_agreed(self._keys[coming[0]]):
+            microbatch = coming.popleft()
+            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+
+    def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], Any]:
+        key = self._keys[microbatch]
+        if kind is Kind.RECV_ACT:
+            return self._crossings[stage - 1].expect(key)
+        return self._crossings[stage].expect_back(key)
+
+    def _arrow(self, one: Instruction) -> tuple[str, str]:
+        """Return the names of the messages that an instruction sends and takes, for the trace."""
+        if one.kind not in _ENDS:
+            return "", ""
+        is_send, is_gradient = _ENDS[one.kind]
+        boundary = one.stage - (1 if is_gradient == is_send else 0)
+        name = f"{self._label}/{boundary}/{'grad' if is_gradient else 'act'}/{one.microbatch}"
+        return (name, "") if is_send else ("", name)
+
+
+def _sends_last(one: Instruction) -> bool:
+    return one.kind in (Kind.RECV_ACT, Kind.RECV_GRAD)
+
+
+_ENDS = {
+    Kind.SEND_ACT: (True, False),
+    Kind.RECV_ACT: (False, False),
+    Kind.SEND_GRAD: (True, True),
+    Kind.RECV_GRAD: (False, True),
+}
+_LOOKS = {
+    Kind.F: ("forward", timeline.COMPUTE),
+    Kind.B: ("backward", timeline.COMPUTE),
+    Kind.I: ("backward", timeline.COMPUTE),
+    Kind.W: ("backward", timeline.COMPUTE),
+    Kind.SEND_ACT: ("activation", timeline.SEND),
+    Kind.RECV_ACT: ("activation", timeline.RECEIVE),
+    Kind.SEND_GRAD: ("gradient", timeline.SEND),
+    Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.REDUCE: ("reduce", timeline.REDUCE),
+    Kind.STEP: ("update", timeline.COMPUTE),
+}
