@@ -7,16 +7,28 @@ from nnmpi.errors import UsageError
 from nnmpi.schedule.gpipe import gpipe
 from nnmpi.schedule.inference import inference
 from nnmpi.schedule.instruction import Instruction
+from nnmpi.schedule.interleaved import interleaved
 from nnmpi.schedule.naive import naive
 from nnmpi.schedule.one_f_one_b import one_f_one_b
+from nnmpi.schedule.pipedream import pipedream
 from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.zero_bubble import zero_bubble
+
+INTERLEAVED = "interleaved"
 
 _PLAIN: Mapping[str, Callable[[int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
-    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "inference": inference}
-)
-"""Schedules of one stage per rank: (rank, ranks, microbatches) -> what the rank computes."""
+    {
+        "naive": naive,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zero-bubble": zero_bubble,
+        "inference": inference,
+        "pipedream": pipedream,
+    }
+)  # of one stage per rank: (rank, ranks, microbatches) -> what the rank computes
 
-SCHEDULES = tuple(_PLAIN)
+SCHEDULES = ("naive", "gpipe", "1f1b", INTERLEAVED, "zero-bubble", "inference", "pipedream")
+"""All names."""
 
 
 def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
@@ -36,7 +48,10 @@ def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
-    if virtual > 1:
-        raise UsageError(f"{name} has one stage on each rank, not {virtual}; for several choose interleaved")
-    programs = tuple(_PLAIN[name](rank, ranks, microbatches) for rank in range(ranks))
+    if name == INTERLEAVED:
+        programs = tuple(interleaved(rank, ranks, microbatches, virtual) for rank in range(ranks))
+    elif virtual > 1:
+        raise UsageError(f"{name} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
+    else:
+        programs = tuple(_PLAIN[name](rank, ranks, microbatches) for rank in range(ranks))
     return Schedule(name, ranks, ranks * virtual, microbatches, programs)

@@ -1,0 +1,29 @@
+"""Interleaved 1F1B: each rank has several thin stages, so the pipeline fills and drains in thin steps.
+
+With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what does not divide is dealt
+to the rounds, so M >= R may be any number). In a round a rank does its first stage for all microbatches, then its
+second, and so on; backwards in the opposite order of stages.
+
+With M >= R microbatches of even cost the bubble is (R-1)/(V M + R-1), V times less than 1F1B's, for V times the
+messages and for more activations: rank r warms up with 2 (R-1-r) + (V-1) k forwards, k microbatches in the first round.
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
+"""
+
+from nnmpi.schedule.instruction import Instruction, Kind
+from nnmpi.schedule.one_f_one_b import one_f_one_b
+from nnmpi.shard import split
+
+
+def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
+    """Return what a rank computes: a warm-up of forwards, then a forward and a backward in turn, then backwards."""
+    if virtual == 1:
+        return one_f_one_b(rank, ranks, microbatches)
+    stages = range(rank, ranks * virtual, ranks)
+    rounds = split(microbatches, max(1, microbatches // ranks))
+    forwards = [Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_]
+    backwards = [Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_]
+    warm_up = min(2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]), len(forwards))
+    program = forwards[:warm_up]
+    for i, backward in enumerate(backwards):
+        program += [*forwards[warm_up + i : warm_up + i + 1], backward]
+    return tuple(program)

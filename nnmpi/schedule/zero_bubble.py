@@ -1,0 +1,24 @@
+"""Zero bubble (ZB-H1): backwards are cut in two, and the half that nobody waits for fills the bubble.
+
+I gives the gradient of the input, which the stage before waits for; W gives the gradients of the weights, which can
+wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it works them off while others drain.
+
+With F, I and W equally long, S stages and M >= S microbatches, the bubble is (S-1)/(3M+S-1): a third of 1F1B's. A
+stage keeps at most min(S, M) activations (until their W), as many as the first stage of 1F1B does.
+Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
+"""
+
+from nnmpi.schedule.instruction import Instruction, Kind
+
+
+def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """Return what a rank computes: 1F1B with halved backwards, the second half `rank` microbatches later."""
+    warm_up, behind = min(ranks - 1 - rank, microbatches), min(rank, microbatches)
+    program = [Kind.F.at(rank, m) for m in range(warm_up)]
+    for m in range(microbatches):
+        if warm_up + m < microbatches:
+            program.append(Kind.F.at(rank, warm_up + m))
+        program.append(Kind.I.at(rank, m))
+        if m >= behind:
+            program.append(Kind.W.at(rank, m - behind))
+    return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
