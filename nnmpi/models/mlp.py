@@ -11,6 +11,7 @@ from nnmpi.nn.container import Sequential
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding, Table
 
 
 def mlp(
@@ -27,6 +28,8 @@ def mlp(
     Args:
         hidden: the sizes of the hidden layers; an empty sequence gives a linear model.
 
+    Its table cuts the linear layers by outputs and by inputs in turn.
+
     Raises:
         UsageError: for sizes below 1, an unknown activation, or a dropout rate outside [0, 1).
     """
@@ -39,4 +42,16 @@ def mlp(
         if dropout:
             layers.append(Dropout(dropout))
         features = size
-    return Sequential(*layers, Linear(features, classes))
+    model = Sequential(*layers, Linear(features, classes))
+    model.sharding = in_turn(model, Sharding.COLUMN)
+    return model
+
+
+def in_turn(model: Sequential, first: Sharding) -> Table:
+    """Return the table that cuts a sequence's linear layers by outputs and by inputs in turn, beginning with `first`.
+
+    So each pair needs one sum over the ranks in each direction, between its two layers nothing.
+    """
+    other = Sharding.ROW if first is Sharding.COLUMN else Sharding.COLUMN
+    linear = [name for name, layer in model.children() if isinstance(layer, Linear)]
+    return {name: other if number % 2 else first for number, name in enumerate(linear)}

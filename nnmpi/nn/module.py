@@ -29,6 +29,7 @@ from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
+from nnmpi.nn.sharding import NO_TABLE, Table
 from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
@@ -56,9 +57,11 @@ class Module:
     Attributes:
         path: the full name in the model that was initialized ("" for the model itself).
         storage: of the model on which `initialize` was called, its flat storage.
+        sharding: the table that says how the model's layers are shared out over ranks, where it brings one.
     """
 
     path: str = ""
+    sharding: Table = NO_TABLE
     storage: FlatStorage
 
     def forward(self, *inputs: Any) -> Any:

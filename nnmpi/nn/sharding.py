@@ -1,0 +1,59 @@
+"""How layers are shared out over ranks: what a model's table says, and nothing of how it is done.
+
+A table maps full names of modules, or patterns of them, to a `Sharding`:
+
+    {"0": Sharding.COLUMN, "3": Sharding.COLUMN, "7": Sharding.ROW}          {"*.attention.project": Sharding.ROW}
+
+A name that stands in it word for word counts first, then the first pattern that fits. Modules without parameters need
+no entry: they work on whatever lies before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TypeAlias
+
+
+class Sharding(Enum):
+    """What each rank has of a layer. For a Linear of weight (in, out):
+
+        COLUMN   in | # # . . |      ROW      | # # # # |       REPLICATED   | # # # # |
+                    | # # . . |               | # # # # |                    | # # # # |
+                    | # # . . |               | . . . . |                    | # # # # |
+                    | # # . . |               | . . . . |                    | # # # # |
+                        out
+
+    COLUMN: some outputs. The input is whole on every rank, the result is shared out.
+    ROW: some inputs. The input is shared out, and the ranks' results are added up to a whole one.
+    ROWS: all of the layer, for some rows of the image; ranks give one another the rows that their windows overlap.
+    VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result, one number per class, stays
+        shared out at the end of the model, for a loss that knows it.
+    REPLICATED: all of the layer, on the whole input. So is what no table names.
+
+    For a Conv2d COLUMN means some output channels and ROW some input channels. Embedding with COLUMN has some features
+    of every entry. BatchNorm, LayerNorm and Dropout follow what lies before them unless the table says REPLICATED.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    ROWS = "rows"
+    VOCAB = "vocab"
+    REPLICATED = "replicated"
+
+
+Table: TypeAlias = Mapping[str, Sharding]
+
+NO_TABLE: Table = MappingProxyType({})
+
+
+def find(table: Table, name: str) -> tuple[str, Sharding] | None:
+    """Return the entry for a module's full name, and its pattern; None where there is none."""
+    if name in table:
+        return name, table[name]
+    for pattern, sharding in table.items():
+        if fnmatchcase(name, pattern):
+            return pattern, sharding
+    return None

@@ -1,0 +1,256 @@
+"""Collectives as operations of the graph, in adjoint pairs: each one's backward is the other's forward.
+
+Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A whole activation counts
+as one vector that every rank happens to have, and its gradient is whole likewise:
+
+    forward                       backward                      of
+
+    x          -> x x x           sum of the ranks' gradients   copy             whole -> each rank's own
+    x y z      -> x+y+z           the same gradient             add_up           each rank's own -> whole
+    abc        -> a b c           abc on every rank             scatter          whole -> parts
+    a b c      -> abc             a b c                         gather           parts -> whole
+    a b c      -> abc abc abc     sums of a, of b, of c         spread           parts -> each rank's own
+    abc def .. -> a+d.. b+e..     abc abc abc                   add_up_parts     each rank's own -> parts
+
+`spread` is `copy` after `gather`, `add_up_parts` is `scatter` after `add_up`, in one message each. Every rank records
+the same operations in the same order, so the collectives of a backward pass meet as those of the forward pass do. On a
+group of one rank all of them are the identity. Arrays on a device go through host memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.group import Group
+from nnmpi.comm.uneven import gather_parts, sum_parts
+from nnmpi.errors import LayoutError, ShapeError
+from nnmpi.parallel.sharded.layout import Layout
+from nnmpi.shard import Region
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.timeline import REDUCE, span
+
+CATEGORY = "tensor"  # of this package's events in a timeline
+
+
+def to_host(array: Array) -> Array:
+    """Return the values as a contiguous NumPy array; the same array where it is one already."""
+    get = getattr(array, "get", None)
+    return np.ascontiguousarray(array if get is None else get())
+
+
+def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
+    """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array` stays as it is."""
+    if out is None:
+        out = namespace(array).empty(array.shape, dtype=array.dtype)
+    out[...] = array
+    return sum_in_place(group, out)
+
+
+def sum_in_place(group: Group, array: Array) -> Array:
+    """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
+    direct = isinstance(array, np.ndarray) and array.flags.c_contiguous
+    host = array if direct else np.array(to_host(array))
+    with span("all-reduce", CATEGORY, REDUCE, {"bytes": host.nbytes}):
+        group.all_reduce(host.reshape(-1), check=False)
+    if not direct:
+        array[...] = namespace(array).asarray(host)
+    return array
+
+
+class _Regions:
+    """Where the ranks' parts lie in an activation, given one of its forms."""
+
+    def __init__(self, group: Group, layout: Layout, shape: tuple[int, ...], is_whole: bool) -> None:
+        self.group = group
+        axis = layout.axis % len(shape)
+        if not is_whole:
+            shape = (*shape[:axis], _whole_length(group, layout, shape[axis]), *shape[axis + 1 :])
+        self.whole = shape
+        self.parts: list[Region] = [layout.region(shape, axis, group.size, rank) for rank in range(group.size)]
+        self.own = self.parts[group.rank]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each rank's part has."""
+        return [int(np.prod(region.local_shape)) for region in self.parts]
+
+    def gather(self, part: Array) -> Array:
+        """Return the whole array, given this rank's part of it."""
+        if part.shape != self.own.local_shape:
+            raise ShapeError(
+                f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation {self.whole}, of which "
+                f"{self.own.local_shape} is its part; the layers were sharded for other sizes"
+            )
+        whole = np.empty(self.whole, part.dtype)
+        counts = self.counts
+        with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+            parts = gather_parts(self.group, to_host(part).reshape(-1), counts)
+        for region, values in zip(self.parts, parts, strict=True):
+            region.put(whole, values)
+        result: Array = namespace(part).asarray(whole)
+        return result
+
+    def take(self, whole: Array) -> Array:
+        """Return this rank's part, contiguous."""
+        part: Array = namespace(whole).ascontiguousarray(self.own.take(whole))
+        return part
+
+    def sum_parts(self, whole: Array) -> Array:
+        """Return this rank's part of the sum over the ranks."""
+        host = to_host(whole)
+        flat = np.concatenate([region.take(host).reshape(-1) for region in self.parts])
+        with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
+            own = sum_parts(self.group, flat, self.counts)
+        result: Array = namespace(whole).asarray(own.reshape(self.own.local_shape))
+        return result
+
+
+def _whole_length(group: Group, layout: Layout, own: int) -> int:
+    """Return how long the cut axis is altogether, given this rank's part of it."""
+    width = layout.width(group.size, group.rank)
+    if layout.repeats is None and width == 0:
+        raise LayoutError(
+            f"rank {group.rank} has nothing of {layout.units} channels on {group.size} ranks and cannot know the size "
+            "of the flattened images; give shard() the shape of a sample, or use fewer ranks"
+        )
+    repeats = own // width if layout.repeats is None else layout.repeats
+    return layout.units * layout.unit * repeats
+
+
+class Copy(Function):
+    """The same on every rank; the gradients are summed."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def forward(self, x: Array) -> Array:
+        return x
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (all_sum(self.group, grad, self.into(0)),)
+
+
+class AddUp(Function):
+    """The sum over the ranks, and a bias that is added to it once."""
+
+    __slots__ = ("fresh", "group")
+
+    def __init__(self, group: Group, fresh: bool) -> None:
+        self.group, self.fresh = group, fresh
+
+    def forward(self, x: Array, bias: Array | None) -> Array:
+        y = sum_in_place(self.group, x) if self.fresh else all_sum(self.group, x)
+        if bias is not None:
+            y += bias
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        if not self.needs[1]:
+            return grad if self.needs[0] else None, None
+        rows = grad.reshape(int(np.prod(grad.shape[:-1])), grad.shape[-1])
+        return grad if self.needs[0] else None, namespace(grad).sum(rows, axis=0, out=self.into(1))
+
+
+class _Cut(Function):
+    """What the others share: how the activation is cut."""
+
+    __slots__ = ("group", "layout")
+
+    def __init__(self, group: Group, layout: Layout) -> None:
+        self.group, self.layout = group, layout
+
+    def _regions(self, x: Array, is_whole: bool) -> _Regions:
+        regions = _Regions(self.group, self.layout, x.shape, is_whole)
+        self.saved = (regions,)
+        return regions
+
+
+class Scatter(_Cut):
+    """This rank's part."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=True).take(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].gather(grad),)
+
+
+class Gather(_Cut):
+    """All parts together."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=False).gather(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].take(grad),)
+
+
+class Spread(_Cut):
+    """All parts together, on each rank for a use of its own."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=False).gather(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].sum_parts(grad),)
+
+
+class AddUpParts(_Cut):
+    """This rank's part of the sum over the ranks."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=True).sum_parts(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].gather(grad),)
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Return x, whole on every rank, for a computation that is another on every rank: its gradients are summed."""
+    return x if group.size == 1 else Copy(group)(x)
+
+
+def add_up(x: Tensor, group: Group, bias: Tensor | None = None, fresh: bool = False) -> Tensor:
+    """Return the sum over the ranks of x, all of one shape, plus a bias; whole on every rank.
+
+    Args:
+        bias: (features,), whole; added once.
+        fresh: whether x was just computed and nothing else uses its array, so that the sum may take its place.
+    """
+    if group.size == 1 and bias is None:
+        return x
+    return AddUp(group, fresh)(x, bias)
+
+
+def scatter(x: Tensor, group: Group, layout: Layout) -> Tensor:
+    """Return this rank's part of x, whole on every rank."""
+    return x if group.size == 1 or layout.is_whole else Scatter(group, layout)(x)
+
+
+def gather(x: Tensor, group: Group, layout: Layout) -> Tensor:
+    """Return all ranks' parts together, whole on every rank.
+
+    Raises:
+        ShapeError: when x is not the part that the layout says.
+    """
+    return x if group.size == 1 or layout.is_whole else Gather(group, layout)(x)
+
+
+def spread(x: Tensor, group: Group, layout: Layout) -> Tensor:
+    """Return all ranks' parts together, for a computation that is another on every rank: its gradients are summed.
+
+    Raises:
+        ShapeError: when x is not the part that the layout says.
+    """
+    if group.size == 1:
+        return x
+    return copy(x, group) if layout.is_whole else Spread(group, layout)(x)
+
+
+def add_up_parts(x: Tensor, group: Group, layout: Layout) -> Tensor:
+    """Return this rank's part of the sum over the ranks of x, all of one shape."""
+    return x if group.size == 1 else AddUpParts(group, layout)(x)

@@ -1,0 +1,76 @@
+"""Linear layers of which each rank has some outputs or some inputs (Shoeybi et al., "Megatron-LM", 2019).
+
+                  column                                   row
+    x whole -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> add up -> z whole
+                                                               [ V1 ]
+    forward    nothing                              one all-reduce
+    backward   one all-reduce, of x's gradient      nothing
+
+So a pair costs one all-reduce each way, and what stands between works on its rank's features alone.
+"""
+
+from __future__ import annotations
+
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.linear import linear
+from nnmpi.parallel.sharded.exchange import add_up
+from nnmpi.parallel.sharded.layout import WHOLE, Layout, features
+from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.site import Exchange, Placed, Site
+from nnmpi.tensor.tensor import Tensor
+
+
+class ColumnLinear(Linear):
+    """Some outputs of a linear layer: whole (..., inputs) -> (..., this rank's outputs).
+
+    Args:
+        layer: the whole layer.
+        parts: cuts its parameters.
+        enter: makes the input whole, and sums its gradients.
+    """
+
+    def __init__(self, layer: Linear, parts: Parts, enter: Exchange) -> None:
+        self.result = features(layer.weight.shape[1])
+        self.weight = parts.cut(layer.weight, self.result, axis=1)
+        self.bias = None if layer.bias is None else parts.cut(layer.bias, self.result, axis=0)
+        self._enter = enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's features of x W + b."""
+        return linear(self._enter(x), self.weight, self.bias)
+
+
+class RowLinear(Linear):
+    """Some inputs of a linear layer: (..., this rank's inputs) -> whole (..., outputs). The bias is whole.
+
+    Args:
+        layer: the whole layer.
+        parts: cuts its parameters.
+        cut: how the input lies on the ranks.
+        enter: leaves this rank its part of the input.
+    """
+
+    def __init__(self, layer: Linear, parts: Parts, cut: Layout, enter: Exchange) -> None:
+        self.weight = parts.cut(layer.weight, cut, axis=0)
+        self.bias = layer.bias
+        self._group, self._enter = parts.group, enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b."""
+        return add_up(linear(self._enter(x), self.weight), self._group, self.bias, fresh=True)
+
+
+def place_linear(layer: Linear, site: Site) -> Placed:
+    """Return the layer as the table wants it."""
+    inputs = layer.weight.shape[0]
+    if site.sharding in (Sharding.COLUMN, Sharding.VOCAB):
+        column = ColumnLinear(layer, site.parts, site.to_each(inputs))
+        return column, column.result
+    if site.sharding is Sharding.ROW:
+        ready = not site.layout.is_whole and not site.layout.has_rows
+        cut = site.layout if ready else features(inputs)
+        return RowLinear(layer, site.parts, cut.resolve(inputs), site.to_parts(cut)), WHOLE
+    if site.sharding is Sharding.ROWS:
+        raise site.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")
+    return site.on_whole(layer, inputs)

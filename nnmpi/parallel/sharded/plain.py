@@ -1,0 +1,36 @@
+"""Layers without parameters on activations that lie on several ranks: which work as they are, and how others do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from nnmpi.nn.activation import Flatten, Softmax
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.parallel.sharded.layout import FEATURES, Layout
+from nnmpi.parallel.sharded.site import Placed, Site
+
+
+def place_elementwise(layer: Module, site: Site) -> Placed:
+    """Return a layer that works on each element alone, and so on any part."""
+    return site.on_whole(layer) if site.sharding is Sharding.REPLICATED else (layer, site.layout)
+
+
+def place_softmax(layer: Softmax, site: Site) -> Placed:
+    """Return the layer as it is, unless its axis is cut; then on whole activations."""
+    apart = not site.layout.has_rows and layer.axis not in (-1, 1)
+    apart = apart or (site.layout.has_rows and layer.axis in (-1, 3))
+    return (layer, site.layout) if apart and site.sharding is not Sharding.REPLICATED else site.on_whole(layer)
+
+
+def place_flatten(layer: Flatten, site: Site) -> Placed:
+    """Return the layer as it is; what was cut stays cut (see `layout`)."""
+    if site.layout.is_whole or site.sharding is Sharding.REPLICATED:
+        return site.on_whole(layer)
+    if site.layout.has_rows:
+        _, width, channels = site.sample()
+        return layer, Layout(site.layout.units, width * channels, axis=FEATURES)
+    if site.shape is None:
+        return layer, replace(site.layout, repeats=None)
+    return layer, replace(site.layout, repeats=prod(site.shape) // (site.layout.units * site.layout.unit))

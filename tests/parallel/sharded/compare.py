@@ -1,0 +1,126 @@
+"""Runs a model whole and sharded, and compares every step: what all tests of sharded layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nnmpi import optim
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+STEPS = 3
+TOLERANCES = {"float64": 1e-11, "float32": 2e-4}
+
+
+def images(rows: int, shape: tuple[int, ...], dtype: str, classes: int = 3) -> tuple[Array, Array]:
+    """Return inputs and labels, the same on all ranks."""
+    generator = np.random.default_rng(7)
+    return generator.standard_normal((rows, *shape)).astype(dtype), generator.integers(0, classes, rows)
+
+
+def train(
+    model: Module, x: Array, y: Array, loss: Callable[..., Tensor] = cross_entropy, lr: float = 0.1
+) -> tuple[list[float], list[dict[str, Array]], dict[str, Array], Array]:
+    """Return losses and gradients of each step, the state after the last, and an evaluation's result."""
+    optimizer = optim.SGD(model.storage, lr=lr, momentum=0.9)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        with training(seed=1, step=step, first_row=5):
+            value = loss(model(Tensor(x)), y)
+        value.backward()
+        model.storage.finish_gradients()
+        losses.append(value.item())
+        gradients.append({name: np.array(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+    with no_grad():
+        result = model(Tensor(x)).numpy()
+    return losses, gradients, model.state(), result
+
+
+def regions(model: Module) -> dict[str, Any]:
+    """Return the region of every parameter and buffer."""
+    return {name: entry.region for name, entry in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def check_equal(
+    group: Group,
+    build: Callable[[], Module],
+    shape: tuple[int, ...],
+    dtype: str = "float64",
+    table: Mapping[str, Sharding] | None = None,
+    rows: int = 5,
+    sample: tuple[int, ...] | None = None,
+    sharded_at_least: int = 1,
+) -> Module:
+    """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded one.
+
+    Args:
+        sharded_at_least: how many parameters must be cut when there are several ranks, lest nothing is tested.
+    """
+    x, y = images(rows, shape, dtype)
+    whole = build().initialize(seed=3, dtype=dtype)
+    ours = build()
+    shard(ours, group, table, sample)
+    ours.initialize(seed=3, dtype=dtype)
+    names = [name for name, _ in whole.named_parameters()]
+    problems = [] if [name for name, _ in ours.named_parameters()] == names else ["the names differ"]
+    cut = [name for name, region in regions(ours).items() if region is not None]
+    if group.size > 1 and len(cut) < sharded_at_least:
+        problems.append(f"only {cut} are cut")
+    problems += differences(train(whole, x, y), train(ours, x, y), regions(ours), TOLERANCES[dtype], group.size == 1)
+    everyone = group.gather(problems)
+    assert not any(everyone), everyone
+    check_same_bits(group, ours)
+    return ours
+
+
+def differences(whole: Any, ours: Any, where: Mapping[str, Any], tolerance: float, exact: bool) -> list[str]:
+    """Return what is not as in the whole model's run."""
+    found = []
+
+    def compare(what: str, expected: Any, actual: Any) -> None:
+        expected, actual = np.asarray(expected), np.asarray(actual)
+        if expected.shape != actual.shape:
+            found.append(f"{what} has shape {actual.shape}, not {expected.shape}")
+        elif exact and not np.array_equal(expected, actual):
+            found.append(f"{what} differs, if only by {np.abs(expected - actual).max():.1e}")
+        elif expected.size and not np.abs(expected - actual).max() <= tolerance * max(1.0, np.abs(expected).max()):
+            found.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
+
+    def part(name: str, array: Array) -> Array:
+        taken: Array = array if where[name] is None else where[name].take(array)
+        return taken
+
+    compare("the losses", whole[0], ours[0])
+    for step, (expected, actual) in enumerate(zip(whole[1], ours[1], strict=True)):
+        for name, gradient in actual.items():
+            compare(f"step {step}: the gradient of {name}", part(name, expected[name]), gradient)
+    for name, values in ours[2].items():
+        compare(f"{name} at the end", part(name, whole[2][name]), values)
+    compare("the result", whole[3], ours[3])
+    return found
+
+
+def check_same_bits(group: Group, model: Module) -> None:
+    """Fail on all ranks unless what is not cut has the same bits on all ranks."""
+    where = regions(model)
+    own = {name: array.tobytes().hex() for name, array in model.state().items() if where[name] is None}
+    own |= {
+        f"gradient of {name}": np.array(p.grad).tobytes().hex()
+        for name, p in model.named_parameters()
+        if where[name] is None
+    }
+    everyone = group.gather(own)
+    different = [name for name in own if any(theirs.get(name) != everyone[0].get(name) for theirs in everyone)]
+    assert not different, different
