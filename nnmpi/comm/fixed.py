@@ -1,0 +1,252 @@
+"""Sums in a fixed order: the same bits on any number of ranks, however the summands are dealt to them.
+
+The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are added in a binary
+tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) * 2^level, as far as there are any:
+
+    level 3    [0      1      2      3      4]      (0-3) + 4
+    level 2    [0      1      2      3]    [4]      (0-1) + (2-3)
+    level 1    [0      1]    [2      3]    [4]      0 + 1      2 + 3
+    level 0    [0]    [1]    [2]    [3]    [4]      nothing is added to 4 below level 3: its neighbour is missing
+
+Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it can on its own: with
+leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other blocks come: as in a reduce-scatter, rank r
+gets chunk r of every rank's blocks, adds them, and gives the finished chunk to all.
+
+Cost with N ranks, B blocks on the rank that has most, M bytes, latency alpha, time per byte beta, per added byte gamma:
+
+    2 N alpha  +  (B + 1) (N-1)/N M beta  +  B M gamma
+
+With each rank's leaves in one run B is at most 2 log2 n, and 1 where the runs are blocks. The sum is a tree rather than
+a row since then a rank with a run of leaves can add most of them before it hears of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm.buffers import Buffer, check_buffer
+from nnmpi.comm.group import Group
+from nnmpi.comm.wording import name_ranks
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.shard import split
+
+# What one round of the exchange packs at most: enough to make latency small, little enough to stay in a cache.
+ROUND_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, order=True)
+class Block:
+    """A node of the tree: 2^level leaves from index * 2^level on, or as many of them as there are.
+
+    Attributes:
+        level: its height; leaves are on level 0.
+        index: its number on that level.
+    """
+
+    level: int
+    index: int
+
+    @property
+    def start(self) -> int:
+        """The first leaf."""
+        return self.index << self.level
+
+    @property
+    def parent(self) -> Block:
+        """The block above."""
+        return Block(self.level + 1, self.index // 2)
+
+    @property
+    def sibling(self) -> Block:
+        """The other child of the parent."""
+        return Block(self.level, self.index ^ 1)
+
+    def leaves(self, leaves: int) -> range:
+        """Return the leaves of this block in a tree of so many."""
+        return range(self.start, min((self.index + 1) << self.level, leaves))
+
+
+class Tree:
+    """One rank's part of a sum: of the leaves pushed so far, those blocks that no other leaf is missing from.
+
+    Leaves may come in any order. In their own order at most log2(leaves) + 1 arrays are kept.
+
+    Args:
+        leaves: how many there are on all ranks together.
+
+    Attributes:
+        leaves: the same.
+
+    Raises:
+        UsageError: for less than one leaf.
+    """
+
+    def __init__(self, leaves: int) -> None:
+        self._spare: list[Buffer] = []
+        self._blocks: dict[Block, Buffer] = {}
+        self.reset(leaves)
+
+    def reset(self, leaves: int) -> None:
+        """Begin another sum, in the same memory.
+
+        Raises:
+            UsageError: for less than one leaf.
+        """
+        if leaves < 1:
+            raise UsageError(f"a sum of {leaves} leaves is nothing; give at least 1")
+        self.leaves = leaves
+        self._spare += self._blocks.values()
+        self._blocks = {}
+        self._pushed: set[int] = set()
+
+    @property
+    def blocks(self) -> dict[Block, Buffer]:
+        """The sums so far, in the order of their leaves; only to be read, until the next push."""
+        return dict(sorted(self._blocks.items(), key=lambda item: item[0].start))
+
+    def push(self, leaf: int, array: Buffer) -> None:
+        """Add a leaf.
+
+        Args:
+            leaf: its number, 0..leaves-1.
+            array: (n,) numbers, the same n and dtype for all leaves. It is copied or added, and not kept.
+
+        Raises:
+            UsageError: for a leaf that is not in the tree, or was pushed before.
+            ShapeError, DtypeError: for an array unlike those before it.
+        """
+        if not 0 <= leaf < self.leaves:
+            raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
+        if leaf in self._pushed:
+            raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and reset the tree for another sum")
+        check_buffer(array)
+        for other in self._blocks.values():
+            _check_alike(array, other)
+        self._pushed.add(leaf)
+        left_over = _settle(self._blocks, self.leaves, Block(0, leaf), array, self._copy)
+        self._spare += left_over
+
+    def _copy(self, array: Buffer) -> Buffer:
+        """Return a copy, in memory of an earlier block if there is some that fits."""
+        while self._spare and (self._spare[-1].shape, self._spare[-1].dtype) != (array.shape, array.dtype):
+            self._spare.pop()
+        copy = self._spare.pop() if self._spare else np.empty_like(array)
+        copy[...] = array
+        return copy
+
+
+def sum_fixed(group: Group, tree: Tree, out: Buffer) -> None:
+    """Write the sum of all leaves into `out`: on every rank the bits of a tree into which one rank pushed them all.
+
+    Collective. The trees stay as they are.
+
+    Args:
+        group: the ranks that have the leaves, each leaf on one of them; a rank may have none.
+        tree: this rank's leaves, out of the same number on all ranks.
+        out: (n,) of the leaves' length and dtype.
+
+    Raises:
+        CommError: on all ranks, when a leaf is missing or on two ranks, or the ranks' trees or arrays differ.
+        ShapeError: for an array that is not 1-D, contiguous and writeable.
+    """
+    check_buffer(out)
+    mine = tree.blocks
+    everyones = _compare(group, tree, mine, out)
+    if group.size == 1:
+        out[...] = mine[Block((tree.leaves - 1).bit_length(), 0)]
+        return
+    most = max(len(blocks) for blocks in everyones)
+    length = max(ROUND_BYTES // (most * out.itemsize), group.size)
+    for start in range(0, out.size, length):
+        whole = slice(start, min(start + length, out.size))
+        _sum_round(group, {block: array[whole] for block, array in mine.items()}, everyones, tree.leaves, out[whole])
+
+
+def _sum_round(
+    group: Group, mine: Mapping[Block, Buffer], everyones: list[list[Block]], leaves: int, out: Buffer
+) -> None:
+    """Sum one piece of the arrays, short enough for one message."""
+    chunks = split(out.size, group.size)
+    own = chunks[group.rank]
+    packed = np.empty(len(mine) * out.size, out.dtype)
+    arrays = list(mine.values())
+    parts = (array[chunk.start : chunk.stop] for chunk in chunks for array in arrays)
+    np.concatenate([packed[:0], *parts], out=packed)
+    came = np.empty((sum(map(len, everyones)), len(own)), out.dtype)
+    sizes = [len(mine) * len(chunk) * out.itemsize for chunk in chunks]
+    come = [len(blocks) * len(own) * out.itemsize for blocks in everyones]
+    group.comm.Alltoallv([packed, sizes, MPI.BYTE], [came, come, MPI.BYTE])
+    sums: dict[Block, Buffer] = {}
+    for block, array in zip((block for blocks in everyones for block in blocks), came, strict=True):
+        _settle(sums, leaves, block, array, lambda array: array)
+    (finished,) = sums.values()
+    lengths = [len(chunk) * out.itemsize for chunk in chunks]
+    group.comm.Allgatherv([finished, len(own) * out.itemsize, MPI.BYTE], [out, lengths, MPI.BYTE])
+
+
+def _settle(
+    blocks: dict[Block, Buffer], leaves: int, block: Block, array: Buffer, keep: Callable[[Buffer], Buffer]
+) -> list[Buffer]:
+    """Put a block among the others and join it with its sibling as long as that is there; return the arrays left over.
+
+    The sum of two is written into the one that was there; that it is always left + right that is meant does not show,
+    since a + b and b + a have the same bits. `keep` returns what may be kept of `array`.
+    """
+    left_over: list[Buffer] = []
+    top = (leaves - 1).bit_length()
+    is_new = True
+    while block.level < top:
+        if block.sibling.start < leaves:
+            other = blocks.pop(block.sibling, None)
+            if other is None:
+                break
+            other += array
+            if not is_new:
+                left_over.append(array)
+            array, is_new = other, False
+        block = block.parent
+    blocks[block] = keep(array) if is_new else array
+    return left_over
+
+
+def _compare(group: Group, tree: Tree, mine: Mapping[Block, Buffer], out: Buffer) -> list[list[Block]]:
+    """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`; collective."""
+    alike = all(array.shape == out.shape and array.dtype == out.dtype for array in mine.values())
+    about = [tree.leaves, out.size, out.dtype.str, alike]
+    told = group.gather([about, [[block.level, block.index] for block in mine]])
+    for rank, (other, _) in enumerate(told):
+        if other != told[0][0] or not other[3]:
+            raise CommError(
+                f"the ranks' sums differ: rank 0 has {_describe(told[0][0])}, rank {rank} {_describe(other)}; "
+                "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
+            )
+    everyones = [[Block(*block) for block in blocks] for _, blocks in told]
+    holders: dict[int, list[int]] = {}
+    for rank, blocks in enumerate(everyones):
+        for leaf in (leaf for block in blocks for leaf in block.leaves(tree.leaves)):
+            holders.setdefault(leaf, []).append(rank)
+    for leaf in range(tree.leaves):
+        ranks = holders.get(leaf, [])
+        if len(ranks) != 1:
+            where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
+            raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")
+    return everyones
+
+
+def _describe(about: list[Any]) -> str:
+    leaves, size, dtype, alike = about
+    return f"{leaves} leaves and a result of {size} {np.dtype(dtype)}" + (
+        "" if alike else " that its leaves are not like"
+    )
+
+
+def _check_alike(array: Buffer, other: Buffer) -> None:
+    if array.shape != other.shape:
+        raise ShapeError(f"a leaf of shape {array.shape} cannot be added to one of {other.shape}; push equal shapes")
+    if array.dtype != other.dtype:
+        raise DtypeError(f"a leaf of {array.dtype} cannot be added to one of {other.dtype}; push equal dtypes")
