@@ -109,6 +109,21 @@ class LayoutState:
                     give(place, self._group.rank, self._own.get(name), mail, trial)
         agree(self._group, trial.error, speaker=0)
 
+    def check(self, found: Mapping[str, Outline] | None, source: object = "the checkpoint") -> None:
+        """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays have. Collective.
+
+        Args:
+            found, source: see `push`.
+
+        Raises:
+            CheckpointError: on all ranks, with the first difference.
+            LayoutError: on all ranks: see `outlines`.
+        """
+        expected, trial = self.outlines(), Trial()
+        if self._group.is_root:
+            trial.attempt(check_fit, found or {}, expected, source)
+        agree(self._group, trial.error, speaker=0)
+
     def push(
         self,
         read: Callable[[str], Array],
@@ -129,9 +144,10 @@ class LayoutState:
             NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of no use.
         """
         places, trial, rank = self._survey(), Trial(), self._group.rank
-        if self._group.is_root:
-            trial.attempt(self._check, read, found, source)
+        if found is None and rank == 0:
+            found = trial.attempt(_look, read, places)
         agree(self._group, trial.error, speaker=0)
+        self.check(found, source)
         with opened(self._group) as mail:
             for name, place in places.items():
                 whole = None if rank else trial.attempt(_read, read, name, place.outline, source)
@@ -154,11 +170,6 @@ class LayoutState:
                 array = found.setdefault(name, np.empty(outline.shape, outline.dtype))
                 self._group.broadcast(array)
         return found
-
-    def _check(self, read: Callable[[str], Array], found: Mapping[str, Outline] | None, source: object) -> None:
-        """Check on rank 0 that what there is to be read is what all need."""
-        expected = self.outlines()
-        check_fit(_look(read, expected) if found is None else found, expected, source)
 
     def _survey(self) -> dict[str, Place]:
         """Return where everything is. Collective the first time."""

@@ -1,26 +1,60 @@
-"""Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed."""
+"""Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed.
 
-from collections.abc import Mapping
-from typing import Any
+Arrays go between rank 0's file and the ranks' parts of them one at a time (see `parallel.state`), so that a checkpoint
+fits a layout that no single rank's memory would hold, and any layout reads what any other has written.
+"""
 
-import numpy as np
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
-from nnmpi.train.checkpoint import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    Checkpoint,
-    check_fit,
-    load_checkpoint,
-    save_checkpoint,
-)
+from nnmpi.mesh import Mesh
+from nnmpi.parallel.pieces import Outline
+from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, load_checkpoint
+from nnmpi.train.draft import Draft
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.root import on_root
 from nnmpi.train.state import State
+from nnmpi.train.tensors import TensorFile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run's last good checkpoint, found and verified once.
+
+    Attributes:
+        values: what state.json holds.
+        place: its folder, on rank 0's node.
+        notices: what there is to say of it.
+        checkpoint: the arrays, on rank 0 alone.
+    """
+
+    values: Mapping[str, Any]
+    place: Path
+    notices: tuple[str, ...]
+    checkpoint: Checkpoint | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The layout of the run that wrote it."""
+        return Mesh(**self.values.get("layout", {"dp": self.values["ranks"]}))
+
+    def algorithms(self, mesh: Mesh) -> list[str] | None:
+        """Return the all-reduce of each bucket that the run had; another one would add in another order.
+
+        None on another mesh, when nothing can be kept, and after a fused update, which has none.
+        """
+        return self.values.get("algorithms") or None if self.mesh.shape == mesh.shape else None
 
 
 def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
@@ -29,31 +63,55 @@ def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, gr
     Raises:
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
     """
-    arrays, scalars = worker.optimizer_state()
-    algorithms = [choice.algorithm for choice in worker.parallel.exchange.choices]
-    values = {
-        **state.to_json(),
-        "seed": worker.seed,
-        "ranks": group.size,
-        "optimizer": scalars,
-        "algorithms": algorithms,
-    }
+    draft = Draft(folder.checkpoints, state.step)  # used on rank 0 alone
 
-    def write() -> None:
+    def explained(work: Callable[..., T], *args: Any) -> T:
         try:
-            recorder.sync()
-            save_checkpoint(folder.checkpoints, Checkpoint(worker.model.state(), arrays, values), keep)
+            return work(*args)
         except OSError as error:
             raise CheckpointError(
                 f"no checkpoint of step {state.step} can be written into {folder.checkpoints} "
                 f"({error.strerror or error}); older ones are intact"
             ) from None
 
-    on_root(group, write)
+    try:
+        on_root(group, partial(explained, recorder.sync))
+        on_root(group, partial(explained, draft.begin))
+        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), _arrays(worker), strict=True):
+            outlines = arrays.outlines()
+            on_root(group, partial(explained, draft.open, name, outlines))
+            arrays.pull(partial(explained, draft.write))
+        on_root(group, partial(explained, draft.finish, _values(worker, state, group), keep))
+    finally:
+        if group.is_root:
+            draft.discard()
 
 
-def restore(worker: Worker, folder: RunFolder, group: Group, samples: int) -> tuple[State, list[str]]:
-    """Give the worker the run's last good checkpoint; return the state, and what there is to say. Collective.
+def find(folder: RunFolder, group: Group) -> Kept | None:
+    """Return the run's last good checkpoint; None where there is none yet. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, when none is whole.
+    """
+    found: list[Checkpoint] = []  # on rank 0
+
+    def read() -> list[Any] | None:
+        loaded = load_checkpoint(folder.checkpoints)
+        if loaded is None:
+            return None
+        checkpoint, place, notices = loaded
+        found.append(checkpoint)
+        return [dict(checkpoint.state), str(place), [*notices, f"resuming from {place}"]]
+
+    answer: list[Any] | None = on_root(group, read)
+    if answer is None:
+        return None
+    values, place, notices = answer
+    return Kept(values, Path(place), tuple(notices), found[0] if found else None)
+
+
+def restore(worker: Worker, kept: Kept | None, folder: RunFolder, samples: int) -> tuple[State, list[str]]:
+    """Give the worker what `find` found; return the state, and what there is to say. Collective.
 
     Without a checkpoint the worker stays as it is and the state is the start.
 
@@ -61,62 +119,69 @@ def restore(worker: Worker, folder: RunFolder, group: Group, samples: int) -> tu
         samples: rows of the training set.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole or it does not fit the model or the data.
+        CheckpointError: on all ranks, when it does not fit the model or the data; nothing is changed then.
     """
-    own = (worker.model.state(), worker.optimizer_state()[0])
-    parts = [own]  # on rank 0 replaced by the checkpoint's; elsewhere the arrays that its values are written into
-
-    def read() -> dict[str, Any] | None:
-        loaded = load_checkpoint(folder.checkpoints)
-        if loaded is None:
-            return None
-        found, place, notices = loaded
-        if found.state["samples"] != samples:
-            raise CheckpointError(
-                f"{place} is of a run with {found.state['samples']} training samples, but the data set now gives "
-                f"{samples}; resume with the data that it began with, or start a new run with another --out"
-            )
-        check_fit(found.model, own[0], place / MODEL_FILE)
-        check_fit(found.optimizer, own[1], place / OPTIMIZER_FILE)
-        parts[0] = (dict(found.model), dict(found.optimizer))
-        return {"values": dict(found.state), "notices": [*notices, f"resuming from {place}"]}
-
-    answer: dict[str, Any] | None = on_root(group, read)
-    if answer is None:
+    if kept is None:
         return State(samples=samples), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
-    values, notices = answer["values"], answer["notices"]
-    model, optimizer = (_broadcast(arrays, group) for arrays in parts[0])
-    worker.model.load_state(model)
-    worker.load_optimizer_state(optimizer, values["optimizer"])
-    if values["ranks"] != group.size:
-        notices.append(f"the run had {values['ranks']} ranks and goes on with {group.size}: equal up to rounding")
-    return State.from_json(values), notices
+    if kept.values["samples"] != samples:
+        raise CheckpointError(
+            f"{kept.place} is of a run with {kept.values['samples']} training samples, but the data set now gives "
+            f"{samples}; resume with the data that it began with, or start a new run with another --out"
+        )
+    state, scalars = State.from_json(kept.values), kept.values["optimizer"]
+    if "steps" not in scalars:
+        raise CheckpointError(f"{kept.place} does not say how many steps the optimizer has done")
+    arrays = _arrays(worker)
+    sources = [_source(None)] * 2
+    if kept.checkpoint is not None:
+        sources = [_source(kept.checkpoint.model), _source(kept.checkpoint.optimizer)]
+    for each, (_, outlines, file) in zip(arrays, sources, strict=True):  # both, before either is written
+        each.check(outlines, file)
+    for each, source in zip(arrays, sources, strict=True):
+        each.push(*source)
+    worker.optimizer.steps = int(scalars["steps"])
+    return state, [*kept.notices, *_moved(kept.mesh, _mesh(worker))]
 
 
-def kept_algorithms(folder: RunFolder, group: Group) -> list[str] | None:
-    """Return the all-reduce of each bucket that the run's last good checkpoint was made with. Collective.
-
-    Another one adds in another order. None without a checkpoint, or with another number of ranks, when nothing can be
-    kept.
-
-    Raises:
-        CheckpointError: on all ranks, when no checkpoint is whole.
-    """
-
-    def read() -> list[str] | None:
-        loaded = load_checkpoint(folder.checkpoints)
-        if loaded is None or loaded[0].state["ranks"] != group.size:
-            return None
-        kept: list[str] = loaded[0].state.get("algorithms") or []
-        return kept or None  # a fused update has none
-
-    algorithms: list[str] | None = on_root(group, read)
-    return algorithms
+def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, Outline] | None, Path | None]:
+    """Return what `LayoutState.push` takes: on rank 0 how to read the file, what is in it, and its name."""
+    if file is None:
+        return dict[str, Array]().__getitem__, None, None
+    return file.__getitem__, file.outlines, file.file
 
 
-def _broadcast(arrays: Mapping[str, Array], group: Group) -> dict[str, Array]:
-    """Return rank 0's arrays on every rank; the others give arrays of the same names, shapes and dtypes."""
-    copies = {name: np.array(arrays[name], order="C") for name in sorted(arrays)}
-    for array in copies.values():
-        group.broadcast(array)
-    return copies
+def _values(worker: Worker, state: State, group: Group) -> dict[str, Any]:
+    """Return what state.json holds."""
+    return {
+        **state.to_json(),
+        "seed": worker.seed,
+        "ranks": group.size,
+        "layout": dict(zip(("dp", "pp", "tp"), _mesh(worker).shape, strict=True)),
+        "optimizer": {"steps": worker.optimizer.steps},
+        "algorithms": [choice.algorithm for choice in worker.parallel.exchange.choices],
+    }
+
+
+def _moved(before: Mesh, now: Mesh) -> list[str]:
+    """Say that a run goes on with another layout, if it does."""
+    if before.shape == now.shape:
+        return []
+    plain = before.dp == before.size and now.dp == now.size
+    words = (f"{before.size} ranks", f"{now.size}") if plain else (str(before), str(now))
+    return [f"the run had {words[0]} and goes on with {words[1]}: equal up to rounding"]
+
+
+def _mesh(worker: Worker) -> Mesh:
+    return Mesh(dp=worker.group.size)
+
+
+def _arrays(worker: Worker) -> tuple[LayoutState, LayoutState]:
+    """Return the model's and the optimizer's arrays: every rank has all of them, and rank 0 writes them."""
+    root = worker.group.is_root
+    leaves: list[tuple[str, Any]] = [*worker.model.named_parameters(), *worker.model.named_buffers()]
+    model = [Entry.of(name, leaf.data, leaf.region, root) for name, leaf in leaves]
+    optimizer = [Entry.of(name, array, None, root) for name, array in worker._slots().items()]
+    return (
+        LayoutState(model, [entry.name for entry in model], worker.group),
+        LayoutState(optimizer, [entry.name for entry in optimizer], worker.group),
+    )

@@ -10,6 +10,7 @@ from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
 from nnmpi.compose.report import EvalReport
 from nnmpi.errors import DeviceError, LayoutError, UsageError
+from nnmpi.mesh import Mesh
 from nnmpi.train.build import build_extent, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
@@ -21,7 +22,7 @@ from nnmpi.train.loop import Loop, Parts
 from nnmpi.train.progress import Console, duration, percent
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.report import Reporter
-from nnmpi.train.restore import kept_algorithms, restore
+from nnmpi.train.restore import Kept, find, restore
 from nnmpi.train.root import on_root
 from nnmpi.train.state import State
 
@@ -48,9 +49,10 @@ def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock
     resuming = config.run.resume is not None
     _check_layout(config, group)
     on_root(group, lock.take if resuming else folder.check_free)
-    parts, lines = _set_up(config, group, folder, console)
+    kept = find(folder, group) if resuming else None
+    parts, lines = _set_up(config, group, folder, console, kept)
     samples = len(parts.inputs.train)
-    state, notices = restore(parts.worker, folder, group, samples) if resuming else (State(samples=samples), [])
+    state, notices = restore(parts.worker, kept, folder, samples) if resuming else (State(samples=samples), [])
 
     def occupy() -> None:
         if not resuming:
@@ -79,7 +81,9 @@ def _check_layout(config: Config, group: Group) -> None:
         )
 
 
-def _set_up(config: Config, group: Group, folder: RunFolder, console: Console) -> tuple[Parts, list[str]]:
+def _set_up(
+    config: Config, group: Group, folder: RunFolder, console: Console, kept: Kept | None
+) -> tuple[Parts, list[str]]:
     """Load the data and build everything; return it with the header. Collective."""
     node = group.node()
     local_rank = node.rank
@@ -90,7 +94,7 @@ def _set_up(config: Config, group: Group, folder: RunFolder, console: Console) -
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
     notice = _take_fit(config, group)
-    algorithms = kept_algorithms(folder, group) if config.run.resume is not None else None
+    algorithms = None if kept is None else kept.algorithms(Mesh(dp=group.size))
     worker = build_worker(config, group, inputs, backend, algorithms)
     lines = header(config, group, inputs, backend, extent, worker)
     return Parts(config.run, group, inputs, worker, schedule, extent, folder), [*lines, *notice]
