@@ -15,11 +15,16 @@ from nnmpi.errors import ShapeError, UsageError
 
 @dataclass(frozen=True)
 class Cut:
-    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch."""
+    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch.
+
+    Attributes:
+        number: which of the global batch's microbatches it is.
+    """
 
     start: int
     stop: int
     first_row: int
+    number: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +51,7 @@ class Batch:
     @property
     def first_row(self) -> int:
         """The place of the first row in the global batch."""
-        return self.cuts[0].first_row
+        return self.cuts[0].first_row if self.cuts else 0
 
 
 class Loader:
@@ -56,6 +61,7 @@ class Loader:
         batch_size: rows of the global batch; n or more makes one batch of everything.
         rank, world: which part of how many.
         microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
+        whole: give each rank whole microbatches (possibly none), instead of a part of each.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for.
@@ -74,6 +80,7 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         microbatches: int = 1,
+        whole: bool = False,
         shuffle: bool = True,
         transform: Transform | None = None,
         dtype: DTypeLike = "float32",
@@ -96,6 +103,7 @@ class Loader:
         self.rank = rank
         self.world = world
         self.microbatches = microbatches
+        self.whole = whole
         self.shuffle = shuffle
         self.transform = transform
         self.dtype = np.dtype(dtype)
@@ -122,18 +130,19 @@ class Loader:
         )
 
     def _batch(self, epoch_order: NDArray[np.int64], epoch: int, number: int) -> Batch:
-        ranges, global_rows = rows(len(self.dataset), self.batch_size, number, self.rank, self.world, self.microbatches)
-        indices = np.concatenate([epoch_order[mine.start : mine.stop] for mine in ranges])
+        where = (number, self.rank, self.world, self.microbatches, self.whole)
+        ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
+        indices = np.concatenate([epoch_order[:0], *(epoch_order[mine.start : mine.stop] for mine in ranges.values())])
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
         return Batch(x, self.dataset.y[indices], indices, self._cuts(ranges, number), global_rows, epoch, number)
 
-    def _cuts(self, ranges: tuple[range, ...], number: int) -> tuple[Cut, ...]:
+    def _cuts(self, ranges: dict[int, range], number: int) -> tuple[Cut, ...]:
         """Return where each microbatch's rows stand among this rank's, and in the global batch."""
         cuts, start = [], 0
-        for mine in ranges:
-            cuts.append(Cut(start, start + len(mine), mine.start - number * self.batch_size))
+        for i, mine in ranges.items():
+            cuts.append(Cut(start, start + len(mine), mine.start - number * self.batch_size, i))
             start += len(mine)
         return tuple(cuts)
 

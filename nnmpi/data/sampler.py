@@ -4,7 +4,10 @@
     rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
     rank 1        9 0 |     1 5 |   6
 
-With microbatches each of these is cut first, and its pieces are shared out.
+With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) dealt whole:
+
+    2 microbatches      7 2 | 9 0        rank 0    7   | 9        whole    rank 0    7 2
+                                         rank 1      2 |   0               rank 1        | 9 0
 """
 
 import numpy as np
@@ -27,13 +30,17 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
 
 
 def rows(
-    n: int, batch_size: int, number: int, rank: int = 0, world: int = 1, microbatches: int = 1
-) -> tuple[tuple[range, ...], int]:
+    n: int, batch_size: int, number: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
+) -> tuple[dict[int, range], int]:
     """Return which positions of the epoch's order are this rank's in a batch, and the rows of the global batch.
 
-    There is one range per microbatch: the global batch is cut into microbatches first, each of which is shared out
-    over the ranks, so that microbatches hold the same samples under every layout. A microbatch has at least one row, so
-    a short batch may have fewer of them; a range is empty for some ranks when there are more ranks than rows.
+    There is one range per microbatch, by its number: the global batch is cut into microbatches first, each of which is
+    shared out over the ranks, so that microbatches hold the same samples under every layout. A microbatch has at least
+    one row, so a short batch may have fewer of them; a range is empty for some ranks when there are more ranks than
+    rows.
+
+    Args:
+        whole: give each rank whole microbatches instead, possibly none; their shapes then do not depend on the layout.
 
     Raises:
         IndexError: for a batch number outside 0..batches_per_epoch-1.
@@ -42,12 +49,13 @@ def rows(
         raise IndexError(f"batch {number} of {batches_per_epoch(n, batch_size)} batches does not exist")
     start = number * batch_size
     global_rows = min(batch_size, n - start)
-    ranges = []
-    for micro in split(global_rows, min(microbatches, global_rows)):
-        mine = part(len(micro), world, rank)
-        first = start + micro.start
-        ranges.append(range(first + mine.start, first + mine.stop))
-    return tuple(ranges), global_rows
+    micros = split(global_rows, min(microbatches, global_rows))
+    ranges = {}
+    for i in part(len(micros), world, rank) if whole else range(len(micros)):
+        first = start + micros[i].start
+        mine = range(len(micros[i])) if whole else part(len(micros[i]), world, rank)
+        ranges[i] = range(first + mine.start, first + mine.stop)
+    return ranges, global_rows
 
 
 def batch_indices(
@@ -65,5 +73,5 @@ def batch_indices(
 
     This is the definition, computed afresh at every call; a `Loader` keeps the epoch's order instead.
     """
-    (mine,), _ = rows(n, batch_size, number, rank, world)
+    mine = rows(n, batch_size, number, rank, world)[0][0]
     return order(n, seed, epoch, shuffle)[mine.start : mine.stop]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
-from nnmpi.backend.array import namespace
+from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.init import Constant
 from nnmpi.nn.mode import current
@@ -19,7 +20,8 @@ class BatchNorm(Module):
 
     Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images alike. Under data
     parallelism the statistics are those of the global batch, over all ranks: `all_reduce` is set by the strategy.
-    With microbatches (gradient accumulation) they are those of each microbatch, over all ranks.
+    With microbatches (gradient accumulation, pipelines) they are those of each microbatch, over all ranks, and the
+    running statistics take in one microbatch after the other; a forward that is repeated does not change them.
 
     Args:
         channels: the length of the last axis.
@@ -39,6 +41,7 @@ class BatchNorm(Module):
         self.running_mean = Buffer((channels,), 0.0)
         self.running_variance = Buffer((channels,), 1.0)
         self.all_reduce: AllReduce | None = None
+        self.observe: Callable[[Array, Array], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape.
@@ -60,9 +63,16 @@ class BatchNorm(Module):
         y, mean, variance, count = batch_norm(x, self.weight, self.bias, self.eps, self.all_reduce)
         if count and not current().again:
             unbiased = variance * (count / max(count - 1, 1))
-            for buffer, value in ((self.running_mean, mean), (self.running_variance, unbiased)):
-                buffer.data += self.momentum * (value - buffer.data)
+            (self.observe or self.take_in)(mean, unbiased)
         return y
+
+    def take_in(self, mean: Array, variance: Array) -> None:
+        """Move the running statistics towards a batch's (variance with divisor n - 1).
+
+        A strategy that must do so in an order of its own sets `observe`, which gets them instead.
+        """
+        for buffer, value in ((self.running_mean, mean), (self.running_variance, variance)):
+            buffer.data += self.momentum * (value - buffer.data)
 
 
 class LayerNorm(Module):

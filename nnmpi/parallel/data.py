@@ -46,6 +46,9 @@ class DataParallel:
         backend: where the model's arrays live; NumPy by default.
         exchanged: whether gradients are summed here; otherwise each rank's own are left, for a strategy that sums and
             uses them in one go (see `parallel.fused`).
+        hooked: whether this object runs the backward passes; otherwise somebody else does, and calls `reduce` and
+            `finish` (see `parallel.pipeline`).
+        joint: whether the ranks share each microbatch, and so its batch statistics.
 
     With "shared", or "auto", the gradients move to memory that the ranks of a node share, if there is some.
 
@@ -69,6 +72,8 @@ class DataParallel:
         overlap: bool = True,
         backend: Backend | None = None,
         exchanged: bool = True,
+        hooked: bool = True,
+        joint: bool = True,
     ) -> None:
         self.model, self.group = model, group
         self.storage = model.storage
@@ -84,9 +89,10 @@ class DataParallel:
         spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if exchanged else []
         self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap, stage)
         self._share_state()
-        if group.size > 1:
+        if group.size > 1 and hooked:
             for number, span in enumerate(self.storage.spans):
                 span.parameter.hook = self._hook(number)
+        if group.size > 1 and joint:
             for _, module in model.named_modules():
                 if isinstance(module, BatchNorm):
                     module.all_reduce = self._sum_statistics
@@ -111,11 +117,21 @@ class DataParallel:
         finally:
             self._last = None
         if last:
-            self.storage.finish_gradients()
-            self.exchange.finish()
-            self._summed = True
-            self.traffic = self.exchange.traffic.plus(self._statistics)
-            self._statistics = Traffic()
+            self.finish()
+
+    def reduce(self, numbers: Sequence[int]) -> None:
+        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage."""
+        for number in numbers:
+            self.storage.spans[number].parameter.finish_gradient()
+            self.exchange.ready(number)
+
+    def finish(self) -> None:
+        """End a step: return when all gradients are summed; collective."""
+        self.storage.finish_gradients()
+        self.exchange.finish()
+        self._summed = True
+        self.traffic = self.exchange.traffic.plus(self._statistics)
+        self._statistics = Traffic()
 
     def _begin(self) -> None:
         """Refuse a pass whose gradients would be added to what is no sum of this step's."""

@@ -68,8 +68,8 @@ def test_cuts_say_where_the_microbatches_are() -> None:
     data = made_up()
     whole = list(Loader(data, 10, workers=0).epoch(0))
     batches = list(Loader(data, 10, rank=1, world=2, microbatches=3, workers=0).epoch(0))
-    assert batches[1].cuts == (Cut(0, 2, 2), Cut(2, 3, 6), Cut(3, 4, 9))
-    assert batches[2].cuts == (Cut(0, 0, 1), Cut(0, 0, 2), Cut(0, 0, 3))
+    assert batches[1].cuts == (Cut(0, 2, 2, 0), Cut(2, 3, 6, 1), Cut(3, 4, 9, 2))
+    assert batches[2].cuts == (Cut(0, 0, 1, 0), Cut(0, 0, 2, 1), Cut(0, 0, 3, 2))
     for batch, serial in zip(batches, whole, strict=True):
         assert batch.first_row == batch.cuts[0].first_row
         for cut in batch.cuts:
@@ -174,3 +174,20 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
 def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         Loader(made_up(), **{"batch_size": 5, **options})
+
+
+def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
+    """With 3 microbatches on 5 ranks two ranks have none, and all rows are there once."""
+    data = made_up()
+    serial = list(Loader(data, 10, microbatches=3, workers=0).epoch(0))
+    for number, whole in enumerate(serial):
+        seen = {}
+        for rank in range(5):
+            batch = list(Loader(data, 10, rank=rank, world=5, microbatches=3, whole=True, workers=0).epoch(0))[number]
+            assert len(batch.x) == sum(cut.stop - cut.start for cut in batch.cuts)
+            seen |= {cut.number: (cut.first_row, batch.x[cut.start : cut.stop]) for cut in batch.cuts}
+        assert seen.keys() == {cut.number for cut in whole.cuts}
+        for cut in whole.cuts:
+            first_row, x = seen[cut.number]
+            assert first_row == cut.first_row
+            np.testing.assert_array_equal(x, whole.x[cut.start : cut.stop])

@@ -34,11 +34,13 @@ def test_microbatches_hold_the_same_rows_in_every_world(n: int, size: int, world
     totals = []
     for number in range(batches_per_epoch(n, size)):
         serial, total = rows(n, size, number, microbatches=microbatches)
-        assert [i for mine in serial for i in mine] == list(range(number * size, number * size + total))
+        assert [i for mine in serial.values() for i in mine] == list(range(number * size, number * size + total))
         parts = [rows(n, size, number, rank, world, microbatches) for rank in range(world)]
         assert {part_total for _, part_total in parts} == {total}
-        for micro, whole in enumerate(serial):
+        for micro, whole in serial.items():
             assert [i for ranges, _ in parts for i in ranges[micro]] == list(whole)
+        dealt = [rows(n, size, number, rank, world, microbatches, whole=True)[0] for rank in range(world)]
+        assert [(i, mine) for ranges in dealt for i, mine in ranges.items()] == list(serial.items())
         totals.append(total)
     assert sum(totals) == n
     assert totals[:-1] == [size] * (len(totals) - 1)
@@ -47,7 +49,7 @@ def test_microbatches_hold_the_same_rows_in_every_world(n: int, size: int, world
 def test_no_more_microbatches_than_rows() -> None:
     """However many are asked for: a list of a hundred thousand million empty ones would fill the memory."""
     ranges, _ = rows(10, 4, 2, microbatches=10**11)
-    assert ranges == (range(8, 9), range(9, 10))
+    assert ranges == {0: range(8, 9), 1: range(9, 10)}
 
 
 @pytest.mark.parametrize("number", [-1, 3])

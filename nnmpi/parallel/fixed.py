@@ -1,0 +1,147 @@
+"""Gradients summed in a fixed order: the same bits under every data-parallel and pipeline layout.
+
+Floating-point sums depend on their order, and a GEMM's bits on its shape. So each microbatch is computed whole on one
+replica, with the shapes that it has everywhere, and the microbatches' gradients are added in a tree that depends on
+their number alone (see `comm.fixed`):
+
+    serial              4 microbatches on 1 replica:    ((0 + 1) + (2 + 3))
+    2 replicas          0 + 1  on one, 2 + 3 on the other, and then the sum of both
+    3 replicas          0 + 1  |  2  |  3               the tree stays
+
+It covers every number of replicas (those beyond the number of microbatches have nothing to do), of stages and of
+microbatches, as long as no parameter stands in two stages. The bits are those of one processor type and BLAS with one
+thread. Running statistics take in the microbatches in order, too; batch statistics are those of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.fixed import Tree, sum_fixed
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+
+
+class FixedReduction:
+    """Sums a model's gradients over microbatches and replicas, part by part of the model.
+
+    Args:
+        model: initialized; its batch norms' running statistics are updated here from now on.
+        group: the replicas.
+        parts: the parameters of each part (a stage, or the whole model), by their numbers in the model's storage.
+        backend: where the model lives.
+
+    Attributes:
+        microbatch: the one whose forward runs, which statistics belong to; to be set before it.
+
+    Raises:
+        UsageError: when the parameters of a part do not lie together, as some belong to two parts.
+    """
+
+    def __init__(self, model: Module, group: Group, parts: Sequence[Sequence[int]], backend: Backend) -> None:
+        self.model, self.group, self.backend = model, group, backend
+        self.storage = model.storage
+        self.microbatch = 0
+        self._parts = [list(part) for part in parts]
+        self._ranges = [self._find_ranges(part) for part in self._parts]
+        self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
+        self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
+        self._trees: list[dict[int, Tree]] = []
+        self._count = 0
+        for number, norm in enumerate(self._norms):
+            norm.observe = partial(self._observe, number)
+
+    def begin(self, microbatches: int) -> None:
+        """Begin a step with so many microbatches, over all replicas."""
+        self._count = microbatches
+        self._trees = [{buffer: Tree(microbatches) for buffer in ranges} for ranges in self._ranges]
+        for seen in self._seen:
+            seen.clear()
+
+    def add(self, part: int, microbatch: int) -> None:
+        """Take the gradients that one microbatch has given to a part, and forget them there."""
+        for number in self._parts[part]:
+            self.storage.spans[number].parameter.finish_gradient()
+        for buffer, tree in self._trees[part].items():
+            tree.push(microbatch, np.ascontiguousarray(self.backend.to_host(self._slice(part, buffer))))
+        for number in self._parts[part]:
+            self.storage.spans[number].parameter.grad = None
+
+    def finish(self) -> None:
+        """Write the sums into the storage's gradients, and update running statistics. Collective."""
+        for part, trees in enumerate(self._trees):
+            for buffer, tree in trees.items():
+                place = self._slice(part, buffer)
+                out = place if isinstance(place, np.ndarray) else np.empty(place.shape, str(place.dtype))
+                sum_fixed(self.group, tree, out)
+                if out is not place:
+                    place[...] = self.backend.asarray(out)
+            for number in self._parts[part]:
+                parameter = self.storage.spans[number].parameter
+                parameter.grad = parameter.buffer
+        for norm, seen in zip(self._norms, self._seen, strict=True):
+            self._take_in(norm, seen)
+
+    def sum_numbers(self, values: dict[int, float], group: Group) -> float:
+        """Return the sum of one number per microbatch, in the same tree; collective.
+
+        Args:
+            values: by microbatch; one rank of the group has each.
+        """
+        numbers = np.zeros(self._count)
+        for microbatch, value in values.items():
+            numbers[microbatch] = value
+        group.all_reduce(numbers, check=False)  # of each one rank has more than a zero, so nothing is rounded
+        tree = Tree(self._count)
+        for microbatch in range(self._count):
+            tree.push(microbatch, numbers[microbatch : microbatch + 1])
+        (total,) = tree.blocks.values()
+        return float(total[0])
+
+    def release(self) -> None:
+        """Take the reduction off the model again."""
+        for norm in self._norms:
+            norm.observe = None
+
+    def _observe(self, number: int, mean: Array, variance: Array) -> None:
+        self._seen[number][self.microbatch] = (mean, variance)
+
+    def _take_in(self, norm: BatchNorm, seen: dict[int, tuple[Array, Array]]) -> None:
+        """Update running statistics by all microbatches' in order, wherever they were computed."""
+        channels = norm.running_mean.data.size
+        everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
+        for microbatch, (mean, variance) in seen.items():
+            everyones[microbatch, 0], everyones[microbatch, 1] = map(self.backend.to_host, (mean, variance))
+        self.group.all_reduce(everyones.reshape(-1), check=False)  # one replica has each, so nothing is rounded
+        for mean, variance in everyones:
+            norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))
+
+    def _find_ranges(self, part: Sequence[int]) -> dict[int, slice]:
+        """Return where a part's parameters lie in each flat array."""
+        ranges: dict[int, slice] = {}
+        for number in part:
+            span = self.storage.spans[number]
+            known = ranges.get(span.buffer, slice(span.start, span.stop))
+            ranges[span.buffer] = slice(min(known.start, span.start), max(known.stop, span.stop))
+        inside = [
+            number
+            for number, span in enumerate(self.storage.spans)
+            if span.buffer in ranges and ranges[span.buffer].start <= span.start < ranges[span.buffer].stop
+        ]
+        if sorted(inside) != sorted(set(part)):
+            raise UsageError(
+                "a fixed order of sums needs each stage's parameters for itself, but some stand in two stages; cut the "
+                "model so that tied layers share a stage, or leave --reduction fixed out"
+            )
+        return ranges
+
+    def _slice(self, part: int, buffer: int) -> Array:
+        view: Array = self.storage.grads[buffer][self._ranges[part][buffer]]
+        return view
