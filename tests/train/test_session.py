@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
-from nnmpi.train import restore, session
+from nnmpi.train import session
 from nnmpi.train.cli import main
+from nnmpi.train.draft import Draft
 from nnmpi.train.metrics import read_metrics
 
 Train: TypeAlias = Callable[[str], Path]
@@ -252,14 +253,14 @@ def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytes
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = restore.save_checkpoint
+    real = Draft.finish
 
-    def full(folder: Path, checkpoint: Any, keep: int) -> Path:
-        if checkpoint.state["step"] > 4:
+    def full(self: Draft, state: Any, keep: int) -> str:
+        if state["step"] > 4:
             raise OSError(28, "No space left on device")
-        return real(folder, checkpoint, keep)
+        return real(self, state, keep)
 
-    monkeypatch.setattr(restore, "save_checkpoint", full)
+    monkeypatch.setattr(Draft, "finish", full)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):
         train("--epochs 5")
     assert (tmp_path / "run0" / "checkpoints" / "latest").read_text() == "step-00000004\n"

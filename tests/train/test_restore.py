@@ -1,0 +1,223 @@
+"""Checkpoints over ranks: any layout reads any other's, one rank's failure is everybody's, nothing is read twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import CheckpointError
+from nnmpi.mesh import Mesh
+from nnmpi.models.mlp import mlp
+from nnmpi.optim import names
+from nnmpi.train import checkpoint as module
+from nnmpi.train.checkpoint import read_checkpoint
+from nnmpi.train.cli import main
+from nnmpi.train.draft import Draft
+from nnmpi.train.files import sha256
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.recorder import Recorder
+from nnmpi.train.restore import Kept, find, restore, save
+from nnmpi.train.root import on_root
+from nnmpi.train.state import State
+from nnmpi.train.tensors import TensorFile, TensorWriter
+from tests.parallel.test_state import LAYOUTS, WHOLE, equal, make, text_on_all
+
+
+def shared(group: Group, tmp_path: Path) -> Path:
+    return Path(group.share(str(tmp_path)))
+
+
+def make_worker(group: Group, width: int = 5, optimizer: str = "adamw", seed: int = 0) -> Worker:
+    model = mlp((7,), 3, (width,), "relu", 0.0).initialize(seed=seed, dtype="float64")
+    return Worker(model, names.build(optimizer, model.storage, lr=0.1), group)
+
+
+def arrays_of(worker: Worker) -> dict[str, Array]:
+    return {**worker.model.state(), **worker.optimizer_state()[0]}
+
+
+def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
+    state = State(step=step, samples=9)
+    with Recorder(None, 0) as recorder:
+        save(worker, state, folder, recorder, group, keep=3)
+
+
+def fill(worker: Worker, value: float) -> dict[str, Array]:
+    """Give all arrays values that differ from one another, and return them."""
+    for arrays in (worker.model.storage.data, *worker.optimizer.slots().values()):
+        for array in arrays:
+            array[...] = value + np.arange(array.size)
+            value += 1000
+    worker.optimizer.steps = int(value)
+    return arrays_of(worker)
+
+
+@pytest.mark.mpi
+def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_path: Path) -> None:
+    folder = shared(group, tmp_path)
+    for number, writes in enumerate(LAYOUTS):
+        state, _ = make(writes, group, filled=True)
+        draft, outlines = Draft(folder, number), state.outlines()
+        on_root(group, draft.begin)
+        on_root(group, lambda d=draft, o=outlines: d.open("file", o))  # type: ignore[misc]
+        state.pull(draft.write)
+        on_root(group, lambda d=draft: d.finish({}, keep=9) and None)  # type: ignore[misc]
+        for reads in LAYOUTS:
+            other, _ = make(reads, group, filled=False)
+            file = TensorFile(folder / f"step-{number:08d}" / "file")
+            other.push(file.__getitem__, file.outlines, file.file)
+            assert all(group.gather(equal(other.to_dict(everywhere=True), WHOLE)))
+
+
+@pytest.mark.mpi
+def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    worker = make_worker(group)
+    expected, steps = fill(worker, 1.0), worker.optimizer.steps
+    save_at(worker, folder, group, step=4)
+    other = make_worker(group, seed=1)
+    kept = find(folder, group)
+    assert kept is not None
+    assert (kept.checkpoint is not None) == group.is_root
+    state, notices = restore(other, kept, folder, samples=9)
+    assert (state.step, other.optimizer.steps) == (4, steps)
+    assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
+    assert all(group.gather(equal(arrays_of(other), expected)))
+
+
+@pytest.mark.mpi
+def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    worker = make_worker(group)
+    save_at(worker, folder, group, step=4)
+    found = read_checkpoint(folder.checkpoints / "step-00000004")
+    assert list(found.model) == list(worker.model.state())
+    assert list(found.optimizer) == list(worker.optimizer_state()[0])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"width": 6},
+            r"model.safetensors has 1.weight with shape (7, 5) and float64, but this model needs shape (7, 6)",
+        ),
+        ({"optimizer": "sgd"}, "optimizer.safetensors has"),
+    ],
+)
+def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
+    group: Group, tmp_path: Path, options: dict[str, object], text: str
+) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    save_at(make_worker(group), folder, group, step=4)
+    worker = make_worker(group, **options)  # type: ignore[arg-type]
+    before, kept = fill(worker, -9.0), find(folder, group)
+    found = text_on_all(group, lambda: restore(worker, kept, folder, samples=9), CheckpointError)
+    assert text in found and str(folder.checkpoints / "step-00000004") in found
+    assert all(group.gather(equal(arrays_of(worker), before)))
+
+
+@pytest.mark.mpi
+def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_ones(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
+    save_at(worker, folder, group, step=4)
+    left, real = [2], TensorWriter.write
+
+    def full(self: TensorWriter, name: str, array: Array) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        real(self, name, array)
+
+    for room in range(6):  # in the model's file, then in the optimizer's
+        left[0] = room
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorWriter, "write", full)
+            text = text_on_all(group, lambda: save_at(worker, folder, group, step=8), CheckpointError)
+        assert text == (
+            f"no checkpoint of step 8 can be written into {folder.checkpoints} (No space left on device); older ones "
+            "are intact"
+        )
+        group.barrier()  # rank 0 tidies up last
+        assert sorted(each.name for each in folder.checkpoints.iterdir()) == ["latest", "step-00000004"]
+        group.barrier()
+    save_at(worker, folder, group, step=8)
+    kept = find(folder, group)
+    assert kept is not None and kept.values["step"] == 8
+
+
+@pytest.mark.mpi
+def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    kept = find(folder, group)
+    assert kept is None
+    state, notices = restore(make_worker(group), kept, folder, samples=9)
+    assert state == State(samples=9)
+    assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
+
+
+def make_kept(ranks: int, layout: dict[str, int] | None = None, algorithms: list[str] | None = None) -> Kept:
+    values = {"ranks": ranks, "algorithms": algorithms}
+    return Kept(values if layout is None else values | {"layout": layout}, Path(), (), None)
+
+
+def test_algorithms_are_kept_on_the_same_mesh_only() -> None:
+    kept = make_kept(4, {"dp": 2, "pp": 2, "tp": 1}, ["ring", "tree"])
+    assert kept.algorithms(Mesh(2, 2, 1)) == ["ring", "tree"]
+    assert kept.algorithms(Mesh(4, 1, 1)) is None
+    assert make_kept(4, None, ["ring"]).algorithms(Mesh(4)) == ["ring"]  # of a version that knew no other layout
+    assert make_kept(4, None, []).algorithms(Mesh(4)) is None
+
+
+@pytest.mark.mpi
+def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    save_at(make_worker(group), folder, group, step=4)
+    file = folder.checkpoints / "step-00000004" / module.STATE_FILE
+    for layout, ranks, words in (
+        ({"dp": 99, "pp": 1, "tp": 1}, 99, f"the run had 99 ranks and goes on with {group.size}"),
+        (
+            {"dp": 2, "pp": 3, "tp": 1},
+            6,
+            f"the run had dp 2 x pp 3 x tp 1 and goes on with dp {group.size} x pp 1 x tp 1",
+        ),
+        (None, 99, f"the run had 99 ranks and goes on with {group.size}"),
+    ):
+        if group.is_root:
+            state = json.loads(file.read_text()) | {"layout": layout, "ranks": ranks}
+            if layout is None:
+                del state["layout"]
+            del state["sha256"]
+            file.write_text(json.dumps({**state, "sha256": module.digest(state)}))
+        group.barrier()
+        _, notices = restore(make_worker(group), find(folder, group), folder, samples=9)
+        assert notices[1:] == [f"{words}: equal up to rounding"]
+
+
+def test_a_resumed_run_reads_its_checkpoint_once(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    out = tmp_path / "run"
+    main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
+    verified, read, real_get = [], [], TensorFile.__getitem__
+
+    def count(file: Path) -> str:
+        verified.append(file.name)
+        return sha256(file)
+
+    def get(self: TensorFile, name: str) -> Array:
+        read.append((self.file.name, name))
+        return real_get(self, name)
+
+    monkeypatch.setattr(module, "sha256", count)
+    monkeypatch.setattr(TensorFile, "__getitem__", get)
+    main(f"--resume {out} --max-steps 3".split(), group)
+    assert sorted(verified) == ["model.safetensors", "optimizer.safetensors"]
+    assert len(read) == len(set(read)) > 4
