@@ -1,0 +1,117 @@
+"""Cutting layers into stages: against all cuts there are, with and without a limit of memory."""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nnmpi.schedule.partition
+from nnmpi.errors import LayoutError, NnmpiError, UsageError
+from nnmpi.schedule.partition import partition
+from nnmpi.shard import split
+
+Cut = tuple[range, ...]
+many_layers = st.lists(st.integers(0, 6), min_size=1, max_size=9)
+
+
+def every_cut(layers: int, stages: int) -> Iterator[Cut]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield tuple(range(a, b) for a, b in pairwise((0, *inner, layers)))
+
+
+def sums(cut: Cut, numbers: Sequence[int]) -> list[int]:
+    return [sum(numbers[i] for i in stage) for stage in cut]
+
+
+def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
+    """Return (slowest stage, sum of squares): less is better."""
+    found = sums(cut, times)
+    return max(found), sum(each**2 for each in found)
+
+
+@given(many_layers, st.data())
+def test_no_cut_is_better(times: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(times)))
+    cut = partition(times, stages)
+    assert cut in list(every_cut(len(times), stages))
+    assert goodness(cut, times) == min(goodness(other, times) for other in every_cut(len(times), stages))
+
+
+@given(many_layers, st.data())
+def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject) -> None:
+    """And where none is within it, the sentence says what the least possible is."""
+    stages = data.draw(st.integers(1, len(times)))
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(times), max_size=len(times)))
+    limit = data.draw(st.integers(0, 20))
+    allowed = [cut for cut in every_cut(len(times), stages) if max(sums(cut, sizes)) <= limit]
+    if allowed:
+        cut = partition(times, stages, sizes, limit)
+        assert cut in allowed
+        assert goodness(cut, times) == min(goodness(other, times) for other in allowed)
+    else:
+        least = min(max(sums(cut, sizes)) for cut in every_cut(len(times), stages))
+        with pytest.raises(LayoutError, match=f"least possible is {least}, and the largest layer"):
+            partition(times, stages, sizes, limit)
+
+
+@given(many_layers, st.sampled_from([0.1, 1e-6, 1 / 3, 1e9]), st.data())
+def test_seconds_are_added_without_rounding(counts: list[int], unit: float, data: st.DataObject) -> None:
+    """Runs of one layer in whatever unit are cut as in whole numbers."""
+    stages = data.draw(st.integers(1, len(counts)))
+    assert partition([unit] * len(counts), stages) == partition([1] * len(counts), stages)
+    assert partition([count * 2.0**-30 for count in counts], stages) == partition(counts, stages)
+
+
+@given(st.integers(1, 30), st.data())
+def test_equal_layers_are_shared_out_evenly(layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, layers))
+    assert partition([0.7] * layers, stages) == split(layers, stages)
+
+
+def test_the_example_of_the_documentation() -> None:
+    assert partition([3, 1, 2, 2, 2, 2], 3) == (range(2), range(2, 4), range(4, 6))
+    assert "cut       3  1 |2  2 |2  2        4, 4, 4" in nnmpi.schedule.partition.__doc__
+
+
+def test_the_most_even_of_those_with_the_same_slowest_stage() -> None:
+    assert partition([9, 1, 1, 1, 1], 3) == (range(1), range(1, 3), range(3, 5))
+
+
+def test_memory_goes_before_time() -> None:
+    assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1], 9) == (range(1), range(1, 4))
+    assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1]) == (range(2), range(2, 4))
+
+
+def test_a_deep_network_takes_little_time() -> None:
+    times_s = np.random.default_rng(0).random(300).tolist()
+    begin = time.perf_counter()
+    cut = partition(times_s, 8)
+    assert time.perf_counter() - begin < 5
+    assert max(sum(times_s[i] for i in stage) for stage in cut) < 1.05 * sum(times_s) / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: partition([1, 2], 3), LayoutError, "2 layers cannot be cut into 3 stages; give 1 to 2 stages"),
+        (lambda: partition([1, 2], 0), LayoutError, "into 0 stages"),
+        (lambda: partition([1, 2], 1, [1]), UsageError, "2 layers have times, but 1 have bytes"),
+        (lambda: partition([1, 2], 1, limit_bytes=4), UsageError, "a limit of 4 bytes needs the bytes"),
+        (lambda: partition([1, -2], 1), UsageError, "the times of layer 1 are -2"),
+        (lambda: partition([1, float("nan")], 1), UsageError, "the times of layer 1 are nan"),
+        (lambda: partition([1, 2], 1, [-1, 1]), UsageError, "the bytes of layer 0 are -1"),
+        (
+            lambda: partition([1, 2, 3], 2, [4, 40, 5], 39),
+            LayoutError,
+            "3 layers in 2 stages do not fit 39 bytes a stage: the least possible is 44, and the largest layer, "
+            "number 1, has 40; give more stages or a higher limit",
+        ),
+    ],
+)
+def test_what_cannot_be_cut(make, kind: type[NnmpiError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make()
