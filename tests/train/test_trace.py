@@ -1,0 +1,117 @@
+"""One trace from all ranks: aligned clocks, named processes, arrows between ranks, and errors that all ranks raise."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.timeline import Timeline
+from nnmpi.train.trace import write_trace
+from tests.chrome import arrows, breaches, names, spans
+
+pytestmark = pytest.mark.mpi
+
+
+class Clock:
+    """Shows the common time plus an offset; goes on by what it is told, and a microsecond at every look."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self.now_s = 1000.0 + ahead_s
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+def around_a_ring(group: Group, ahead_s: float) -> Timeline:
+    """Return what a rank does that computes for one second, sends to the right, and takes from the left."""
+    timeline = Timeline(Clock(ahead_s))
+    begin_s = 900.0 + ahead_s
+    left = (group.rank - 1) % group.size
+    timeline.add("work", "forward", "compute", begin_s, begin_s + 1, {"rank": group.rank})
+    timeline.add("out", "send", "send", begin_s + 1, begin_s + 1.5, sends=f"from {group.rank}")
+    timeline.add("in", "receive", "receive", begin_s + 1, begin_s + 2, takes=f"from {left}")
+    return timeline
+
+
+def read(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz"])
+def test_all_ranks_are_in_one_file(group: Group, tmp_path: Path, name: str) -> None:
+    """Ranks whose clocks are apart by hours did the same at the same time, and so it is shown."""
+    timeline = around_a_ring(group, ahead_s=10_000.0 * group.rank)
+    write_trace(tmp_path / name, timeline, group, [f"d0 p{rank} t0" for rank in range(group.size)])
+    written = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert group.gather(written) == [[name], *[[]] * (group.size - 1)]
+    wrong = _faults(read(tmp_path / name), group.size) if group.is_root else []
+    assert group.share(wrong) == []
+
+
+def _faults(trace: dict[str, Any], size: int) -> list[str]:
+    wrong = breaches(trace)
+    titles = {(rank, 0): f"rank {rank}: d0 p{rank} t0" for rank in range(size)}
+    wrong += [] if names(trace, "process_name") == titles else ["names"]
+    wrong += [] if arrows(trace) == [("out", "in")] * size else ["arrows"]
+    expected = {"work": (0.0, 1e6), "out": (1e6, 1.5e6), "in": (1e6, 2e6)}
+    found = spans(trace)
+    wrong += [] if len(found) == 3 * size else ["events"]
+    for rank, _, event, begin, end in found:  # in microseconds; a clock that ticks when it is read shifts a little
+        if abs(begin - expected[event][0]) > 1000 or abs(end - expected[event][1]) > 1000:
+            wrong.append(f"rank {rank} {event} {begin} {end}")
+    return wrong
+
+
+def raised(group: Group, path: Path, timeline: Timeline) -> list[str]:
+    """Return what each rank raises."""
+    text = "nothing"
+    try:
+        write_trace(path, timeline, group)
+    except NnmpiError as error:
+        text = f"{type(error).__name__}: {error}"
+    return group.gather(text)
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(group: Group, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
+    assert len(set(told)) == 1
+    assert told[0].startswith("NnmpiError: the trace cannot be written to ")
+    assert told[0].endswith(
+        "file/trace.json: File exists; give a file in a folder with room that you may write to"
+    ) or ("Not a directory" in told[0])
+    (tmp_path / "folder").mkdir()
+    told = raised(group, tmp_path / "folder", around_a_ring(group, 0.0))
+    assert len(set(told)) == 1 and "folder: Is a directory;" in told[0]
+    assert all(group.gather(sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]))
+
+
+def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_path: Path) -> None:
+    last = group.size - 1
+    timeline = around_a_ring(group, 0.0)
+    if group.rank == last:
+        timeline.add("odd", "x", "compute", 2.0, 1.0)
+    told = raised(group, tmp_path / "trace.json", timeline)
+    assert len(set(told)) == 1 and told[0].startswith(f"{UsageError.__name__}: event 'odd' ends at 1.0 s, before")
+    timeline = around_a_ring(group, 0.0)
+    if group.rank == last:
+        timeline.add("odd", "x", "compute", 1.0, 2.0, {"array": {1, 2}})
+    told = raised(group, tmp_path / "trace.json", timeline)
+    assert len(set(told)) == 1 and told[0].startswith(f"{CommError.__name__}: rank {last} sent what is not a JSON")
+    assert all(group.gather(not list(tmp_path.iterdir())))
+
+
+def test_ranks_without_events(group: Group, tmp_path: Path) -> None:
+    timeline = around_a_ring(group, 0.0) if group.rank == group.size - 1 else Timeline()
+    write_trace(tmp_path / "trace.json", timeline, group)
+    wrong: list[str] = []
+    if group.is_root:
+        trace = read(tmp_path / "trace.json")
+        wrong = breaches(trace) + ([] if len(names(trace, "process_name")) == group.size else ["processes"])
+    assert group.share(wrong) == []
