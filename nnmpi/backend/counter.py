@@ -20,13 +20,16 @@ def key_pair(*parts: str | int) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int, key: tuple[int, int]) -> Array:
+def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]) -> Array:
     """Return 32 random bits for each place of a (rows, columns) array, as uint32.
+
+    Of a part of such an array, `columns` gives the numbers of its columns in the whole one (1-D, uint32).
 
     bits[r, c] = mix(mix(c + key[0]) ^ mix(mix(first_row + r + key[1]) + ODD)), all modulo 2 ** 32. Were rows and
     columns mixed alike, the places with c + key[0] = r + key[1] would all get mix(0).
     """
-    across = _mix(xp, xp.arange(columns, dtype=xp.uint32) + xp.uint32(key[0]))
+    numbers = xp.arange(columns, dtype=xp.uint32) if isinstance(columns, int) else columns
+    across = _mix(xp, numbers + xp.uint32(key[0]))
     start = (first_row + key[1]) & 0xFFFFFFFF
     down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start)) + xp.uint32(ODD))
     return _mix(xp, across[None, :] ^ down[:, None])

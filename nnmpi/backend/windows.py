@@ -54,5 +54,5 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
 def tap(x: Array, place: Pair, out: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
     """Return the view (n, out_h, out_w, c) of x that the kernel's element `place` sees in every window."""
     top, left = place[0] * dilation[0], place[1] * dilation[1]
-    bottom, right = top + (out[0] - 1) * stride[0] + 1, left + (out[1] - 1) * stride[1] + 1
+    bottom, right = top + max(0, (out[0] - 1) * stride[0] + 1), left + max(0, (out[1] - 1) * stride[1] + 1)
     return x[:, top : bottom : stride[0], left : right : stride[1]]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnmpi.errors import UsageError
+from nnmpi.models.mlp import in_turn
 from nnmpi.nn.activation import Flatten, ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
 
 
 def cnn(
@@ -21,7 +23,9 @@ def cnn(
         (batch, 28, 28, 1) -> conv 3x3, 32 -> relu -> max-pool 2 -> (14, 14, 32)
                            -> conv 3x3, 64 -> relu -> max-pool 2 -> (7, 7, 64) -> 3136 -> 128 -> 64 -> 10
 
-    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can be set.
+    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can be set. Its table
+    cuts the convolutions by output channels, and the linear layers by inputs and by outputs in turn: the first one
+    takes the flattened channels as they lie.
 
     Raises:
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
@@ -42,7 +46,9 @@ def cnn(
         if dropout:
             layers.append(Dropout(dropout))
         features = size
-    return Sequential(*layers, Linear(features, classes))
+    model = Sequential(*layers, Linear(features, classes))
+    model.sharding = {**dict.fromkeys(("0", "3"), Sharding.COLUMN), **in_turn(model, Sharding.ROW)}
+    return model
 
 
 def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.sharding import Sharding
 
 
 def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: int = 1) -> Sequential:
@@ -21,6 +22,7 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
                -> mean over pixels -> linear -> logits
 
     A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 gives ResNet-20.
+    Its table cuts a block's first convolution by output channels and the second by input channels.
 
     Raises:
         UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of blocks below 1.
@@ -35,7 +37,13 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
             shrinks = stage > 0 and number == 0
             layers.append(residual_block(features, width * 2**stage, 2 if shrinks else 1))
             features = width * 2**stage
-    return Sequential(*layers, GlobalAvgPool2d(), Linear(features, classes))
+    model = Sequential(*layers, GlobalAvgPool2d(), Linear(features, classes))
+    model.sharding = {
+        name: Sharding.ROW if name.endswith(".body.3") else Sharding.COLUMN
+        for name, layer in model.named_modules()
+        if isinstance(layer, Conv2d | Linear)
+    }
+    return model
 
 
 def residual_block(inputs: int, outputs: int, stride: int) -> Residual:

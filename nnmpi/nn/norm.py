@@ -49,18 +49,23 @@ class BatchNorm(Module):
         Raises:
             ShapeError: when the last axis of x is not `channels` long.
         """
-        if x.shape[-1:] != self.weight.shape:
-            raise ShapeError(
-                f"batch normalization of {self.weight.size} channels does not fit an array of shape {x.shape}"
-            )
+        return self.normalize(x, self.weight, self.bias, self.all_reduce)
+
+    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor, all_reduce: AllReduce | None) -> Tensor:
+        """Return the result for these tensors in the parameters' places, with statistics over the ranks of a sum.
+
+        Errors are those of `forward`.
+        """
+        if x.shape[-1:] != weight.shape:
+            raise ShapeError(f"batch normalization of {weight.size} channels does not fit an array of shape {x.shape}")
         if not current().training:
             variance = self.running_variance.data
             inverse = 1 / namespace(variance).sqrt(variance + self.eps)
-            scale = self.weight * inverse
-            shift = self.bias - scale * self.running_mean.data
+            scale = weight * inverse
+            shift = bias - scale * self.running_mean.data
             result: Tensor = x * scale + shift
             return result
-        y, mean, variance, count = batch_norm(x, self.weight, self.bias, self.eps, self.all_reduce)
+        y, mean, variance, count = batch_norm(x, weight, bias, self.eps, all_reduce)
         if count and not current().again:
             unbiased = variance * (count / max(count - 1, 1))
             (self.observe or self.take_in)(mean, unbiased)

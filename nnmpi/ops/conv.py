@@ -14,6 +14,7 @@ added into place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from operator import index
 
 from nnmpi.backend.array import Array, namespace
@@ -36,7 +37,7 @@ def _blocks(view: Array) -> Iterator[tuple[slice, Array]]:
         images = slice(start, min(start + count, n))
         block = columns[: images.stop - start]
         block[...] = view[images]
-        yield images, block.reshape(-1, kh * kw * c)
+        yield images, block.reshape(len(block) * out_h * out_w, kh * kw * c)  # not -1: there may be no elements
 
 
 def correlate(x: Array, kernel: Array, stride: Pair, dilation: Pair, out: Array) -> Array:
@@ -47,13 +48,14 @@ def correlate(x: Array, kernel: Array, stride: Pair, dilation: Pair, out: Array)
         kernel: (kh, kw, c, o).
         out: (n, out_h, out_w, o); its images must be contiguous, or its last axis a slice of longer ones.
     """
-    matrix = kernel.reshape(-1, kernel.shape[-1])
+    outputs = kernel.shape[-1]
+    matrix = kernel.reshape(prod(kernel.shape[:-1]), outputs)
     xp = namespace(x)
     view = windows(x, (kernel.shape[0], kernel.shape[1]), stride, dilation)
     direct = out.flags.c_contiguous
     for images, columns in _blocks(view):
         if direct:
-            xp.matmul(columns, matrix, out=out[images].reshape(-1, out.shape[-1]))
+            xp.matmul(columns, matrix, out=out[images].reshape(len(columns), outputs))
         else:
             out[images] = (columns @ matrix).reshape(out[images].shape)
     return out
@@ -93,7 +95,8 @@ class Conv2d(Function):
         grad = xp.ascontiguousarray(grad)
         to_x = self._input_gradient(grad, x, weight) if self.needs[0] else None
         to_weight = self._weight_gradient(grad, x, weight) if self.needs[1] else None
-        to_bias = xp.sum(grad.reshape(-1, grad.shape[3]), axis=0, out=self.into(2)) if self.needs[2] else None
+        rows = grad.reshape(prod(grad.shape[:3]), grad.shape[3])
+        to_bias = xp.sum(rows, axis=0, out=self.into(2)) if self.needs[2] else None
         return to_x, to_weight, to_bias
 
     def _weight_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
@@ -105,7 +108,7 @@ class Conv2d(Function):
         for inputs, outputs in self._groups(x.shape[3], grad.shape[3]):
             part = result[..., outputs]
             for images, columns in _blocks(windows(x[..., inputs], kernel, self.stride, self.dilation)):
-                share = columns.T @ grad[images][..., outputs].reshape(len(columns), -1)
+                share = columns.T @ grad[images][..., outputs].reshape(len(columns), part.shape[-1])
                 part += share.reshape(part.shape)
         return result
 
@@ -130,7 +133,7 @@ class Conv2d(Function):
     def _scatter(self, grad: Array, weight: Array, spread: Array) -> None:
         """Add each kernel element's share of the input gradient to the pixels that it saw."""
         out = (grad.shape[1], grad.shape[2])
-        rows = grad.reshape(-1, grad.shape[3])
+        rows = grad.reshape(prod(grad.shape[:3]), grad.shape[3])
         for i in range(weight.shape[0]):
             for j in range(weight.shape[1]):
                 seen = tap(spread, (i, j), out, self.stride, self.dilation)

@@ -14,36 +14,56 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.container import Residual, Sequential
-from nnmpi.nn.linear import Linear
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Table, find
 from nnmpi.nn.skip import Pop, Stash
+from nnmpi.parallel.sharded.batch_norm import place_batch_norm
+from nnmpi.parallel.sharded.conv import place_conv
+from nnmpi.parallel.sharded.dropout import place_dropout
+from nnmpi.parallel.sharded.embedding import place_embedding
 from nnmpi.parallel.sharded.exchange import gather
+from nnmpi.parallel.sharded.layer_norm import place_layer_norm
 from nnmpi.parallel.sharded.layout import WHOLE, Layout, features
 from nnmpi.parallel.sharded.linear import place_linear
 from nnmpi.parallel.sharded.parts import Parts
 from nnmpi.parallel.sharded.plain import place_elementwise, place_flatten, place_softmax
+from nnmpi.parallel.sharded.rows_pool import place_global_pool, place_pool
 from nnmpi.parallel.sharded.shapes import Shape, shape_after
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.parallel.sharded.wrap import Exchange, Exchanged
 
 Rule: TypeAlias = Callable[[Any, Site], Placed]
 
-RULES: dict[type[Module], Rule] = {
-    **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
-    Flatten: place_flatten,
-    Linear: place_linear,
-    Softmax: place_softmax,
-}
+RULES: Mapping[type[Module], Rule] = MappingProxyType(
+    {
+        **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
+        AvgPool2d: place_pool,
+        BatchNorm: place_batch_norm,
+        Conv2d: place_conv,
+        Dropout: place_dropout,
+        Embedding: place_embedding,
+        Flatten: place_flatten,
+        GlobalAvgPool2d: place_global_pool,
+        LayerNorm: place_layer_norm,
+        Linear: place_linear,
+        MaxPool2d: place_pool,
+        Softmax: place_softmax,
+    }
+)
 
 
 def shard(model: Module, group: Group, table: Table | None = None, sample: Shape | None = None) -> Layout:
@@ -269,6 +289,15 @@ def assumed_layout(layer: Module, name: str, sharding: Sharding) -> Layout:
     """
     if sharding is Sharding.ROW and isinstance(layer, Linear):
         return features(layer.weight.shape[0])
+    if sharding is Sharding.ROW and isinstance(layer, Conv2d):
+        return features(layer.weight.shape[2] * layer.groups)
+    if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm | LayerNorm):
+        return features(layer.weight.shape[-1])
+    if sharding is Sharding.COLUMN and isinstance(layer, Dropout):
+        raise LayoutError(
+            f"layer {name!r} is a Dropout in a module whose forward nobody knows; put it into a Sequential with the "
+            "layers around it"
+        )
     return WHOLE
 
 

@@ -1,0 +1,68 @@
+"""Convolutional networks, sharded by channels and by image rows, compute what whole ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nnmpi import models, nn
+from nnmpi.comm.group import Group
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from tests.parallel.sharded.compare import check_equal
+
+C, R, H, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.REPLICATED
+SHAPE = (7, 6, 2)
+
+
+def small_cnn() -> Module:
+    """Return the convolutional network on few channels, with odd sizes."""
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1),
+        nn.BatchNorm(5),
+        nn.ReLU(),
+        nn.Conv2d(5, 3, (2, 3), stride=(2, 1), padding=(0, 1)),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(30, 7),
+        nn.BatchNorm(7),
+        nn.Dropout(0.2),
+        nn.Linear(7, 3),
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"0": C, "3": C, "8": R, "11": C},
+        {"0": C, "3": R, "8": C, "11": R},
+        {"0": R, "3": C, "8": C},
+        {"0": C, "1": X, "3": C, "7": X, "8": C, "9": X, "11": R},
+        {"0": H, "3": H, "8": R, "11": C},
+        {"0": H, "3": C, "8": R},
+        {"0": C, "3": H, "8": C, "11": R},
+        {"0": H, "3": X, "8": R},
+    ],
+)
+def test_channels_and_rows(group: Group, table: dict[str, Sharding]) -> None:
+    """By any table, with batch normalization, dropout and flattened images on the way."""
+    check_equal(group, small_cnn, SHAPE, "float64", table, sample=SHAPE)
+
+
+@pytest.mark.mpi
+def test_without_a_sample(group: Group) -> None:
+    """Channels can be cut without knowing the images' size."""
+    check_equal(group, small_cnn, SHAPE, "float64", {"0": C, "3": C, "8": R, "11": C})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("build", [models.cnn, models.resnet])
+def test_models(group: Group, dtype: str, build: Callable[..., Module]) -> None:
+    """The package's own models by their own tables."""
+    options = {"hidden": (10, 9), "dropout": 0.3} if build is models.cnn else {"width": 3}
+    check_equal(group, lambda: build((8, 8, 1), 3, **options), (8, 8, 1), dtype, rows=4)
