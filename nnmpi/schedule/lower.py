@@ -1,31 +1,60 @@
 """From what is computed to what is executed: messages, reductions and updates are added by pure passes.
 
-    generated       1F0                                    1B0
-    add_transfers   1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1SEND_GRAD0
-    + reductions    1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
-    fuse            1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)            1B0 1REDUCE 1SEND_GRAD0 1STEP
-    meet            nothing here: it posts a receive earlier where a send would wait for ever
+    generated           1F0                                    1B0
+    add_transfers       1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1SEND_GRAD0
+    place_reductions    1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
+    fuse                1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)            1B0 1REDUCE 1SEND_GRAD0 1STEP
 
-A receive stands right before its use, a send right after its result. Without `fuse`, 1F1B deadlocks as soon as there
-are two stages, two microbatches, and sends that wait for their receiver: two neighbours send to each other.
+A receive stands right before its use, a send right after its result: nothing is kept longer than it must be. Without
+`fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and sends that wait for their receiver: two
+neighbours send to each other.
+
+In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used. If its sender has
+to wait until then, all the advantage is lost, or all ranks wait for ever. There `receive_early` puts receives where
+their messages are sent.
 """
 
 from collections.abc import Iterator
 
-from nnmpi.schedule.instruction import BACKWARD, SENDS, TRANSFERS, Instruction, Item, Kind, Together, parts
+from nnmpi.schedule.instruction import BACKWARD, RECEIVES, SENDS, TRANSFERS, Instruction, Item, Kind, Together, parts
 from nnmpi.schedule.message import message_of
 from nnmpi.schedule.play import Play
 from nnmpi.schedule.schedule import Program, Schedule
+from nnmpi.schedule.units import PAPERS
 
 
 def lower(schedule: Schedule) -> Schedule:
     """Return a schedule that can be executed, from one that has only computation (and PipeDream's updates)."""
-    return meet(fuse(place_reductions(add_transfers(schedule))))
+    with_transfers = add_transfers(schedule)
+    late = fuse(place_reductions(with_transfers))
+    if _is_met(late):
+        return late
+    return fuse(place_reductions(receive_early(with_transfers)))
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
     """Return the schedule with a receive before each use and a send after each result that crosses ranks."""
     return schedule.having([tuple(_with_transfers(schedule, rank)) for rank in range(schedule.ranks)])
+
+
+def receive_early(schedule: Schedule) -> Schedule:
+    """Return the schedule with each receive at the first place at which its message has been sent, in unit time.
+
+        rank 0   |- 0F0 -|- 0F1 -|- 0F2 -|                    0F2 is over while rank 1 does 1F1, so rank 1
+        rank 1           |- 1F0 -|-- 1F1 --|^|- 1B0 -|        receives it at ^, though it does 1F2 after 1B0
+
+    Nobody waits for ever then, even where sends wait for their receivers: take messages by the time at which they
+    are sent; every rank does its part in them, and its computation between, in the order of this one clock.
+
+    Args:
+        schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
+            why.
+    """
+    play = Play(schedule, lambda one: float(PAPERS.get(one.kind, 0)), rendezvous=False)
+    if play.stuck:
+        return schedule
+    begin_s = {span.instruction: span.begin_s for span in play.spans}
+    return schedule.having([_received_early(schedule, rank, begin_s) for rank in range(schedule.ranks)])
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
@@ -41,25 +70,10 @@ def fuse(schedule: Schedule) -> Schedule:
     return schedule.having([_fused(program) for program in schedule.programs])
 
 
-def meet(schedule: Schedule) -> Schedule:
-    """Return the schedule with receives posted earlier, where otherwise all ranks would wait for ever.
-
-    When sends wait for their receivers and nobody can go on, each send that waits has a receiver that is itself
-    waiting, in a transfer that stands before the receive: the receive is posted together with that transfer. This
-    ends: at every turn at least one message more gets through. A schedule without a waiting send is returned as it
-    is; should it be stuck all the same, `check` says so.
-    """
-    while True:
-        play = Play(schedule, lambda one: 0.0, rendezvous=True)
-        sends = [one for player in play.stuck for one in play.waiting(player) if one.kind in SENDS]
-        met = schedule
-        for send in sends:
-            receive = message_of(send).receive
-            rank = schedule.rank_of(receive.stage)
-            met = _hoisted(met, rank, play.players[rank].at, receive)
-        if met == schedule:
-            return schedule
-        schedule = met
+def _is_met(schedule: Schedule) -> bool:
+    """Whether, in unit time, it does not matter that sends wait for their receivers."""
+    eager, held = (Play(schedule, lambda one: float(PAPERS.get(one.kind, 0)), each) for each in (False, True))
+    return not held.stuck and max(p.clock_s for p in held.players) == max(p.clock_s for p in eager.players)
 
 
 def _with_transfers(schedule: Schedule, rank: int) -> Iterator[Item]:
@@ -117,15 +131,16 @@ def _fused(program: Program) -> Program:
     return tuple(fused)
 
 
-def _hoisted(schedule: Schedule, rank: int, at: int, receive: Instruction) -> Schedule:
-    """Return the schedule with a receive that stands behind item `at` posted together with that item instead."""
-    programs = list(schedule.programs)
-    program = list(programs[rank])
-    found = [index for index in range(at + 1, len(program)) if receive in parts(program[index])]
-    if not found:
-        return schedule
-    rest = tuple(one for one in parts(program[found[0]]) if one != receive)
-    program[at] = Together((*parts(program[at]), receive))
-    program[found[0] : found[0] + 1] = [] if not rest else [Together(rest) if len(rest) > 1 else rest[0]]
-    programs[rank] = tuple(program)
-    return schedule.having(programs)
+def _received_early(schedule: Schedule, rank: int, begin_s: dict[Instruction, float]) -> Program:
+    """Return a rank's program with each receive before the first work that begins after its message was sent."""
+    own = tuple(schedule.instructions(rank))
+    receives = [(begin_s[message_of(one).send], one) for one in own if one.kind in RECEIVES]
+    receives.sort(key=lambda pair: pair[0])
+    program: list[Item] = []
+    for one in own:
+        if one.kind in RECEIVES:
+            continue
+        while one.kind not in SENDS and receives and receives[0][0] <= begin_s[one]:
+            program.append(receives.pop(0)[1])
+        program.append(one)
+    return tuple(program)

@@ -7,8 +7,12 @@ Messages of one sort from one rank to another arrive in the order in which they 
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from nnmpi.schedule.instruction import SENDS, TRANSFERS, Instruction, Kind
+
+Channel: TypeAlias = tuple[int, int, bool]
+"""(sending rank, receiving rank, is gradient)."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -37,8 +41,8 @@ class Message:
         """The receiver's end."""
         return Instruction(Kind.RECV_GRAD if self.is_gradient else Kind.RECV_ACT, self.receiver, self.microbatch)
 
-    def channel(self, ranks: int) -> tuple[int, int, bool]:
-        """Return what keeps messages in order: (sending rank, receiving rank, is gradient)."""
+    def channel(self, ranks: int) -> Channel:
+        """Return the channel that keeps it in order with others."""
         return self.sender % ranks, self.receiver % ranks, self.is_gradient
 
 

@@ -9,12 +9,12 @@ beside the program, one after the other on each rank; a STEP waits for its own. 
 schedules: `check` looks for who waits for ever, `lower` where a send must be met, `simulate` at the times.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nnmpi.schedule.instruction import SENDS, TRANSFERS, Instruction, Item, Kind, Together, parts
-from nnmpi.schedule.message import message_of
+from nnmpi.schedule.message import Channel, message_of
 from nnmpi.schedule.schedule import Program, Schedule
 
 
@@ -28,26 +28,15 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """Which message of which channel: (sending rank, receiving rank, is gradient), and its number there."""
-
-    channel: tuple[int, int, bool]
-    number: int
-
-
 @dataclass(slots=True)
 class _Post:
-    """A transfer that a rank has posted."""
+    """A transfer that a rank has posted, and when its message is under way, as soon as that is known."""
 
     transfer: Instruction
-    key: _Key
+    is_send: bool
     posted_s: float
-
-    @property
-    def is_send(self) -> bool:
-        """Whether it is the sender's end."""
-        return self.transfer.kind in SENDS
+    begin_s: float = 0.0
+    over_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -58,6 +47,7 @@ class Player:
     program: Program
     at: int = 0
     clock_s: float = 0.0
+    waited_s: float = 0.0  # of it, in transfers
     posts: list[_Post] = field(default_factory=list)  # the transfers of the item at which it is
     reduced_s: dict[tuple[int, int | None], float] = field(default_factory=dict)  # by stage and microbatch
     reducer_s: float = 0.0  # when the last of its reductions is over
@@ -100,10 +90,8 @@ class Play:
         self.players = [Player(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[Span] = []
         self._seconds, self._rendezvous = seconds, rendezvous
-        self._posted: dict[tuple[_Key, bool], float] = {}  # by message, and whether it is the sender's end
-        self._counts: dict[tuple[tuple[int, int, bool], bool], int] = {}
-        self._over: dict[_Key, tuple[float, float]] = {}  # when a message was under way
-        self._free: dict[tuple[int, int, bool], float] = {}  # when a channel's last message is over
+        self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)  # the two ends of channels
+        self._free_s: defaultdict[Channel, float] = defaultdict(float)  # when a channel's last message is over
         self._todo = deque(self.players)
         while self._todo:
             player = self._todo.popleft()
@@ -129,42 +117,47 @@ class Play:
             return True
         if not player.posts:
             player.posts = [self._post(player, transfer) for transfer in parts(item)]
-        ends = [self._end(post) for post in player.posts]
-        over_s = [end for end in ends if end is not None]
-        if len(over_s) < len(ends):
-            return False
-        self.spans += [self._span(player.rank, post) for post in player.posts]
-        player.clock_s = max(over_s)
+        over_s = player.clock_s
+        for post in player.posts:
+            end_s = self._end(post)
+            if end_s is None:
+                return False
+            over_s = max(over_s, end_s)
+        self.spans += [_span(player.rank, post) for post in player.posts]
+        player.waited_s += over_s - player.clock_s
+        player.clock_s = over_s
         player.posts = []
         player.at += 1
         return True
 
     def _post(self, player: Player, transfer: Instruction) -> _Post:
-        """Come to a transfer, and wake the rank at its other end."""
-        is_send, channel = transfer.kind in SENDS, message_of(transfer).channel(len(self.players))
-        number = self._counts.get((channel, is_send), 0)
-        self._counts[channel, is_send] = number + 1
-        post = _Post(transfer, _Key(channel, number), player.clock_s)
-        self._posted[post.key, is_send] = player.clock_s
-        sent_s, received_s = self._posted.get((post.key, True)), self._posted.get((post.key, False))
-        if sent_s is not None and post.key not in self._over and not (self._rendezvous and received_s is None):
-            ready_s = max(sent_s, received_s or 0.0) if self._rendezvous else sent_s
-            begin_s = max(ready_s, self._free.get(channel, 0.0))
-            self._free[channel] = begin_s + self._seconds(message_of(transfer).send)
-            self._over[post.key] = begin_s, self._free[channel]
-        self._todo.append(self.players[channel[1] if is_send else channel[0]])
+        """Come to a transfer, and wake the rank at its other end if it is there."""
+        message = message_of(transfer)
+        channel, is_send = message.channel(len(self.players)), transfer.kind in SENDS
+        post = _Post(transfer, is_send, player.clock_s)
+        mine, theirs = self._posts[channel, is_send], self._posts[channel, not is_send]
+        mine.append(post)
+        other = theirs[len(mine) - 1] if len(mine) <= len(theirs) else None
+        sent, received = (post, other) if is_send else (other, post)
+        if sent is not None and sent.over_s is None and (received is not None or not self._rendezvous):
+            ready_s = max(sent.posted_s, received.posted_s) if self._rendezvous and received else sent.posted_s
+            sent.begin_s = max(ready_s, self._free_s[channel])
+            sent.over_s = self._free_s[channel] = sent.begin_s + self._seconds(message.send)
+        if sent is not None and received is not None:
+            received.begin_s, received.over_s = sent.begin_s, sent.over_s
+            self._todo.append(self.players[channel[1] if is_send else channel[0]])
         return post
 
     def _end(self, post: _Post) -> float | None:
         """Return when a rank can go on after a transfer; None when the other end has not come."""
         if post.is_send and not self._rendezvous:
             return post.posted_s
-        if post.key not in self._over:
-            return None
-        return max(post.posted_s, self._over[post.key][1])
+        return None if post.over_s is None else max(post.posted_s, post.over_s)
 
-    def _span(self, rank: int, post: _Post) -> Span:
-        begin_s, end_s = self._over[post.key]
-        if post.is_send:
-            return Span(rank, post.transfer, begin_s, end_s)
-        return Span(rank, post.transfer, post.posted_s, max(post.posted_s, end_s))
+
+def _span(rank: int, post: _Post) -> Span:
+    """Return when a transfer that is over happened, as its rank sees it."""
+    over_s = post.posted_s if post.over_s is None else post.over_s
+    if post.is_send:
+        return Span(rank, post.transfer, post.begin_s, over_s)
+    return Span(rank, post.transfer, post.posted_s, max(post.posted_s, over_s))

@@ -1,0 +1,158 @@
+"""`python -m nnmpi.schedule`: look at a pipeline schedule without MPI: its grid, its bubble, what it keeps.
+
+python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
+python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
+python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --forward-ms 3 --backward-ms 5 --message-ms 0.2
+python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --png zb.png --trace zb.json
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.launcher import read_launch
+from nnmpi.schedule.check import check
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.picture import draw
+from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.render import render
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.simulate import Costs, Simulation, simulate
+from nnmpi.schedule.trace import events
+from nnmpi.timeline import to_chrome, write_chrome
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises the package's error where argparse would end the program."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise with the message as a sentence."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the picture and the figures of the schedule that the words name, and write the files that they ask for.
+
+    Raises:
+        UsageError: for words that make no schedule, or a file that cannot be written.
+    """
+    given = _parser().parse_args(words)
+    virtual = given.virtual_stages or (2 if given.schedule == INTERLEAVED else 1)
+    schedule = lower(make(given.schedule, given.stages, given.microbatches, virtual))
+    check(schedule)
+    found = simulate(schedule, _costs(given, schedule))
+    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
+    try:
+        if given.png:
+            draw(schedule, found, given.png)
+            lines.append(f"drawn in {given.png}")
+        if given.trace:
+            write_chrome(given.trace, to_chrome(events(found)))
+            lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written ({error.strerror}); give another file") from None
+    return "\n".join(lines)
+
+
+def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
+    """Return the costs that the options describe; the times of a rank's stages add up to what was given for them."""
+    share = 1e-3 / schedule.virtual
+    backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
+    return Costs.even(
+        schedule.stages,
+        forward_s=given.forward_ms * share,
+        backward_s=backward_ms * share,
+        message_s=given.message_ms * 1e-3,
+        reduce_s=given.reduce_ms * share,
+        step_s=given.step_ms * share,
+        rendezvous=given.rendezvous,
+    )
+
+
+def _title(schedule: Schedule) -> str:
+    ranks = f"{schedule.ranks} rank{'s' * (schedule.ranks > 1)}"
+    stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
+    return f"{schedule.name}: {ranks}{stages}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+
+
+def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -> list[str]:
+    """Return the figures, one per line."""
+    backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
+    times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
+    times += [f"{name} {ms:g} ms" for name, ms in _further(given) if ms]
+    lines = [
+        f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
+        f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
+        f"peak activations  {_by_rank(found.peak_activations)}   (microbatches x stages that a rank keeps)",
+        f"messages          {found.messages}",
+    ]
+    if any(map(any, found.staleness)):
+        lines.append(f"staleness         {_by_rank([max(each) for each in found.staleness])}   (updates, at most)")
+        lines.append(f"weight versions   {_by_rank(found.weight_versions)}")
+    return lines
+
+
+def _further(given: argparse.Namespace) -> tuple[tuple[str, float], ...]:
+    return ("message", given.message_ms), ("reduction", given.reduce_ms), ("update", given.step_ms)
+
+
+def _by_rank(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        "python -m nnmpi.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--stages", type=_count, required=True, help="stages of the pipeline, one on each rank")
+    parser.add_argument("--microbatches", type=_count, required=True, help="microbatches in a step")
+    parser.add_argument("--virtual-stages", type=_count, help="stages on each rank instead (interleaved: 2)")
+    parser.add_argument("--forward-ms", type=_ms, default=1.0, help="a rank's forward of a microbatch (1)")
+    parser.add_argument("--backward-ms", type=_ms, help="its backward (twice the forward)")
+    parser.add_argument("--message-ms", type=_ms, default=0.0, help="a message between two ranks (0)")
+    parser.add_argument("--reduce-ms", type=_ms, default=0.0, help="sum of a rank's gradients over replicas (0)")
+    parser.add_argument("--step-ms", type=_ms, default=0.0, help="update of a rank's weights (0)")
+    parser.add_argument("--rendezvous", action="store_true", help="a send holds its rank until its message is over")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the simulated run (needs matplotlib)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
+    return int(text)
+
+
+def _ms(text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 <= milliseconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds; write it like 2.5")
+    return milliseconds
+
+
+def _speaks() -> bool:
+    """Whether this process is the one of a job that talks."""
+    launch = read_launch(os.environ)
+    return launch is None or launch.rank == 0
+
+
+if __name__ == "__main__":
+    try:
+        text = main(sys.argv[1:])
+        if _speaks():
+            print(text, flush=True)
+    except BrokenPipeError:  # the reader has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except NnmpiError as error:
+        if _speaks():
+            print(f"nnmpi: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
