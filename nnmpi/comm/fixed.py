@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.buffers import Buffer, check_buffer
+from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
 from nnmpi.comm.group import Group
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
@@ -114,19 +114,19 @@ class Tree:
 
         Args:
             leaf: its number, 0..leaves-1.
-            array: (n,) numbers, the same n and dtype for all leaves. It is copied or added, and not kept.
+            array: (n,) of a dtype in `buffers.DTYPES`; the same n and dtype for all leaves. It may be read-only or have
+                gaps; it is copied or added, and not kept.
 
         Raises:
             UsageError: for a leaf that is not in the tree, or was pushed before.
-            ShapeError, DtypeError: for an array unlike those before it.
+            ShapeError: for an array that is not 1-D, or of another length than those before it.
+            DtypeError: for another dtype.
         """
         if not 0 <= leaf < self.leaves:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
         if leaf in self._pushed:
             raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and reset the tree for another sum")
-        check_buffer(array)
-        for other in self._blocks.values():
-            _check_alike(array, other)
+        _check_leaf(array, next(iter(self._blocks.values()), array))
         self._pushed.add(leaf)
         left_over = _settle(self._blocks, self.leaves, Block(0, leaf), array, self._copy)
         self._spare += left_over
@@ -135,7 +135,7 @@ class Tree:
         """Return a copy, in memory of an earlier block if there is some that fits."""
         while self._spare and (self._spare[-1].shape, self._spare[-1].dtype) != (array.shape, array.dtype):
             self._spare.pop()
-        copy = self._spare.pop() if self._spare else np.empty_like(array)
+        copy = self._spare.pop() if self._spare else np.empty(array.shape, array.dtype)
         copy[...] = array
         return copy
 
@@ -245,8 +245,14 @@ def _describe(about: list[Any]) -> str:
     )
 
 
-def _check_alike(array: Buffer, other: Buffer) -> None:
-    if array.shape != other.shape:
-        raise ShapeError(f"a leaf of shape {array.shape} cannot be added to one of {other.shape}; push equal shapes")
-    if array.dtype != other.dtype:
-        raise DtypeError(f"a leaf of {array.dtype} cannot be added to one of {other.dtype}; push equal dtypes")
+def _check_leaf(array: Buffer, other: Buffer) -> None:
+    """Make sure that this is a leaf, and like another one."""
+    if array.ndim != 1 or array.shape != other.shape:
+        raise ShapeError(
+            f"a leaf of shape {array.shape} cannot be added to one of {other.shape}; push 1-D arrays of one length"
+        )
+    if array.dtype not in DTYPES or array.dtype != other.dtype:
+        raise DtypeError(
+            f"a leaf of {array.dtype} cannot be added to one of {other.dtype}; push arrays of one dtype, one of "
+            f"{', '.join(sorted(dtype.name for dtype in DTYPES))}"
+        )

@@ -121,6 +121,7 @@ def test_another_length_after_a_reset() -> None:
         (1, np.ones(3), ShapeError, r"\(3,\) cannot be added to one of \(2,\)"),
         (1, np.ones(2, np.float32), DtypeError, "float32 cannot be added to one of float64"),
         (1, np.ones((2, 1)), ShapeError, "1-D"),
+        (1, np.ones(2, np.float16), DtypeError, "float16 cannot be added"),
     ],
 )
 def test_what_cannot_be_pushed(leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str) -> None:
@@ -129,6 +130,17 @@ def test_what_cannot_be_pushed(leaf: int, array: np.ndarray, kind: type[NnmpiErr
     with pytest.raises(kind, match=words):
         tree.push(leaf, array)
     assert list(tree.blocks) == [Block(0, 0)]
+
+
+def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
+    """What is kept of it has neither trait."""
+    tree = Tree(2)
+    tree.push(1, np.broadcast_to(np.float64(2.0), 3))
+    tree.push(0, np.arange(6.0)[::2])
+    assert tree.blocks[Block(1, 0)].tolist() == [2.0, 4.0, 6.0]
+    for wrong in (np.ones((1, 1)), np.ones(1, np.complex128)):
+        with pytest.raises(NnmpiError, match="a leaf of"):
+            Tree(1).push(0, wrong)
 
 
 def test_no_leaves() -> None:
