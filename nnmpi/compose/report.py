@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nnmpi.comm.exchange import Traffic
+from nnmpi.parallel.pipeline import PassReport
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,12 @@ class StepReport:
         loss: the mean over the samples of all ranks.
         accuracy: the share of samples whose largest logit is their label's.
         count: the samples of the global batch.
-        grad_norm: the length of the global gradient, before clipping.
+        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         compute_s: seconds in which this rank computed.
         traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
+        wait_s: seconds in which it waited for other stages of its pipeline, or sent to them: bubble and transfers.
+        passed: what the pass through the pipeline was on this rank; None without a pipeline.
+        staleness: see `compose.runner.Outcome`.
     """
 
     loss: float
@@ -26,6 +30,9 @@ class StepReport:
     grad_norm: float
     compute_s: float
     traffic: Traffic
+    wait_s: float = 0.0
+    passed: PassReport | None = None
+    staleness: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
-"""Worker: a model, an optimizer and the parallel strategy put together, with one call per update.
+"""Worker: a model, an optimizer and the parallel strategies put together, with one call per update.
 
     worker = Worker(model, optimizer, group, allreduce="ring")
     for batch in loader.epoch(0):
         report = worker.step(batch)
 
-Every rank runs the same calls and gets the same reports: global means, not its own share.
+Every rank runs the same calls and gets the same reports: global means, not its own share. With an `arrangement` the
+model may be cut and sharded (see `compose.arrange`); without one, every rank has all of it.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite, nan
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -23,30 +24,32 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.equal import check_equal
 from nnmpi.compose.housing import Housing, fuse
+from nnmpi.compose.norm import gradient_norm
+from nnmpi.compose.pipelined import Pipelined
+from nnmpi.compose.replicas import Replicas
 from nnmpi.compose.report import EvalReport, StepReport
+from nnmpi.compose.runner import Outcome, Runner, SumLoss
+from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.data import DataParallel, check_free
-from nnmpi.parallel.divergence import explain
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
-
-SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+from nnmpi.parallel.data import check_free
+from nnmpi.parallel.state import LayoutState
 
 
 class Worker:
     """Trains and evaluates a model on the ranks of a group. Making one is collective.
 
     Args:
-        model: initialized.
+        model: initialized; `arrangement.model` where there is an arrangement.
         optimizer: made over `model.storage`.
-        group: all ranks; each batch is shared out over them.
+        group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
         loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the
             rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
         evaluation_loss: the same for `evaluate`; `loss` by default.
@@ -57,14 +60,16 @@ class Worker:
         clip: the largest length of the gradient, or None.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
+        arrangement: how the model lies on the ranks; None for all of it on each.
+        synchronous: let no message of a pipeline leave before its receive is posted (for tests).
 
     Attributes:
         fused: the fused update, None where gradients are summed and used one after the other.
         notice: what is not as it was asked for, and why; else empty.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, and a loss with `reduction="mean"`; see also
-            `parallel.DataParallel`.
+        UsageError: for an optimizer of other arrays than the model's, a loss with `reduction="mean"`, and options that
+            do not go together; see also `parallel.DataParallel`.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Worker:
         clip: float | None = None,
         seed: int = 0,
         backend: Backend | None = None,
+        arrangement: Arrangement | None = None,
+        synchronous: bool = False,
     ) -> None:
         if optimizer.storage is not model.storage:
             raise UsageError(
@@ -95,20 +102,53 @@ class Worker:
         _refuse_mean(self.evaluation_loss)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
+        self.arrangement = arrangement
+        _check_pairs(model, arrangement, fused_update, clip)
         check_free(model)  # before anything is moved
         self._housing: Housing | None = None
         self.notice = ""
         if fused_update:
             self._housing, self.notice = fuse(model, optimizer, group)
         self.fused = None if self._housing is None else self._housing.fused
-        exchanged = self.fused is None
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
-        self.parallel = DataParallel(model, group, allreduce, bucket_bytes, overlap, self.backend, exchanged)
+        self.runner = self._make_runner(allreduce, bucket_bytes, overlap, synchronous)
+        self.parallel = self.runner.parallel
         self.notice = self.notice or self.parallel.notice
+
+    def _make_runner(
+        self, allreduce: str | Sequence[str], bucket_bytes: int, overlap: bool, synchronous: bool
+    ) -> Runner:
+        where, losses = self.arrangement, (self.loss, self.evaluation_loss)
+        if where is not None and where.stages:
+            return Pipelined(
+                where,
+                self.optimizer,
+                *losses,
+                self.backend,
+                self.seed,
+                allreduce=allreduce,
+                bucket_bytes=bucket_bytes,
+                overlap=overlap,
+                synchronous=synchronous,
+            )
+        return Replicas(
+            self.model,
+            self.group,
+            self.group if where is None else where.mesh.dp,
+            *losses,
+            self.backend,
+            self.seed,
+            counts=where is None or where.mesh.place.t == 0,
+            fixed=where is not None and where.layout.fixed,
+            exchanged=self.fused is None,
+            allreduce=allreduce,
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+        )
 
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""
-        self.parallel.release()
+        self.runner.release()
         if self._housing is not None:
             self._housing.release(self.model, self.optimizer)
             self._housing = self.fused = None
@@ -116,70 +156,92 @@ class Worker:
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
 
-        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added up.
+        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added up. (With schedule
+        pipedream each microbatch is one; the gradient's length is then not known, and reported as NaN.)
 
         Args:
             lr: the learning rate; the optimizer's own by default.
 
         Raises:
             DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then
-                (running statistics are not).
+                (running statistics are not, and with pipedream the weights are not either).
             CommError: with `check`, on all ranks, when weights differ.
         """
         begin = time.perf_counter()
         if lr is not None:
             self.optimizer.lr = lr
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
         self.model.storage.zero_grad()
-        loss_sum = correct = 0.0
-        for number, cut in enumerate(batch.cuts):
-            loss, logits = self._forward(x[cut.start : cut.stop], y[cut.start : cut.stop], cut.first_row)
-            self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
-            loss_sum += loss.item()
-            correct += _correct(logits, y[cut.start : cut.stop])
+        step = self.optimizer.steps
+        outcome = self.runner.run(batch, step)
+        traffic = outcome.traffic
         waited = time.perf_counter()
-        loss_sum, correct = self.group.sum_floats([loss_sum, correct])
+        loss_sum, correct = self.group.sum_floats([outcome.loss_sum, outcome.correct])
         spent_s = time.perf_counter() - waited
-        traffic = self.parallel.traffic
         if self.group.size > 1:
             traffic = traffic.plus(predict_traffic(self.group, 2 * np.float64().nbytes, spent_s))
         waited = time.perf_counter()
-        norm = self._norm()
+        norm = nan if self.runner.updates else self._norm()
         if self.fused is not None:
             predicted_s = predict(self.group, SHARED, self._gradient_bytes)  # which writes more, and reads as much
             spent_s = time.perf_counter() - waited
             traffic = traffic.plus(
                 Traffic(spent_s, 0.0, self._gradient_bytes, 1, nan if predicted_s is None else predicted_s)
             )
-        if not isfinite(loss_sum) or not isfinite(norm):
-            raise self._explain(batch, x, y, loss_sum)
-        self._update(norm)
+        if not isfinite(loss_sum) or not (self.runner.updates or isfinite(norm)):
+            raise self.runner.explain(batch, step, loss_sum / max(batch.global_rows, 1))
+        if not self.runner.updates:
+            self._update(norm)
         if self.fused is not None:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.check:
-            self.parallel.check_equal()
+            self._check_equal()
+        return self._report(batch, outcome, loss_sum, correct, norm, traffic, time.perf_counter() - begin)
+
+    def _report(
+        self,
+        batch: Batch,
+        outcome: Outcome,
+        loss_sum: float,
+        correct: float,
+        norm: float,
+        traffic: Traffic,
+        total_s: float,
+    ) -> StepReport:
         count = max(batch.global_rows, 1)
-        total_s = time.perf_counter() - begin
-        compute_s = total_s - traffic.sync_s
-        return StepReport(loss_sum / count, correct / count, batch.global_rows, norm, compute_s, traffic)
+        wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
+        return StepReport(
+            loss_sum / count,
+            correct / count,
+            batch.global_rows,
+            norm,
+            total_s - traffic.sync_s - wait_s,
+            traffic,
+            wait_s,
+            outcome.report,
+            outcome.staleness,
+        )
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
         begin = time.perf_counter()
-        loss_sum = correct = samples = 0.0
+        totals = np.zeros(3)
         for batch in batches:
-            x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-            with no_grad(), evaluation():
-                logits = self.model(Tensor(x))
-                loss_sum += self.evaluation_loss(logits, y).item()
-            correct += _correct(logits, y)
-            samples += len(batch.y)
-        loss_sum, correct, samples = self.group.sum_floats([loss_sum, correct, samples])
+            totals += self.runner.evaluate(batch)
+        loss_sum, correct, samples = self.group.sum_floats(list(totals))
         count = max(samples, 1)
         return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
 
+    def state(self) -> tuple[LayoutState, LayoutState]:
+        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
+
+        The optimizer's are called "slot/parameter"; its number of updates is `optimizer.steps`.
+        """
+        return model_state(self.model, self.group, self.arrangement), optimizer_state(
+            self.model, self.optimizer, self.group, self.arrangement
+        )
+
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, int]]:
-        """Return the optimizer's arrays by "slot/parameter", as copies in host memory, and its numbers."""
+        """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""
         arrays = {name: np.array(self.backend.to_host(view)) for name, view in self._slots().items()}
         return arrays, {"steps": self.optimizer.steps}
 
@@ -189,40 +251,32 @@ class Worker:
         Raises:
             CheckpointError: when names or shapes do not fit this optimizer and model; nothing is changed then.
         """
-        slots = self._slots()
-        if slots.keys() != arrays.keys() or "steps" not in scalars:
-            different = sorted(slots.keys() ^ arrays.keys())[:3]
+        own = self._slots()
+        if own.keys() != arrays.keys() or "steps" not in scalars:
+            different = sorted(own.keys() ^ arrays.keys())[:3]
             raise CheckpointError(
                 f"the optimizer's state does not fit: {', '.join(different) or 'steps'} missing or unknown"
             )
-        for name, view in slots.items():
+        for name, view in own.items():
             theirs = arrays[name]
             if view.shape != theirs.shape or view.dtype != theirs.dtype:
                 raise CheckpointError(
                     f"optimizer state {name} is {theirs.dtype} {theirs.shape}, not {view.dtype} {view.shape}"
                 )
-        for name, view in slots.items():
+        for name, view in own.items():
             view[...] = self.backend.asarray(arrays[name])
         self.optimizer.steps = int(scalars["steps"])
 
     def _slots(self) -> dict[str, Array]:
-        """Return views of the optimizer's arrays, parameter by parameter."""
-        storage = self.model.storage
-        return {
-            f"{slot}/{name}": view
-            for slot, flats in self.optimizer.slots().items()
-            for number, flat in enumerate(flats)
-            for name, view in storage.split(number, flat).items()
-        }
-
-    def _forward(self, x: Array, y: Array, first_row: int) -> tuple[Tensor, Tensor]:
-        with training(self.seed, self.optimizer.steps, first_row):
-            logits = self.model(Tensor(x))
-            return self.loss(logits, y), logits
+        return slots(self.model.storage, self.optimizer)
 
     def _norm(self) -> float:
         """Return the length of the gradient, which the fused update sums only here."""
-        return global_norm(self.model.storage.grads) if self.fused is None else self.fused.reduce()
+        if self.fused is not None:
+            return self.fused.reduce()
+        if self.arrangement is not None:
+            return gradient_norm(self.model.storage, self.arrangement)
+        return global_norm(self.model.storage.grads)
 
     def _update(self, norm: float) -> None:
         factor = 1.0 if self.clip is None else coefficient(norm, self.clip)
@@ -232,24 +286,29 @@ class Worker:
         scale(self.model.storage.grads, factor)
         self.optimizer.step()
 
-    def _explain(self, batch: Batch, x: Array, y: Array, loss_sum: float) -> Exception:
-        cut = batch.cuts[-1]
-        for cut in batch.cuts:  # the first microbatch whose loss is not finite, else the last
-            part = slice(cut.start, cut.stop)
-            loss, _ = self._forward(x[part], y[part], cut.first_row)
-            if not all(isfinite(value) for value in self.group.sum_floats([loss.item()])):
-                break
-        part = slice(cut.start, cut.stop)
-        mean = loss_sum / max(batch.global_rows, 1)
-        again = partial(self._forward, x[part], y[part], cut.first_row)
-        return explain(self.group, self.model, x[part], lambda: again()[0], self.optimizer.steps + 1, mean)
+    def _check_equal(self) -> None:
+        self.parallel.check_equal()
+        if self.arrangement is not None:
+            check_equal(self.model, self.arrangement, self.backend)
 
 
-def _correct(logits: Tensor, y: Array) -> float:
-    """Return how many rows have their largest logit at their label; NaN where there are no class labels."""
-    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
-        return float("nan")
-    return float((logits.data.argmax(axis=-1) == y).sum())
+def _check_pairs(model: Module, arrangement: Arrangement | None, fused_update: bool, clip: float | None) -> None:
+    """Refuse options that do not go together."""
+    if arrangement is None:
+        return
+    layout, mesh = arrangement.layout, arrangement.mesh.mesh
+    if model is not arrangement.model:
+        raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
+    if fused_update and (mesh.pp > 1 or mesh.tp > 1 or layout.fixed):
+        raise UsageError(
+            f"the fused update is for replicas of a whole model, summed as they come, not for {mesh} with reduction "
+            f"{layout.reduction}; leave it out"
+        )
+    if layout.asynchronous and mesh.pp > 1 and clip is not None:
+        raise UsageError(
+            "clipping needs the gradient of all stages at once, but with pipedream each stage updates when its own is "
+            "there; leave one of them out"
+        )
 
 
 def _refuse_mean(loss: SumLoss) -> None:

@@ -37,6 +37,7 @@ class Batch:
         indices: (rows,), int64, the samples' places in the data set.
         cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no microbatches.
         global_rows: rows of the global batch: what losses are divided by.
+        microbatches: how many there are of the global batch, over all ranks.
         epoch, number: which batch of which epoch this is.
     """
 
@@ -47,6 +48,7 @@ class Batch:
     global_rows: int
     epoch: int
     number: int
+    microbatches: int = 1
 
     @property
     def first_row(self) -> int:
@@ -136,7 +138,8 @@ class Loader:
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
-        return Batch(x, self.dataset.y[indices], indices, self._cuts(ranges, number), global_rows, epoch, number)
+        cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
+        return Batch(x, self.dataset.y[indices], indices, cuts, global_rows, epoch, number, microbatches)
 
     def _cuts(self, ranges: dict[int, range], number: int) -> tuple[Cut, ...]:
         """Return where each microbatch's rows stand among this rank's, and in the global batch."""

@@ -46,6 +46,26 @@ def explain(
     )
 
 
+def explain_gradients(group: Group, model: Module, step: int, value: float, source: str) -> DivergenceError:
+    """Return the error that says which parameter's gradient, as it stands, is not finite. Collective.
+
+    Args:
+        step: the update that failed, counted from 1.
+        value: the global loss.
+        source: what the gradients were summed over, in words.
+    """
+    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+    weights = [name for name, p in model.named_parameters() if not finite(p.data)]
+    found = f"the weights {weights[0]!r}" if weights else f"the gradient of {wrong[-1]!r}" if wrong else None
+    for rank, place in enumerate(group.gather(found)):
+        if place is not None:
+            return DivergenceError(
+                f"step {step}: the loss is {value:g}; summed over {source}, values that are not finite are in {place} "
+                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data"
+            )
+    return DivergenceError(f"step {step}: the loss is {value:g}; lower the learning rate, or check the data")
+
+
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
     """Compute the loss again; return it, and the place of this rank's first value that is not finite, or None."""
     weights = [name for name, parameter in model.named_parameters() if not finite(parameter.data)]

@@ -105,6 +105,13 @@ class FixedReduction:
         (total,) = tree.blocks.values()
         return float(total[0])
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of gradients that are summed over the replicas in a step; 0 for a single one."""
+        ranges = [(buffer, place) for part in self._ranges for buffer, place in part.items()]
+        size = sum((place.stop - place.start) * self.storage.grads[buffer].itemsize for buffer, place in ranges)
+        return size if self.group.size > 1 else 0
+
     def release(self) -> None:
         """Take the reduction off the model again."""
         for norm in self._norms:

@@ -16,7 +16,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Mesh
 from nnmpi.parallel.pieces import Outline
-from nnmpi.parallel.state import Entry, LayoutState
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, load_checkpoint
 from nnmpi.train.draft import Draft
 from nnmpi.train.folder import RunFolder
@@ -77,7 +76,7 @@ def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, gr
     try:
         on_root(group, partial(explained, recorder.sync))
         on_root(group, partial(explained, draft.begin))
-        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), _arrays(worker), strict=True):
+        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), worker.state(), strict=True):
             outlines = arrays.outlines()
             on_root(group, partial(explained, draft.open, name, outlines))
             arrays.pull(partial(explained, draft.write))
@@ -131,7 +130,7 @@ def restore(worker: Worker, kept: Kept | None, folder: RunFolder, samples: int) 
     state, scalars = State.from_json(kept.values), kept.values["optimizer"]
     if "steps" not in scalars:
         raise CheckpointError(f"{kept.place} does not say how many steps the optimizer has done")
-    arrays = _arrays(worker)
+    arrays = worker.state()
     sources = [_source(None)] * 2
     if kept.checkpoint is not None:
         sources = [_source(kept.checkpoint.model), _source(kept.checkpoint.optimizer)]
@@ -172,16 +171,4 @@ def _moved(before: Mesh, now: Mesh) -> list[str]:
 
 
 def _mesh(worker: Worker) -> Mesh:
-    return Mesh(dp=worker.group.size)
-
-
-def _arrays(worker: Worker) -> tuple[LayoutState, LayoutState]:
-    """Return the model's and the optimizer's arrays: every rank has all of them, and rank 0 writes them."""
-    root = worker.group.is_root
-    leaves: list[tuple[str, Any]] = [*worker.model.named_parameters(), *worker.model.named_buffers()]
-    model = [Entry.of(name, leaf.data, leaf.region, root) for name, leaf in leaves]
-    optimizer = [Entry.of(name, array, None, root) for name, array in worker._slots().items()]
-    return (
-        LayoutState(model, [entry.name for entry in model], worker.group),
-        LayoutState(optimizer, [entry.name for entry in optimizer], worker.group),
-    )
+    return Mesh(dp=worker.group.size) if worker.arrangement is None else worker.arrangement.mesh.mesh

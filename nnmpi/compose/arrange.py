@@ -1,0 +1,275 @@
+"""Spreading a model over ranks, in one written order: mesh, tensor (replace layers), pipeline (cut), limits.
+
+model (no values yet)
+  1 mesh        world = dp x pp x tp, this rank's place in it
+  2 tensor      layers give way to their shards                    parallel.tensor
+  3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
+  4 limits      what does not fit is refused, with what would
+then the caller initializes `arrangement.model` and makes an optimizer, and a Worker attaches the rest:
+  5 data        gradients summed over dp                           parallel.data, parallel.fixed
+  6 schedule    the pipeline's program                             parallel.pipeline
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import AUTO, Layout
+from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.mesh import BoundMesh, Mesh
+from nnmpi.nn.chain import Link, Part, cut_chain, kept_at, open_chain
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.parallel.profile import LinkCost, profile
+from nnmpi.parallel.tensor import shard
+from nnmpi.schedule.partition import partition
+from nnmpi.tensor.parameter import Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A parameter that stands in stages of several ranks: each has a copy, and their gradients are added.
+
+    Attributes:
+        name: the parameter's.
+        group: the ranks that have it.
+    """
+
+    name: str
+    group: Group
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """How a model lies on the ranks. `arrange` makes one.
+
+    Attributes:
+        layout: as asked for.
+        mesh: the groups of this rank.
+        model: this rank's part, to be initialized; the model itself where there is no pipeline.
+        parameters: the names of the whole model's parameters, in order.
+        order: those and the names of its buffers.
+        stages: this rank's stages, by number; empty where there is no pipeline.
+        starts: the names of the values kept at the beginning of each of these stages.
+        cuts: which links each stage of the pipeline has.
+        names: the names of the model's links.
+        costs: what was measured for the cuts; empty if nothing was.
+        ties: this rank's parameters that other ranks of its pipeline have, too.
+        lower: names of tied parameters that a rank before this one writes and counts.
+    """
+
+    layout: Layout
+    mesh: BoundMesh
+    model: Module
+    parameters: tuple[str, ...]
+    order: tuple[str, ...]
+    stages: dict[int, tuple[Link, ...]] = field(default_factory=dict)
+    starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    cuts: tuple[range, ...] = ()
+    names: tuple[str, ...] = ()
+    costs: tuple[LinkCost, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    lower: frozenset[str] = frozenset()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each batch this rank takes, for `data.Loader`."""
+        return self.mesh.place.d
+
+    @property
+    def data_ranks(self) -> int:
+        """In how many parts each batch is shared out, for `data.Loader`."""
+        return self.mesh.dp.size
+
+    def counts(self, name: str, entry: Parameter | Buffer) -> bool:
+        """Whether this rank, of all in its replica that have an array (or this part of it), is the one that counts.
+
+        It writes it into checkpoints, and adds its gradient to the norm.
+        """
+        return name not in self.lower and (entry.region is not None or self.mesh.place.t == 0)
+
+
+def arrange(
+    model: Module,
+    group: Group,
+    layout: Layout,
+    sample: Array | None = None,
+    dtype: str = "float32",
+    backend: Backend | None = None,
+) -> Arrangement:
+    """Spread a model over the ranks of a group; collective. The model is taken apart: go on with `.model`.
+
+    Args:
+        model: built, not initialized, the same on all ranks.
+        sample: a microbatch's input (or one like it), for split "auto" and sharding by image rows.
+        dtype: of the values that it will have.
+
+    Raises:
+        LayoutError: on all ranks, when the layout does not fit the world or the model; it says what would.
+        DeviceError: on all ranks, when a rank's part is larger than the limit.
+        UsageError: for a model that cannot be cut, or shards that make no sense.
+    """
+    backend = numpy_backend() if backend is None else backend
+    with agreed(group):
+        nodes = group.nodes()
+        mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, nodes if len(set(nodes)) > 1 else None)
+    bound = mesh.bind(group)
+    parameters = tuple(name for name, _ in model.named_parameters())
+    names = (parameters, (*parameters, *(name for name, _ in model.named_buffers())))
+    with agreed(group):
+        shape = None if sample is None else tuple(sample.shape[1:])
+        shard(model, bound.tp, layout.table, shape) if mesh.tp > 1 else None
+    if mesh.pp == 1:
+        arrangement = Arrangement(layout, bound, model, *names)
+    else:
+        arrangement = _cut(model, bound, layout, names, sample, dtype, backend)
+    _check_memory(arrangement, dtype)
+    return arrangement
+
+
+def _cut(
+    model: Module,
+    mesh: BoundMesh,
+    layout: Layout,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    sample: Array | None,
+    dtype: str,
+    backend: Backend,
+) -> Arrangement:
+    """Cut the model's chain into the pipeline's stages, and return this rank's."""
+    ranks, count = mesh.pp.size, mesh.pp.size * layout.virtual_stages
+    with agreed(mesh.world):
+        links = open_chain(model)
+        if len(links) < count:
+            raise LayoutError(
+                f"the model has {len(links)} layers to cut between, fewer than {count} stages "
+                f"({ranks} ranks x {layout.virtual_stages}); give at most {len(links)} stages, or a deeper model"
+            )
+    costs, cuts = _choose(model, mesh, layout, links, count, sample, dtype, backend)
+    stages = cut_chain(links, cuts)
+    mine = range(mesh.pp.rank, count, ranks)
+    part = Part(model, [link for number in mine for link in stages[number]])
+    ties, lower = _tie(mesh, part, model, stages)
+    return Arrangement(
+        layout,
+        mesh,
+        part,
+        *names,
+        {number: stages[number] for number in mine},
+        {number: kept_at(links, cuts[number].start) for number in mine},
+        cuts,
+        tuple(link.name for link in links),
+        costs,
+        ties,
+        lower,
+    )
+
+
+def _choose(
+    model: Module,
+    mesh: BoundMesh,
+    layout: Layout,
+    links: Sequence[Link],
+    count: int,
+    sample: Array | None,
+    dtype: str,
+    backend: Backend,
+) -> tuple[tuple[LinkCost, ...], tuple[range, ...]]:
+    """Return the links' costs, where they were measured, and each stage's range of links; the same on all ranks."""
+    if layout.split != AUTO:
+        with agreed(mesh.world):
+            return (), _by_hand([int(length) for length in layout.split], len(links), count)
+    with agreed(mesh.world):
+        if sample is None:
+            raise LayoutError(
+                f"split auto measures the model's layers, for which it needs a sample; give one, or say how many of "
+                f"the {len(links)} links each stage has"
+            )
+    measured = profile(model, links, sample, dtype, backend)
+    costs = [LinkCost(*each) for each in mesh.world.share([[c.name, c.seconds, c.elements] for c in measured])]
+    copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
+    with agreed(mesh.world):
+        bytes_ = [cost.elements * copies for cost in costs]
+        # the ranks of "interleaved" hold several stages each, so each may take its share of the limit
+        limit = None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
+        return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
+
+
+def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...]:
+    if len(lengths) != count or sum(lengths) != links:
+        raise LayoutError(
+            f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)} links; this pipeline "
+            f"has {count} stages, and the model {links} links"
+        )
+    starts = [sum(lengths[:i]) for i in range(count)]
+    return tuple(range(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+def _tie(
+    mesh: BoundMesh, part: Part, model: Module, stages: Sequence[Sequence[Link]]
+) -> tuple[tuple[Tie, ...], frozenset[str]]:
+    """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
+    where: dict[int, set[int]] = {}
+    for number, links in enumerate(stages):
+        for parameter in Part(model, links).parameters():
+            where.setdefault(id(parameter), set()).add(number % mesh.pp.size)
+    own = dict(part.named_parameters())
+    ties: list[Tie] = []
+    lower: set[str] = set()
+    groups: dict[tuple[int, ...], Group] = {}
+    for name, parameter in model.named_parameters():
+        ranks = tuple(sorted(where.get(id(parameter), ())))
+        if len(ranks) < 2:
+            continue
+        if ranks not in groups:
+            groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
+        if name in own:
+            ties.append(Tie(name, groups[ranks]))
+            if mesh.pp.rank != ranks[0]:
+                lower.add(name)
+    return tuple(ties), frozenset(lower)
+
+
+def _check_memory(arrangement: Arrangement, dtype: str) -> None:
+    """Refuse a layout whose largest part is above the limit; collective."""
+    layout, mesh = arrangement.layout, arrangement.mesh
+    own = sum(prod(parameter.declared) for parameter in arrangement.model.parameters())
+    own *= np.dtype(dtype).itemsize * (2 + layout.state_arrays)
+    needs = [int(need) for need in mesh.world.gather(own)]
+    if layout.memory_limit is None or max(needs) <= layout.memory_limit:
+        return
+    worst = needs.index(max(needs))
+    whole = sum(needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size))
+    ways = -(-whole // layout.memory_limit)
+    raise DeviceError(
+        f"rank {worst} needs {_mib(needs[worst])} for parameters, gradients and optimizer state under "
+        f"{mesh.mesh}, more than the limit of {_mib(layout.memory_limit)}; spread the model over at least {ways} ranks "
+        f"with pp x tp, such as pp {ways} or tp {ways}"
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def describe(arrangement: Arrangement) -> list[str]:
+    """Return the layout in lines, for a header: the mesh, and which links are in which stage."""
+    mesh = arrangement.mesh.mesh
+    lines = [f"layout {mesh}"]
+    for number, cut in enumerate(arrangement.cuts):
+        first, last = arrangement.names[cut.start], arrangement.names[cut.stop - 1]
+        share: Any = ""
+        if arrangement.costs:
+            total = sum(cost.seconds for cost in arrangement.costs)
+            share = f", {sum(arrangement.costs[i].seconds for i in cut) / total:.0%} of the time"
+        links = f"{first}" if len(cut) == 1 else f"{first} to {last}"
+        lines.append(f"stage {number} on pipeline rank {number % mesh.pp}: {links} ({len(cut)} links{share})")
+    return lines

@@ -1,0 +1,97 @@
+"""Layout: how a model is to be spread over ranks, as the user says it, with the pairs that make no sense refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.sharding import Table
+from nnmpi.schedule.registry import SCHEDULES
+
+AUTO = "auto"
+FAST, FIXED = "fast", "fixed"
+NEVER, ALWAYS, EXCEPT_LAST = "never", "always", "except-last"
+PIPEDREAM, INFERENCE = "pipedream", "inference"
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != INFERENCE)
+
+Split: TypeAlias = Literal["auto"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism, and how the pipeline runs.
+
+    Attributes:
+        dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; one that is None is derived from the world.
+        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble" or "pipedream".
+        virtual_stages: stages per rank, for "interleaved".
+        split: "auto" balances measured times; or the number of links (see `nn.chain`) in each stage.
+        recompute: "never", "always", or "except-last" microbatch: keep only each stage's input between forward and
+            backward.
+        reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see `parallel.fixed`).
+        table: how layers are shared out over tp; by default the model's own.
+        memory_limit: bytes that a rank may use for parameters, gradients and optimizer state; None for any.
+        state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
+
+    Raises:
+        UsageError: for values that do not exist, and pairs without sense.
+    """
+
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    split: Split = "auto"
+    recompute: str = NEVER
+    reduction: str = FAST
+    table: Table | None = None
+    memory_limit: int | None = None
+    state_arrays: int = 2
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model and a world."""
+        _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
+        _one_of("recompute", self.recompute, (NEVER, ALWAYS, EXCEPT_LAST))
+        _one_of("reduction", self.reduction, (FAST, FIXED))
+        if self.virtual_stages < 1:
+            raise UsageError(f"{self.virtual_stages} virtual stages are not possible; give 1 or more")
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise UsageError(
+                f"{self.virtual_stages} virtual stages belong to schedule interleaved; {self.schedule} has one per rank"
+            )
+        if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
+            raise UsageError(f"split {self.split} has a stage without layers; give each at least 1, or auto")
+        if self.fixed and self.tp not in (None, 1):
+            raise UsageError(
+                "a fixed order of sums covers dp and pp; sharded layers add in parts, whose rounding depends on "
+                f"tp {self.tp}: leave tp at 1, or reduction fixed out"
+            )
+        if self.asynchronous:
+            for name, given in (("reduction fixed", self.fixed), ("recompute", self.recompute != NEVER)):
+                if given:
+                    raise UsageError(
+                        f"{name} does not go with pipedream, whose forward and backward see different weights' "
+                        "versions; choose another schedule, such as 1f1b"
+                    )
+
+    @property
+    def fixed(self) -> bool:
+        """Whether gradients are summed in a fixed order."""
+        return self.reduction == FIXED
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether weights are updated after every microbatch, without a flush."""
+        return self.schedule == PIPEDREAM
+
+    def recomputes(self, microbatch: int, microbatches: int) -> bool:
+        """Whether a microbatch's activations are computed again for its backward."""
+        return self.recompute == ALWAYS or (self.recompute == EXCEPT_LAST and microbatch < microbatches - 1)
+
+
+def _one_of(what: str, value: str, names: Sequence[str]) -> None:
+    if value not in names:
+        raise UsageError(f"{what} {value!r} is unknown; choose one of {', '.join(names)}")

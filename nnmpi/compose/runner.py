@@ -1,0 +1,71 @@
+"""What a Worker leaves to a runner: taking a batch forward and backward, and summing gradients over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.exchange import Traffic
+from nnmpi.data.loader import Batch
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.pipeline import PassReport
+from nnmpi.tensor.tensor import Tensor
+
+SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
+
+    Attributes:
+        loss_sum: the sum of the losses of the samples that this rank counts.
+        correct: how many of them were right; NaN where there are no class labels.
+        traffic: what was communicated for it.
+        report: of the pass through the pipeline; None without one.
+        staleness: by how many updates the weights of each microbatch's forward were older than those that its
+            gradient changed; empty where there is only one update.
+    """
+
+    loss_sum: float
+    correct: float
+    traffic: Traffic = Traffic()
+    report: PassReport | None = None
+    staleness: tuple[int, ...] = ()
+
+
+class Runner(Protocol):
+    """Takes batches through a model that lies on the ranks in one way or another. Everything is collective.
+
+    Attributes:
+        parallel: sums the gradients over the replicas.
+        updates: whether weights are updated on the way, and not once by the Worker.
+    """
+
+    parallel: DataParallel
+    updates: bool
+
+    def run(self, batch: Batch, step: int) -> Outcome:
+        """Compute the gradients of the batch's mean loss, summed over the replicas.
+
+        Args:
+            step: the number of the update, which keys dropout.
+        """
+
+    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
+        """Return loss sum, right answers and samples that this rank counts, in evaluation mode."""
+
+    def explain(self, batch: Batch, step: int, value: float) -> Exception:
+        """Return the error that says where a loss or gradient that is not finite came from."""
+
+    def release(self) -> None:
+        """Take everything off the model again."""
+
+
+def count_correct(logits: Tensor, y: Array) -> float:
+    """Return how many rows have their largest logit at their label; NaN where there are no class labels."""
+    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
+        return float("nan")
+    return float((logits.data.argmax(axis=-1) == y).sum())

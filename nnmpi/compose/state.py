@@ -1,0 +1,50 @@
+"""A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made of."""
+
+from __future__ import annotations
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import Parameter
+
+
+def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> LayoutState:
+    """Return the parameters and buffers by their full names."""
+    leaves: list[tuple[str, Parameter | Buffer]] = [*model.named_parameters(), *model.named_buffers()]
+    entries = [Entry.of(name, leaf.data, leaf.region, _writes(name, leaf, group, arrangement)) for name, leaf in leaves]
+    order = [name for name, _ in leaves] if arrangement is None else list(arrangement.order)
+    return LayoutState(entries, order, group)
+
+
+def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> LayoutState:
+    """Return the optimizer's arrays by "slot/full.parameter.name"."""
+    parameters = dict(model.named_parameters())
+    views = slots(model.storage, optimizer)
+    entries = []
+    for name, view in views.items():
+        parameter = parameters[name.partition("/")[2]]
+        owned = _writes(parameter.name, parameter, group, arrangement)
+        entries.append(Entry.of(name, view, parameter.region, owned))
+    whole = list(parameters) if arrangement is None else list(arrangement.parameters)
+    return LayoutState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
+
+
+def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:
+    """Return views of the optimizer's arrays on this rank, parameter by parameter."""
+    return {
+        f"{slot}/{name}": view
+        for slot, flats in optimizer.slots().items()
+        for number, flat in enumerate(flats)
+        for name, view in storage.split(number, flat).items()
+    }
+
+
+def _writes(name: str, leaf: Parameter | Buffer, group: Group, arrangement: Arrangement | None) -> bool:
+    """Return whether this rank writes its part of an array, of all ranks that have it."""
+    if arrangement is None:
+        return group.is_root
+    return arrangement.mesh.place.d == 0 and arrangement.counts(name, leaf)

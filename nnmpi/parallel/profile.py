@@ -1,0 +1,94 @@
+"""What each link of a chain costs: time forward and backward, parameters, activations. Measured, one after the other.
+
+Only one link has values at a time, so that a model can be measured that does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.record import Backend
+from nnmpi.nn.chain import Kept, Link, Part
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.parallel.crossing import pack
+from nnmpi.parallel.stage import Ends
+from nnmpi.tensor.tensor import Tensor
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """One link's cost for one microbatch.
+
+    Attributes:
+        name: the link's.
+        seconds: of a forward and a backward, the fastest of some.
+        elements: of its parameters on this rank.
+    """
+
+    name: str
+    seconds: float
+    elements: int
+
+
+def profile(model: Module, links: Sequence[Link], x: Array, dtype: str, backend: Backend) -> list[LinkCost]:
+    """Return what each link of a model costs for this input. Collective where layers are.
+
+    The model is left without values; initialize it (or its part) afterwards.
+
+    Args:
+        model: not initialized, or to be initialized anew.
+        links: `open_chain(model)`.
+        x: one microbatch.
+    """
+    value: Any = Tensor(backend.asarray(x))
+    kept: Kept = {}
+    costs = []
+    for link in links:
+        part = Part(model, [link])
+        part.initialize(dtype=dtype, backend=backend)
+        seconds, (value, kept) = _measure(link, value, kept, backend)
+        parameters = part.parameters()
+        costs.append(LinkCost(link.name, seconds, sum(parameter.size for parameter in parameters)))
+        for parameter in parameters:
+            del parameter.data
+            parameter.grad = parameter.buffer = None
+    return costs
+
+
+def _measure(link: Link, value: Any, kept: Kept, backend: Backend) -> tuple[float, tuple[Any, Kept]]:
+    """Return the link's time, and what it makes of the value, cut off from the graph."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        backend.synchronize()
+        begin = time.perf_counter()
+        around = {name: _leaf(each) for name, each in kept.items()}
+        with training():
+            result = link.run(_map(value, _leaf), around)
+        tensors, _ = pack(result, around, 0)
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        if needing:
+            seeds = [namespace(tensor.data).ones_like(tensor.data) for tensor in needing]
+            root = Ends(seeds)(*needing)
+            root.backward(namespace(root.data).ones_like(root.data))
+        backend.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best, (_map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()})
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.data, requires_grad=tensor.data.dtype.kind == "f")
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _map(value: Any, work: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(work(each) for each in value) if isinstance(value, tuple | list) else work(value)
