@@ -1,11 +1,23 @@
 """Inference: forwards only, one microbatch behind the other.
 
-Bubble (S-1)/(M+S-1) with S stages and M microbatches; one activation is kept per stage.
+    python -m nnmpi.schedule --schedule inference --stages 4 --microbatches 6
+
+    time    0  1  2  3  4  5  6  7  8
+    rank 0  F0 F1 F2 F3 F4 F5 .  .  .
+    rank 1  .  F0 F1 F2 F3 F4 F5 .  .
+    rank 2  .  .  F0 F1 F2 F3 F4 F5 .
+    rank 3  .  .  .  F0 F1 F2 F3 F4 F5
+
+Bubble (S-1)/(M+S-1) with S stages and M microbatches; one activation is kept per stage. With virtual stages the rounds
+are those of `interleaved`, whose stages an evaluation finds in place.
 """
 
 from nnmpi.schedule.instruction import Instruction, Kind
+from nnmpi.shard import split
 
 
-def inference(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """Return what a rank computes: the forward of each microbatch."""
-    return tuple(Kind.F.at(rank, m) for m in range(microbatches))
+def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tuple[Instruction, ...]:
+    """Return what a rank computes: the forward of each microbatch, in rounds of about `ranks` where it has more stages."""
+    rounds = split(microbatches, max(1, microbatches // ranks))
+    stages = range(rank, ranks * virtual, ranks)
+    return tuple(Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_)

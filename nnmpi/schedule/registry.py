@@ -14,7 +14,11 @@ from nnmpi.schedule.pipedream import pipedream
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.zero_bubble import zero_bubble
 
-INTERLEAVED = "interleaved"
+INTERLEAVED, INFERENCE = "interleaved", "inference"
+
+_VIRTUAL: Mapping[str, Callable[[int, int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
+    {INTERLEAVED: interleaved, INFERENCE: inference}
+)  # of several stages per rank: (rank, ranks, microbatches, virtual) -> what the rank computes
 
 _PLAIN: Mapping[str, Callable[[int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
     {
@@ -22,12 +26,11 @@ _PLAIN: Mapping[str, Callable[[int, int, int], tuple[Instruction, ...]]] = Mappi
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
         "zero-bubble": zero_bubble,
-        "inference": inference,
         "pipedream": pipedream,
     }
 )  # of one stage per rank: (rank, ranks, microbatches) -> what the rank computes
 
-SCHEDULES = ("naive", "gpipe", "1f1b", INTERLEAVED, "zero-bubble", "inference", "pipedream")
+SCHEDULES = ("naive", "gpipe", "1f1b", INTERLEAVED, "zero-bubble", INFERENCE, "pipedream")
 """All names."""
 
 
@@ -38,7 +41,7 @@ def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule
         name: one of `SCHEDULES`.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank; only "interleaved" can have more than one.
+        virtual: stages per rank; only "interleaved" and "inference" can have more than one.
 
     Raises:
         UsageError: for another name, or numbers that the schedule cannot have.
@@ -48,8 +51,8 @@ def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
-    if name == INTERLEAVED:
-        programs = tuple(interleaved(rank, ranks, microbatches, virtual) for rank in range(ranks))
+    if name in _VIRTUAL:
+        programs = tuple(_VIRTUAL[name](rank, ranks, microbatches, virtual) for rank in range(ranks))
     elif virtual > 1:
         raise UsageError(f"{name} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
     else:
