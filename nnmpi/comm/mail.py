@@ -40,7 +40,7 @@ class Mail:
         agreed = self._agree(array is not None, to)
         if agreed and array is not None:
             for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES):
-                self._comm.Ssend([piece, MPI.BYTE], to, DATA_TAG)
+                self._comm.Send([piece, MPI.BYTE], to, DATA_TAG)
         return agreed
 
     def receive(self, array: Buffer | None, source: int) -> bool:

@@ -1,10 +1,14 @@
 """What one layout gives, any other takes: whole arrays on rank 0, from pieces that lie anywhere, and back."""
 
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
@@ -12,6 +16,7 @@ from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError, Sh
 from nnmpi.parallel.pieces import Outline
 from nnmpi.parallel.state import Entry, LayoutState
 from nnmpi.shard import Region, part
+from tests.device.library import device_backend
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "column": (5, 7),
@@ -247,3 +252,71 @@ def test_ranks_beside_the_group_are_not_needed(group: Group) -> None:
         found = state.to_dict(everywhere=True)
     half.free()
     assert all(group.gather(equal(found, WHOLE)))
+
+
+def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
+    """Return any layout: each array cut along any axis at any places, dealt to any ranks, with replicas."""
+    rng = np.random.default_rng(seed)
+    held: dict[str, tuple[Region | None, bool]] = {}
+    for name, shape in SHAPES.items():
+        axes = [axis for axis, length in enumerate(shape) if length]
+        regions: list[Region | None] = [None]
+        if axes and rng.random() < 0.8:
+            axis = int(rng.choice(axes))
+            repeats = int(rng.choice([n for n in range(1, shape[axis] + 1) if shape[axis] % n == 0]))
+            length = shape[axis] // repeats
+            cuts = sorted(rng.integers(0, length + 1, size=rng.integers(0, group.size)).tolist())
+            regions = [Region(shape, axis, *ends, repeats) for ends in pairwise([0, *cuts, length])]
+        owners = rng.permutation(group.size)[: len(regions)].tolist()
+        replicas = rng.integers(-1, len(regions), size=group.size).tolist()  # -1: has none of it
+        if group.rank in owners:
+            held[name] = (regions[owners.index(group.rank)], True)
+        elif replicas[group.rank] >= 0:
+            held[name] = (regions[replicas[group.rank]], False)
+    return held
+
+
+@pytest.mark.mpi
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+@settings(max_examples=12)
+def test_any_layout_gives_to_any_other(group: Group, first: int, second: int) -> None:
+    found = make(partial(draw, first), group, filled=True)[0].to_dict()
+    state, _ = make(partial(draw, second), group, filled=False)
+    state.push(found.__getitem__, {name: Outline.of(array) for name, array in found.items()})
+    assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
+
+
+@pytest.mark.mpi
+def test_one_whole_array_is_in_memory_at_a_time(group: Group) -> None:
+    shape = (1000, 125)  # 1 MB
+    rows = part(1000, group.size, group.rank)
+    region = Region(shape, 0, rows.start, rows.stop)
+    names = [f"{number}" for number in range(8)]
+    entries = [Entry.of(name, np.full(region.local_shape, float(name)), region) for name in names]
+    state, sums = LayoutState(entries, names, group), []
+    state.outlines()
+    tracemalloc.start()
+    try:
+        state.pull(lambda _, array: sums.append(float(array[0, 0] + array[-1, -1])))
+        state.push(lambda name: np.full(shape, float(name)), dict.fromkeys(names, Outline(shape, "float64")))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sums == [2.0 * number for number in range(8)] * group.is_root
+    assert all(group.gather(peak_bytes < 3.2e6))
+
+
+@pytest.mark.mpi
+def test_arrays_on_a_device_go_through_the_host(group: Group) -> None:
+    backend = device_backend()
+    whole = {"w": WHOLE["column"], "scalar": WHOLE["scalar"]}
+    region = cut("column", 1, group.size, group.rank)
+    entries = [
+        Entry.of("w", backend.asarray(region.take(whole["w"]).copy()), region),
+        Entry.of("scalar", backend.asarray(whole["scalar"].copy()), owned=group.is_root),
+    ]
+    state = LayoutState(entries, list(whole), group)
+    assert all(group.gather(equal(state.to_dict(everywhere=True), whole)))
+    state.push(lambda name: whole[name] + 1)
+    expected = {name: array + 1 for name, array in whole.items()}
+    assert all(group.gather(equal(state.to_dict(everywhere=True), expected)))
