@@ -17,7 +17,7 @@ from nnmpi.shard import split
 
 
 def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tuple[Instruction, ...]:
-    """Return what a rank computes: the forward of each microbatch, in rounds of about `ranks` where it has more stages."""
+    """Return what a rank computes: each microbatch's forward; with several stages in rounds of about `ranks`."""
     rounds = split(microbatches, max(1, microbatches // ranks))
     stages = range(rank, ranks * virtual, ranks)
     return tuple(Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_)
