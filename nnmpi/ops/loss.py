@@ -126,18 +126,33 @@ def cross_entropy(
         DtypeError: when the labels are not integers.
         UsageError: for an unknown reduction or a smoothing outside [0, 1).
     """
+    classes = logits.shape[-1] if logits.ndim else 0
+    values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
+    return CrossEntropy(reduction, ignore_index, float(label_smoothing))(real("cross_entropy", logits), values)
+
+
+def checked_labels(
+    logits: Tensor, labels: Any, classes: int, reduction: str, ignore_index: int | None, label_smoothing: float
+) -> Array:
+    """Return the labels of a cross-entropy as an array, after a look at all its arguments.
+
+    Args:
+        logits: (..., any number of the classes).
+
+    Errors are those of `cross_entropy`.
+    """
     _check_reduction(reduction)
     if not 0 <= label_smoothing < 1:
         raise UsageError(f"label_smoothing is a share in [0, 1), not {label_smoothing}")
-    values = labels.data if isinstance(labels, Variable) else namespace(logits.data).asarray(labels)
+    values: Array = labels.data if isinstance(labels, Variable) else namespace(logits.data).asarray(labels)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"cross_entropy needs integer labels, not {values.dtype}")
-    if logits.ndim == 0 or values.shape != logits.shape[:-1] or logits.shape[-1] == 0:
+    if logits.ndim == 0 or values.shape != logits.shape[:-1] or classes == 0:
         raise ShapeError(
             f"cross_entropy of logits {logits.shape} needs labels of shape {logits.shape[:-1]}, not {values.shape}"
         )
-    _check_labels(values, logits.shape[-1], ignore_index)
-    return CrossEntropy(reduction, ignore_index, float(label_smoothing))(real("cross_entropy", logits), values)
+    _check_labels(values, classes, ignore_index)
+    return values
 
 
 def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:

@@ -26,7 +26,7 @@ from nnmpi.parallel.sharded.exchange import CATEGORY, to_host
 from nnmpi.shard import part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import WAITING, span
+from nnmpi.timeline import RECEIVE, span
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Halo(Function):
         host = {rank: to_host(array) for rank, array in away.items()}
         room = {rank: np.empty(shape, str(like.dtype)) for rank, shape in home.items()}
         bytes_sent = sum(array.nbytes for array in host.values())
-        with span("halo", CATEGORY, WAITING, {"bytes": bytes_sent}):
+        with span("halo", CATEGORY, RECEIVE, {"bytes": bytes_sent}):
             exchange(self.group, list(host.items()), list(room.items()))
         xp = namespace(like)
         return {rank: xp.asarray(array) for rank, array in room.items()}

@@ -1,0 +1,153 @@
+"""Cross-entropy of logits whose classes lie on several ranks; the logits are not gathered.
+
+    rank 0 | classes 0..4 |   largest  \\                      sum of e^(x - largest)  \\
+    rank 1 | classes 5..9 |   largest  /  all-reduce (max)     the label's logit       /  all-reduce (sum)  ->  loss
+
+So two numbers per row are exchanged (three with smoothing) instead of one per class; nothing in the backward pass
+(Shoeybi et al., "Megatron-LM", 2019, section 3). The loss is whole: every rank has it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.group import Group
+from nnmpi.comm.uneven import gather_parts, largest
+from nnmpi.errors import ShapeError
+from nnmpi.ops.loss import checked_labels
+from nnmpi.parallel.sharded.exchange import CATEGORY, sum_in_place, to_host
+from nnmpi.shard import part
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import real
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.timeline import REDUCE, span
+
+
+class PartCrossEntropy(Function):
+    """-log softmax(logits)[label] per row, of logits of which every rank has some classes."""
+
+    __slots__ = ("classes", "group", "ignore_index", "reduction", "smoothing")
+
+    def __init__(self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float) -> None:
+        self.group, self.classes = group, classes
+        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
+
+    def forward(self, logits: Array, labels: Array) -> Array:
+        xp = namespace(logits)
+        rows = logits.reshape(prod(logits.shape[:-1]), logits.shape[-1])
+        own = part(self.classes, self.group.size, self.group.rank)
+        flat = labels.reshape(len(rows)).astype(xp.int64)
+        kept = None if self.ignore_index is None else flat != self.ignore_index
+        here = (flat >= own.start) & (flat < own.stop)
+        here = xp.nonzero(here if kept is None else here & kept)[0]
+        places = flat[here] - own.start
+        shifted = rows - self._largest(rows)[:, None]
+        exchanged = xp.zeros((3 if self.smoothing else 2, len(rows)), dtype=rows.dtype)
+        exchanged[1][here] = shifted[here, places]
+        if self.smoothing:
+            exchanged[2] = shifted.sum(axis=1)
+        probabilities = xp.exp(shifted, out=shifted)
+        exchanged[0] = probabilities.sum(axis=1)
+        sums, picked, *others = sum_in_place(self.group, exchanged)
+        target = (1 - self.smoothing) * picked + self.smoothing * others[0] / self.classes if others else picked
+        losses = xp.log(sums) - target
+        if kept is not None:
+            losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
+        count = len(rows) if kept is None else int(kept.sum())
+        if self.needs[0]:
+            probabilities /= sums[:, None]
+            self.saved = (probabilities, here, places, kept, logits.shape, count)
+        return self._reduced(losses, count, logits.shape[:-1])
+
+    def _largest(self, rows: Array) -> Array:
+        """Return each row's largest logit, over all classes."""
+        xp = namespace(rows)
+        tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
+        host = np.array(to_host(tops))
+        with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": host.nbytes}):
+            largest(self.group, host)
+        result: Array = xp.asarray(host)
+        return result
+
+    def _reduced(self, losses: Array, count: int, shape: tuple[int, ...]) -> Array:
+        if self.reduction == "none":
+            return losses.reshape(shape)
+        total: Array = losses.sum()
+        return total / max(count, 1) if self.reduction == "mean" else total
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        probabilities, here, places, kept, shape, count = self.saved
+        result = probabilities.copy()
+        result[here, places] -= 1 - self.smoothing
+        if self.smoothing:
+            result -= self.smoothing / self.classes
+        if self.reduction == "mean":
+            grad = grad / max(count, 1)
+        result *= grad.reshape(-1, 1)
+        if kept is not None:
+            result[~kept] = 0
+        return result.reshape(shape), None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Any,
+    group: Group,
+    classes: int,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy between softmax(logits) and the labels, the same on every rank; collective.
+
+    Args:
+        logits: (..., this rank's classes): its part of `shard.split(classes, size)`; it may be empty.
+        labels: (...), integers in 0..classes-1, the same on all ranks.
+        classes: how many there are on all ranks.
+
+    The other arguments, and errors, are those of `ops.cross_entropy`.
+
+    Raises:
+        ShapeError: when this rank has another number of classes than its part.
+    """
+    _check_width(logits.shape, group, classes)
+    values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
+    function = PartCrossEntropy(group, classes, reduction, ignore_index, float(label_smoothing))
+    return function(real("cross_entropy", logits), values)
+
+
+def best_classes(logits: Array, group: Group, classes: int) -> Array:
+    """Return the class of each row's largest logit, the first one of equal ones: (...) int64 on the host; collective.
+
+    Args:
+        logits: (..., this rank's classes).
+        classes: how many there are on all ranks.
+
+    Raises:
+        ShapeError: when this rank has another number of classes than its part.
+    """
+    _check_width(logits.shape, group, classes)
+    host = to_host(logits)
+    rows = host.reshape(prod(host.shape[:-1]), host.shape[-1])
+    own = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
+    if rows.shape[1]:
+        best = rows.argmax(axis=1)
+        own[0], own[1] = rows[np.arange(len(rows)), best], best + part(classes, group.size, group.rank).start
+    parts = gather_parts(group, own.reshape(-1), [own.size] * group.size)
+    everyone = np.stack([values.reshape(own.shape) for values in parts])  # (rank, value or class, row)
+    winner = everyone[:, 0].argmax(axis=0)
+    picked: Array = everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
+    return picked
+
+
+def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
+    own = len(part(classes, group.size, group.rank))
+    if not shape or shape[-1] != own:
+        raise ShapeError(
+            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {own} of {classes} classes are its "
+            "part; let the last layer's table entry be Sharding.VOCAB"
+        )

@@ -1,0 +1,161 @@
+"""Every exchange is a linear map, and its backward the transposed one: <F x, y> = <x, F* y>, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.parallel.sharded import exchange
+from nnmpi.parallel.sharded.halo import Frame, halo
+from nnmpi.parallel.sharded.layout import Layout, features, rows
+from nnmpi.parallel.sharded.transfer import receive, send
+from nnmpi.shard import part
+from nnmpi.tensor.tensor import Tensor
+
+WHOLE, PARTS, OWN = "whole", "parts", "own"  # of a vector: the same on all ranks, cut, another one on each rank
+
+
+def draw(group: Group, space: str, shape: tuple[int, ...], layout: Layout, seed: int) -> Array:
+    """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one, or its own."""
+    generator = np.random.default_rng([seed, group.rank if space == OWN else 99])
+    values: Array = generator.integers(-9, 10, shape).astype(np.float64)
+    if space == PARTS:
+        values = np.ascontiguousarray(layout.region(shape, layout.axis, group.size, group.rank).take(values))
+    return values
+
+
+def product(group: Group, space: str, a: Array, b: Array) -> float:
+    """Return the inner product of vectors that lie so on the ranks."""
+    own = float((a * b).sum())
+    return own if space == WHOLE else group.sum_floats([own])[0]
+
+
+def check_adjoint(
+    group: Group, spaces: tuple[str, str], x: Array, y: Array, function: Callable[[Tensor], Tensor]
+) -> None:
+    """Fail on all ranks unless <F x, y> = <x, F* y> on each."""
+    leaf = Tensor(x, requires_grad=True)
+    result = function(leaf)
+    shape_fits = result.shape == y.shape
+    everyone = group.gather(shape_fits)
+    assert all(everyone), f"F x has shape {result.shape} here, y {y.shape}"
+    if result.requires_grad and result.node is not None:
+        result.backward(y)
+    gradient = y if leaf.grad is None else leaf.grad
+    forward, backward = product(group, spaces[1], result.data, y), product(group, spaces[0], x, gradient)
+    everyone = group.gather([forward, backward])
+    assert all(pair[0] == pair[1] == everyone[0][0] for pair in everyone), everyone
+    assert any(group.gather(forward != 0)), "nothing was tested"
+
+
+LAYOUTS = [
+    ((3, 5), features(5)),
+    ((2, 12), features(2, 6)),
+    ((2, 3, 4, 7), features(7)),
+    ((3, 30), Layout(5, 2, 3)),
+    ((4, 14), Layout(7, 1, 2)),
+    ((2, 9, 3, 2), rows(9)),
+    ((2, 1, 3, 2), rows(1)),
+]
+
+EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Layout], Tensor]]] = {
+    "copy": (WHOLE, OWN, lambda x, group, layout: exchange.copy(x, group)),
+    "add_up": (OWN, WHOLE, lambda x, group, layout: exchange.add_up(x, group)),
+    "scatter": (WHOLE, PARTS, exchange.scatter),
+    "gather": (PARTS, WHOLE, exchange.gather),
+    "spread": (PARTS, OWN, exchange.spread),
+    "add_up_parts": (OWN, PARTS, exchange.add_up_parts),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_adjoint(group: Group, name: str) -> None:
+    """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
+    source, target, function = EXCHANGES[name]
+    for shape, layout in LAYOUTS:
+        x, y = draw(group, source, shape, layout, seed=1), draw(group, target, shape, layout, seed=2)
+        check_adjoint(group, (source, target), x, y, lambda leaf, layout=layout: function(leaf, group, layout))
+
+
+@pytest.mark.mpi
+def test_results(group: Group) -> None:
+    """What comes out is what the picture says."""
+    problems = []
+    for shape, layout in LAYOUTS:
+        whole = draw(group, WHOLE, shape, layout, seed=3)
+        own = Tensor(draw(group, PARTS, shape, layout, seed=3))
+        region = layout.region(shape, layout.axis, group.size, group.rank)
+        results = {
+            "gather": (exchange.gather(own, group, layout), whole),
+            "spread": (exchange.spread(own, group, layout), whole),
+            "scatter": (exchange.scatter(Tensor(whole), group, layout), own.data),
+            "add_up": (exchange.add_up(Tensor(whole), group), group.size * whole),
+            "add_up_parts": (exchange.add_up_parts(Tensor(whole), group, layout), group.size * region.take(whole)),
+        }
+        problems += [f"{name} {layout}" for name, (a, b) in results.items() if not np.array_equal(a.data, b)]
+    assert not any(group.gather(problems)), problems
+
+
+@pytest.mark.mpi
+def test_sum_with_a_bias(group: Group) -> None:
+    """The bias is added once, after the sum, and has the whole gradient; the input stays as it was."""
+    x = Tensor(np.full((2, 3), float(group.rank)), requires_grad=True)
+    bias = Tensor(np.arange(3.0), requires_grad=True)
+    y = exchange.add_up(x, group, bias)
+    y.backward(np.ones((2, 3)))
+    expected = sum(range(group.size)) + np.tile(np.arange(3.0), (2, 1))
+    right = np.array_equal(y.data, expected) and np.array_equal(bias.grad, [2, 2, 2]) and (x.data == group.rank).all()
+    assert all(group.gather(bool(right)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(9, 3, 1, 1),
+        Frame(9, 3, 2, 0),
+        Frame(10, 2, 2, 0),
+        Frame(5, 5, 1, 2),
+        Frame(4, 7, 3, 3),
+        Frame(11, 1, 4, 0),
+        Frame(3, 3, 1, 0),
+        Frame(8, 1, 1, 1),
+    ],
+)
+def test_halo(group: Group, frame: Frame) -> None:
+    """Whatever the windows are: rows come from where they are, and gradients go back there."""
+    shape, layout = (2, frame.height, 2, 3), rows(frame.height)
+    x = draw(group, PARTS, shape, layout, seed=4)
+    needed = frame.needed(group.size, group.rank)
+    y = draw(group, OWN, (2, len(needed), 2, 3), layout, seed=5)
+    check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
+    whole = draw(group, WHOLE, shape, layout, seed=4)
+    padded = np.pad(whole, ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)), constant_values=7)
+    seen = halo(Tensor(x), group, frame, value=7.0).data
+    if part(frame.outputs, group.size, group.rank):
+        right = np.array_equal(seen, padded[:, needed.start + frame.padding : needed.stop + frame.padding])
+    else:
+        right = (seen == 7).all()
+    assert all(group.gather(bool(right)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_send_and_receive(group: Group) -> None:
+    """x goes from the last rank to the first, its gradient back."""
+    shape, last = (3, 4), group.size - 1
+    x, y = draw(group, WHOLE, shape, features(4), seed=6), draw(group, WHOLE, shape, features(4), seed=7)
+    right = True
+    if group.rank == last:
+        leaf = Tensor(x, requires_grad=True)
+        send(leaf, group, 0).backward(np.zeros(0))
+        right = np.array_equal(leaf.grad, y)
+    elif group.rank == 0:
+        came = receive(group, last, shape, Tensor(np.zeros(0), requires_grad=True))
+        came.backward(y)
+        right = np.array_equal(came.data, x)
+    assert all(group.gather(bool(right)))

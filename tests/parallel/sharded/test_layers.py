@@ -1,0 +1,131 @@
+"""The other layers on parts of activations: norms, dropout, pooling, softmax, embeddings, all convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import nn
+from nnmpi.comm.group import Group
+from nnmpi.errors import ShapeError
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.sharded.dropout import PartDropout
+from nnmpi.parallel.sharded.layout import Layout, features, rows
+from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.tensor import Tensor
+from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
+
+C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
+IMAGE = (6, 5, 4)
+
+CONVOLUTIONS: list[dict[str, Any]] = [
+    {"kernel": 3, "stride": 2, "padding": 1},
+    {"kernel": (3, 2), "dilation": (2, 1), "padding": (2, 1)},
+    {"kernel": (1, 3), "padding": 3, "bias": False},
+    {"kernel": 2, "stride": 3},
+    {"kernel": (5, 1), "padding": (2, 0)},
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+def test_convolutions(group: Group, options: dict[str, Any]) -> None:
+    """Stride, padding and dilation of all kinds, by output channels, input channels and rows."""
+    for sharding in (C, R, H):
+        check_equal(
+            group,
+            lambda: nn.Sequential(nn.Conv2d(4, 3, **options), nn.GELU(), nn.GlobalAvgPool2d()),
+            IMAGE,
+            table={"0": sharding},
+            sample=IMAGE,
+            rows=2,
+            sharded_at_least=0 if sharding is H else 1,
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("groups", [8, 24])
+def test_groups(group: Group, groups: int) -> None:
+    """Groups are dealt out whole; a depthwise convolution needs no exchange."""
+
+    def build() -> Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 24, 1),
+            nn.Conv2d(24, 24, 3, padding=1, groups=groups),
+            nn.ReLU(),
+            nn.GlobalAvgPool2d(),
+            nn.Linear(24, 3),
+        )
+
+    check_equal(group, build, (4, 4, 2), table={"0": C, "1": C, "4": R}, rows=2, sharded_at_least=5)
+    check_equal(group, build, (4, 4, 2), table={"0": H, "1": H}, sample=(4, 4, 2), rows=2, sharded_at_least=0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sharding", [C, H])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.MaxPool2d(3, 2, 1), nn.GlobalAvgPool2d()],
+        lambda: [nn.AvgPool2d((2, 3), 1, (1, 0)), nn.Flatten(), nn.Linear(3 * 5 * 7, 3)],
+        lambda: [nn.AvgPool2d(2), nn.LayerNorm(5), nn.Softmax(1), nn.Dropout(0.4), nn.GlobalAvgPool2d()],
+        lambda: [nn.BatchNorm(5), nn.Softmax(-1), nn.LayerNorm((5, 5)), nn.MaxPool2d((6, 5), 1), nn.Flatten()],
+        lambda: [nn.LayerNorm((6, 5, 5)), nn.GlobalAvgPool2d()],
+        lambda: [nn.Flatten(), nn.LayerNorm(150), nn.Dropout(0.5), nn.Softmax(), nn.Linear(150, 3)],
+        lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
+    ],
+)
+def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable[[], list[Module]]) -> None:
+    """Whatever lies before it, each layer does what it does on the whole."""
+
+    def build() -> Module:
+        return nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), *layers())
+
+    table = {"0": sharding, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": sharding}
+    ours = check_equal(group, build, IMAGE, table=table, sample=IMAGE, rows=3, sharded_at_least=int(sharding is C))
+    kinds = {type(module).__name__ for _, module in ours.named_modules()}
+    assert all(group.gather(group.size == 1 or ("ColumnConv2d" if sharding is C else "RowsConv2d") in kinds)), kinds
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", [features(7), Layout(3, 1, None), Layout(4, 3), rows(5)])
+def test_dropout_drops_what_the_whole_layer_drops(group: Group, layout: Layout) -> None:
+    """Bit for bit."""
+    shape = (4, 5, 3, 2) if layout.has_rows else (4, 12) if layout.units != 7 else (4, 3, 7)
+    axis = 1 if layout.has_rows else -1
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    region = layout.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
+    whole, own = nn.Dropout(0.4), PartDropout(nn.Dropout(0.4), group, layout)
+    whole.path = own.path = "2.drop"
+    with training(seed=3, step=4, first_row=17):
+        expected, found = whole(x).data, own(np.ascontiguousarray(region.take(x))).data
+    assert all(group.gather(np.array_equal(found, region.take(expected))))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sharding", [C, V])
+def test_embedding(group: Group, sharding: Sharding) -> None:
+    """Entries or features are cut; an index that comes twice gets both gradients."""
+
+    def build() -> Module:
+        return nn.Sequential(nn.Embedding(11, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Flatten(), nn.Linear(12, 3))
+
+    x, y = np.array([[0, 10, 3], [3, 3, 7], [5, 4, 10]]), np.array([0, 2, 1])
+    whole, ours = build().initialize(seed=3, dtype="float64"), build()
+    shard(ours, group, {"0": sharding, "2": C, "4": R}, sample=(3,))
+    ours.initialize(seed=3, dtype="float64")
+
+    def run(model: Module) -> Any:
+        return train(model, x, y, cross_entropy)
+
+    problems = differences(run(whole), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1)
+    assert not any(group.gather(problems)), problems
+    with pytest.raises(ShapeError, match="embedding index 11"):
+        ours(Tensor(np.array([[0, 1, 11]])))
+    group.barrier()
