@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -57,6 +56,7 @@ class Arrangement:
         model: this rank's part, to be initialized; the model itself where there is no pipeline.
         parameters: the names of the whole model's parameters, in order.
         order: those and the names of its buffers.
+        elements: how many elements the whole model's parameters have.
         stages: this rank's stages, by number; empty where there is no pipeline.
         starts: the names of the values kept at the beginning of each of these stages.
         cuts: which links each stage of the pipeline has.
@@ -71,6 +71,7 @@ class Arrangement:
     model: Module
     parameters: tuple[str, ...]
     order: tuple[str, ...]
+    elements: int
     stages: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
     cuts: tuple[range, ...] = ()
@@ -118,28 +119,38 @@ def arrange(
         UsageError: for a model that cannot be cut, or shards that make no sense.
     """
     backend = numpy_backend() if backend is None else backend
-    with agreed(group):
-        nodes = group.nodes()
-        mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, nodes if len(set(nodes)) > 1 else None)
+    mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
     parameters = tuple(name for name, _ in model.named_parameters())
-    names = (parameters, (*parameters, *(name for name, _ in model.named_buffers())))
+    order = (*parameters, *(name for name, _ in model.named_buffers()))
+    whole = (parameters, order, sum(parameter.size for parameter in model.parameters()))
     with agreed(group):
         shape = None if sample is None else tuple(sample.shape[1:])
         shard(model, bound.tp, layout.table, shape) if mesh.tp > 1 else None
     if mesh.pp == 1:
-        arrangement = Arrangement(layout, bound, model, *names)
+        arrangement = Arrangement(layout, bound, model, *whole)
     else:
-        arrangement = _cut(model, bound, layout, names, sample, dtype, backend)
+        arrangement = _cut(model, bound, layout, whole, sample, dtype, backend)
     _check_memory(arrangement, dtype)
     return arrangement
+
+
+def find_mesh(group: Group, layout: Layout) -> Mesh:
+    """Return the mesh that a layout means for a group; collective.
+
+    Raises:
+        LayoutError: on all ranks, when the degrees do not make up the world; it names those that would.
+    """
+    nodes = group.nodes()
+    with agreed(group):
+        return Mesh.of(group.size, layout.dp, layout.pp, layout.tp, nodes if len(set(nodes)) > 1 else None)
 
 
 def _cut(
     model: Module,
     mesh: BoundMesh,
     layout: Layout,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
+    whole: tuple[tuple[str, ...], tuple[str, ...], int],
     sample: Array | None,
     dtype: str,
     backend: Backend,
@@ -162,7 +173,7 @@ def _cut(
         layout,
         mesh,
         part,
-        *names,
+        *whole,
         {number: stages[number] for number in mine},
         {number: kept_at(links, cuts[number].start) for number in mine},
         cuts,
@@ -260,16 +271,14 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def describe(arrangement: Arrangement) -> list[str]:
-    """Return the layout in lines, for a header: the mesh, and which links are in which stage."""
-    mesh = arrangement.mesh.mesh
-    lines = [f"layout {mesh}"]
+def describe_stages(arrangement: Arrangement) -> list[str]:
+    """Return which links are in which stage, a line each."""
+    lines = []
+    total = sum(cost.seconds for cost in arrangement.costs)
     for number, cut in enumerate(arrangement.cuts):
         first, last = arrangement.names[cut.start], arrangement.names[cut.stop - 1]
-        share: Any = ""
-        if arrangement.costs:
-            total = sum(cost.seconds for cost in arrangement.costs)
-            share = f", {sum(arrangement.costs[i].seconds for i in cut) / total:.0%} of the time"
-        links = f"{first}" if len(cut) == 1 else f"{first} to {last}"
-        lines.append(f"stage {number} on pipeline rank {number % mesh.pp}: {links} ({len(cut)} links{share})")
+        links = f"link {first}" if len(cut) == 1 else f"links {first} to {last} ({len(cut)})"
+        share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
+        measured = f", {share:.0%} of the time" if arrangement.costs else ""
+        lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {links}{measured}")
     return lines

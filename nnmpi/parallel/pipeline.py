@@ -51,8 +51,8 @@ class PassReport:
     """What one pass through the pipeline was on this rank.
 
     Attributes:
-        seconds: by kind and stage, and by stage for transfers waited for: how long they took altogether.
-        counts: how many instructions that were.
+        microbatches: how many went through.
+        samples: what was computed, and how many seconds each took.
         compute_s: seconds in which it computed.
         wait_s: seconds in which it sent, or waited for messages.
         sent_bytes: bytes of activations and gradients that it sent.
@@ -61,8 +61,8 @@ class PassReport:
         total_s: from the first instruction to the last.
     """
 
-    seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)
-    counts: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    microbatches: int = 0
+    samples: list[tuple[Instruction, float]] = field(default_factory=list)
     compute_s: float = 0.0
     wait_s: float = 0.0
     sent_bytes: int = 0
@@ -178,7 +178,7 @@ class _Pass:
         self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._coming: dict[tuple[Kind, int], deque[int]] = {}
         self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
-        self._report = PassReport()
+        self._report = PassReport(len(inputs))
         self._timeline = timeline.current()
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
@@ -217,10 +217,9 @@ class _Pass:
         begin = time.perf_counter()
         self._actions[one.kind](one.stage, one.microbatch)
         end = time.perf_counter()
-        report, key = self._report, (one.kind, one.stage)
-        report.seconds[key] = report.seconds.get(key, 0.0) + end - begin
-        report.counts[key] = report.counts.get(key, 0) + 1
+        report = self._report
         if one.kind in COMPUTE:
+            report.samples.append((one, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, sum(stage.live for stage in self._stages.values()))
         elif one.kind not in (Kind.REDUCE, Kind.STEP):

@@ -81,7 +81,7 @@ class Stage:
     @property
     def live(self) -> int:
         """The number of microbatches whose activations are kept now."""
-        return len(self._flights)
+        return len(self._flights) + len(self._halves)
 
     def forward(self, microbatch: int, values: Values, keep: bool = True) -> Values:
         """Return what the stage makes of its input.

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.buckets import plan_buckets
 from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
@@ -22,6 +26,8 @@ from nnmpi.optim.schedule import Constant, Cosine, Schedule, StepDecay, Warmup, 
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig
 from nnmpi.train.inputs import Inputs
+from nnmpi.train.own import build_own, is_own
+from nnmpi.train.parallel import ParallelConfig
 from nnmpi.train.report import Extent
 
 BYTES_PER_MIB = 2**20
@@ -31,8 +37,10 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     """Return the model for samples of this shape, without values yet.
 
     Raises:
-        UsageError: when the model does not take such samples.
+        UsageError: when the model does not take such samples, or the user's own cannot be built.
     """
+    if is_own(config.model):
+        return build_own(config.model, sample_shape, classes)
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, config.dropout)
     if config.model == "cnn":
@@ -78,12 +86,42 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimiz
     )
 
 
+def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: float = 0.0) -> Layout:
+    """Return the layout that the options ask for.
+
+    Args:
+        optimizer, momentum: which say how many arrays the optimizer keeps for each parameter.
+
+    Raises:
+        UsageError: for values that do not go together.
+    """
+    dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (config.dp, config.pp, config.tp))
+    return Layout(
+        dp,
+        pp,
+        tp,
+        schedule=config.pipeline,
+        virtual_stages=config.virtual_stages,
+        split=config.links,
+        recompute=config.recompute,
+        reduction=config.reduction,
+        memory_limit=config.memory_limit_bytes,
+        state_arrays=2 if optimizer != "sgd" else int(momentum > 0),
+    )
+
+
 def build_worker(
-    config: Config, group: Group, inputs: Inputs, backend: Backend, algorithms: Sequence[str] | None = None
+    config: Config,
+    group: Group,
+    inputs: Inputs,
+    backend: Backend,
+    algorithms: Sequence[str] | None = None,
+    layout: Layout | None = None,
 ) -> Worker:
     """Return the worker with an initialized model and its optimizer. Collective.
 
     Args:
+        layout: how the model is spread over the ranks; None for all of it on each.
         algorithms: the all-reduce of each bucket, in the place of "auto", when a run goes on that had chosen them.
 
     Raises:
@@ -92,8 +130,15 @@ def build_worker(
     """
     options, parallel = config.optimization, config.parallel
     with agreed(group):
+        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+    where = None
+    if layout is not None:
+        rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
+        sample = inputs.train.rows(np.arange(rows), config.run.dtype)
+        where = arrange(model, group, layout, sample, config.run.dtype, backend)
+        model = where.model
+    with agreed(group):
         try:
-            model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
             model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
             optimizer = build_optimizer(options, model.storage)
         except MemoryError as error:
@@ -123,6 +168,7 @@ def build_worker(
         clip=options.clip,
         seed=config.run.seed,
         backend=backend,
+        arrangement=where,
     )
 
 

@@ -4,50 +4,22 @@ The fields are the options of the command line (`options.py` builds them from he
 option's help, and every name must be unique over all sections. `None` stands for "not given".
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nnmpi.errors import UsageError
-
-LONG = 1e9  # epochs or MiB beyond any use; keeps what is computed from them finite
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raise a UsageError with the sentence unless the condition holds."""
-    if not holds:
-        raise UsageError(sentence)
-
-
-def positive(option: str, value: float, limit: float = math.inf) -> None:
-    """Refuse what is not a number above 0 and below the limit."""
-    bound = "a finite number above 0" if limit == math.inf else f"a number above 0 and below {limit:g}"
-    require(0 < value < limit, f"{option} is {value}; give {bound}")
-
-
-def not_negative(option: str, value: float, limit: float = math.inf) -> None:
-    """Refuse what is not a number, 0 or above, below the limit."""
-    bound = "0 or a finite number above it" if limit == math.inf else f"a number from 0 up to, not including, {limit:g}"
-    require(0 <= value < limit, f"{option} is {value}; give {bound}")
-
-
-def fraction(option: str, value: float) -> None:
-    """Refuse what is not in [0, 1)."""
-    require(0 <= value < 1, f"{option} is {value}; give a number from 0 up to, not including, 1")
-
-
-def at_least_one(option: str, value: int) -> None:
-    """Refuse counts below 1."""
-    require(value >= 1, f"{option} is {value}; give a whole number, 1 or more")
+from nnmpi.train.checks import LONG, at_least_one, fraction, not_negative, positive, require
+from nnmpi.train.own import MODELS, is_own
+from nnmpi.train.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""
 
-    model: Literal["mlp", "cnn", "resnet"] = "cnn"
-    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network."""
+    model: str = "cnn"
+    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network; or one of your
+    own, a function of (sample_shape, classes), as FILE.py:NAME or package.module:NAME."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is linear."""
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
@@ -57,6 +29,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
+        known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
+        require(self.model in MODELS or is_own(self.model), f"--model {self.model!r} is unknown; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         fraction("--dropout", self.dropout)
@@ -170,40 +144,6 @@ class OptimizationConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How the work is laid out over the ranks."""
-
-    dp: int | Literal["auto"] = "auto"
-    """Ranks that share each batch; it must be the number of MPI ranks, which auto stands for."""
-    allreduce: Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] = "auto"
-    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
-    fitted model predicts to be fastest, or what suits the size."""
-    fit: str = "kept"
-    """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
-    if there is one, or "none"."""
-    bucket_mb: float | None = None
-    """Gradients travel in buckets of this many MiB (default: what was measured to be good)."""
-    overlap: bool = True
-    """Sum the first buckets while the backward pass still computes the others."""
-    fused_update: bool = False
-    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it."""
-    check_weights: bool = False
-    """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
-
-    def __post_init__(self) -> None:
-        """Check the values; whether dp fits the world is found out when the world is known."""
-        if self.dp != "auto":
-            at_least_one("--dp", self.dp)
-        require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
-        if self.bucket_mb is not None:
-            positive("--bucket-mb", self.bucket_mb, LONG)
-        if self.fused_update:
-            idle = self.allreduce != "auto" or self.bucket_mb is not None or not self.overlap
-            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --no-overlap out"
-            require(not idle, sentence)
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Where it runs and what it leaves behind."""
 
@@ -229,6 +169,10 @@ class RunConfig:
     """Epochs between two checkpoints; 0: only at the end."""
     save_steps: int = 0
     """Steps between two checkpoints, besides --save-every; 0: none."""
+    trace: bool = False
+    """Write what every rank did in the first steps into trace.json.gz in the run's folder, for ui.perfetto.dev."""
+    trace_steps: int = 20
+    """For --trace: how many steps."""
     keep: int = 3
     """How many checkpoints stay on disk; older ones are removed."""
 
@@ -236,6 +180,8 @@ class RunConfig:
         """Check the values and combinations; the folders are looked at when the run starts."""
         at_least_one("--log-every", self.log_every)
         at_least_one("--keep", self.keep)
+        at_least_one("--trace-steps", self.trace_steps)
+        require(self.trace or self.trace_steps == 20, "--trace-steps belongs to --trace")
         not_negative("--seed", self.seed)
         not_negative("--print-every", self.print_every)
         not_negative("--eval-every", self.eval_every)

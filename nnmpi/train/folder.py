@@ -20,6 +20,7 @@ from nnmpi.train.config import Config
 from nnmpi.train.files import replace_durably
 from nnmpi.train.metrics import METRICS_FILE, truncate_metrics
 from nnmpi.train.options import flatten
+from nnmpi.train.own import short_name
 from nnmpi.train.parse import CONFIG_FILE
 
 
@@ -114,6 +115,6 @@ class RunFolder:
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:
     """Return a name for the run that is not taken: runs/DATASET-MODEL-TIME, with a number if need be."""
-    stem = f"{Path(config.data.dataset).stem}-{config.model.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{Path(config.data.dataset).stem}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
     return next(name for name in names if not name.exists())

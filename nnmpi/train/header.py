@@ -8,9 +8,11 @@ import threadpoolctl
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.library import load_mpi
+from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.worker import Worker
-from nnmpi.train.config import Config, OptimizationConfig, ParallelConfig
+from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.inputs import Inputs
+from nnmpi.train.parallel import ParallelConfig
 from nnmpi.train.report import Extent
 
 
@@ -21,14 +23,15 @@ def header(config: Config, group: Group, inputs: Inputs, backend: Backend, exten
     train, test = inputs.train, inputs.test
     shape = " x ".join(map(str, train.sample_shape))
     named = [
-        f"layout: dp {group.size}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} ({', '.join(nodes[:4])}"
+        f"layout: {_layout(worker)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} ({', '.join(nodes[:4])}"
         f"{', ...' if len(nodes) > 4 else ''})",
+        *_pipeline(inputs, worker),
         f"MPI: {mpi_library()}",
         f"backend: {backend.name} on {backend.device}, {config.run.dtype}; {blas()}",
         f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
-        f"model: {config.model.model}, {worker.model.storage.size:,} parameters; {_optimizer(options)}",
+        f"model: {config.model.model}, {_parameters(worker)}; {_optimizer(options)}",
         f"all-reduce: {_exchange(config.parallel, worker)}",
         f"cost model: {_fit(group)}",
         f"run folder: {config.run.out}",
@@ -56,6 +59,37 @@ def blas() -> str:
 def count(n: int, singular: str, plural: str = "") -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
+
+
+def _layout(worker: Worker) -> str:
+    """Return the degrees of parallelism."""
+    where = worker.arrangement
+    if where is None:
+        return f"dp {worker.group.size}"
+    return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
+
+
+def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
+    """Return the schedule and what each stage has; nothing without a pipeline."""
+    where = worker.arrangement
+    if where is None or not where.stages:
+        return []
+    microbatches = inputs.train_loader.microbatches
+    recompute = "" if where.layout.recompute == "never" else f", recomputing {where.layout.recompute}"
+    samples = -(-inputs.batch_size // microbatches)
+    return [
+        f"pipeline: {where.layout.schedule}, {count(len(where.cuts), 'stage')}, "
+        f"{count(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}",
+        *describe_stages(where),
+    ]
+
+
+def _parameters(worker: Worker) -> str:
+    """Return how many parameters the model has, and how many of them this rank."""
+    own, where = worker.model.storage.size, worker.arrangement
+    if where is None or where.elements == own:
+        return f"{own:,} parameters"
+    return f"{where.elements:,} parameters, {own:,} of them on rank 0"
 
 
 def _optimizer(options: OptimizationConfig) -> str:

@@ -12,6 +12,8 @@ from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, DataConfig
 
+MICROBATCHES_PER_STAGE = 4
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -30,12 +32,16 @@ class Inputs:
     test_loader: Loader
 
 
-def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[str], None]) -> Inputs:
+def load_inputs(
+    config: Config, group: Group, local_rank: int, say: Callable[[str], None], replica: tuple[int, int], stages: int = 1
+) -> Inputs:
     """Return the inputs of this rank, after the first rank of each node has downloaded what is missing. Collective.
 
     Args:
         local_rank: this rank's number on its node.
         say: called with a sentence when a transfer begins.
+        replica: which of how many replicas of the model this rank belongs to.
+        stages: ranks of a pipeline, which batches go through in microbatches.
 
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
@@ -50,9 +56,7 @@ def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[st
         train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
-        parts = config.optimization.grad_accum
-        if parts > batch_size:
-            raise UsageError(f"--grad-accum {parts} is more parts than the {batch_size} samples of a batch; give less")
+        parts = count_microbatches(config, stages, batch_size)
         after = [Normalize.fit(train)] if data.normalize else []
         changes = [*augmentations(data, train), *after]
 
@@ -61,9 +65,10 @@ def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[st
                 dataset,
                 min(batch_size, len(dataset)),
                 seed=run.seed,
-                rank=group.rank,
-                world=group.size,
+                rank=replica[0],
+                world=replica[1],
                 microbatches=parts if training else 1,
+                whole=training and config.parallel.reduction == "fixed",
                 shuffle=training,
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,
@@ -72,6 +77,26 @@ def load_inputs(config: Config, group: Group, local_rank: int, say: Callable[[st
         return Inputs(
             train, test, batch_size, loader(train, True, changes), loader(test, False, list[Transform](after))
         )
+
+
+def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
+    """Return in how many parts a batch is worked on.
+
+    Raises:
+        UsageError: when they are more than the batch's samples.
+    """
+    accumulated, microbatches = config.optimization.grad_accum, config.parallel.microbatches
+    if accumulated > 1 and microbatches not in (None, accumulated):
+        raise UsageError(
+            f"--grad-accum {accumulated} and --microbatches {microbatches} are two words for one thing; leave one out"
+        )
+    parts = microbatches or accumulated
+    if parts > batch_size:
+        option = "--microbatches" if microbatches else "--grad-accum"
+        raise UsageError(f"{option} {parts} is more parts than the {batch_size} samples of a batch; give less")
+    if stages > 1 and microbatches is None and accumulated == 1:
+        return min(MICROBATCHES_PER_STAGE * stages, batch_size)
+    return parts
 
 
 def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:

@@ -6,42 +6,23 @@ recorded up to it: metrics, evaluation, checkpoint, stop.
 
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
+from typing import Any
 
-from nnmpi.comm.group import Group
 from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.errors import NnmpiError
-from nnmpi.optim.schedule import Schedule
-from nnmpi.train.config import RunConfig
-from nnmpi.train.folder import RunFolder
-from nnmpi.train.inputs import Inputs
+from nnmpi.train.parts import Parts
+from nnmpi.train.passes import Passes
 from nnmpi.train.recorder import Recorder
-from nnmpi.train.report import Extent, Reporter
+from nnmpi.train.report import Reporter
 from nnmpi.train.restore import save
 from nnmpi.train.signals import Stop
 from nnmpi.train.state import State
 from nnmpi.train.totals import Totals
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run works with, on one rank.
-
-    Attributes:
-        schedule: the learning rate of a step.
-    """
-
-    options: RunConfig
-    group: Group
-    inputs: Inputs
-    worker: Worker
-    schedule: Schedule
-    extent: Extent
-    folder: RunFolder
+from nnmpi.train.tracer import Tracer
 
 
 class Stopped(NnmpiError):
@@ -67,6 +48,8 @@ class Loop:
         self._since = time.monotonic()
         self._evaluated: tuple[int, EvalReport] | None = None
         self._last: StepReport | None = None
+        self._passes = Passes(parts.worker)
+        self._tracer = Tracer(parts)
 
     def run(self) -> EvalReport:
         """Train until the last step, save, and return the evaluation of the final weights on the test data.
@@ -80,6 +63,7 @@ class Loop:
             try:
                 while not self._finished:
                     self._run_epoch()
+                self._tracer.finish()
                 report = self._evaluate()
                 self._save()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
@@ -113,7 +97,8 @@ class Loop:
         begin = time.perf_counter()
         batch = next(batches)
         input_s = time.perf_counter() - begin
-        report = self._parts.worker.step(batch, lr=self._parts.schedule(self.state.step))
+        with self._tracer.step(self.state.step):
+            report = self._parts.worker.step(batch, lr=self._parts.schedule(self.state.step))
         traffic = report.traffic
         predicted = isfinite(traffic.predicted_s)
         totals = Totals(
@@ -130,7 +115,9 @@ class Loop:
             comm_calls=traffic.calls,
             predicted_s=traffic.predicted_s if predicted else 0.0,
             predicted_steps=int(predicted),
+            wait_s=report.wait_s,
         )
+        self._passes.add(report)
         self.state, self._last = self.state.after_step(totals), report
         return totals
 
@@ -148,14 +135,15 @@ class Loop:
             report = self._evaluate()
             self._reporter.evaluation("eval", self.state, report)
             self.state = self.state.after_evaluation(report.accuracy, self.state.epoch)
-        self._reporter.epoch(self.state.epoch, totals, report)
+        self._reporter.epoch(self.state.epoch, totals, report, self._passes.tell())
 
     def _over_ranks(self, totals: Totals) -> Totals:
         """Return the totals with the mean times of all ranks. Collective."""
         group = self._parts.group
-        times = [totals.compute_s, totals.sync_s, totals.input_s, totals.wall_s, totals.hidden_s]
-        compute_s, sync_s, input_s, wall_s, hidden_s = (each / group.size for each in group.sum_floats(times))
-        return replace(totals, compute_s=compute_s, sync_s=sync_s, input_s=input_s, wall_s=wall_s, hidden_s=hidden_s)
+        names = ("compute_s", "sync_s", "input_s", "wall_s", "hidden_s", "wait_s")
+        sums = group.sum_floats([getattr(totals, name) for name in names])
+        means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
+        return replace(totals, **means)
 
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""

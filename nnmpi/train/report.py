@@ -1,5 +1,6 @@
 """What a run tells, in lines for people and in records for programs; both on rank 0 only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nnmpi.compose.report import EvalReport, StepReport
@@ -50,6 +51,7 @@ class Reporter:
                 "compute_s": window.per_step(window.compute_s),
                 "sync_s": window.per_step(window.sync_s),
                 "input_s": window.per_step(window.input_s),
+                "wait_s": window.per_step(window.wait_s),
                 "hidden_s": window.per_step(window.hidden_s),
                 "comm_bytes": window.per_step(window.comm_bytes),
                 "comm_calls": window.per_step(window.comm_calls),
@@ -62,14 +64,15 @@ class Reporter:
                 f"accuracy {percent(window.accuracy)}, {window.samples_per_second:.0f} samples/s"
             )
 
-    def epoch(self, number: int, totals: Totals, report: EvalReport | None) -> None:
-        """Tell of an epoch (from 1): its totals, and the evaluation after it if there was one."""
+    def epoch(self, number: int, totals: Totals, report: EvalReport | None, more: Sequence[str] = ()) -> None:
+        """Tell of an epoch (from 1): its totals, the evaluation after it if there was one, and some more lines."""
         tested = f", test loss {report.loss:.4f}, test accuracy {percent(report.accuracy)}" if report else ""
         self._console.say(
             f"epoch {number}/{self._extent.epochs}: loss {totals.loss:.4f}, accuracy {percent(totals.accuracy)}"
             f"{tested}, {totals.samples_per_second:.0f} samples/s",
             f"  {totals.breakdown()}",
             *([f"  {totals.communication()}"] if totals.comm_calls else []),
+            *(f"  {line}" for line in more),
         )
         self._pace.restart()
 

@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
-from nnmpi.mesh import Mesh
+from nnmpi.mesh import Coordinates, Mesh
 from nnmpi.parallel.pieces import Outline
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, load_checkpoint
 from nnmpi.train.draft import Draft
@@ -48,12 +48,15 @@ class Kept:
         """The layout of the run that wrote it."""
         return Mesh(**self.values.get("layout", {"dp": self.values["ranks"]}))
 
-    def algorithms(self, mesh: Mesh) -> list[str] | None:
-        """Return the all-reduce of each bucket that the run had; another one would add in another order.
+    def algorithms(self, mesh: Mesh, rank: int) -> list[str] | None:
+        """Return the all-reduce of each bucket that the run had where this rank is; another adds in another order.
 
         None on another mesh, when nothing can be kept, and after a fused update, which has none.
         """
-        return self.values.get("algorithms") or None if self.mesh.shape == mesh.shape else None
+        found = self.values.get("algorithms")
+        if isinstance(found, dict):
+            found = found.get(_part(mesh.coordinates(rank)))
+        return found or None if self.mesh.shape == mesh.shape else None
 
 
 def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
@@ -139,7 +142,7 @@ def restore(worker: Worker, kept: Kept | None, folder: RunFolder, samples: int) 
     for each, source in zip(arrays, sources, strict=True):
         each.push(*source)
     worker.optimizer.steps = int(scalars["steps"])
-    return state, [*kept.notices, *_moved(kept.mesh, _mesh(worker))]
+    return state, [*kept.notices, *_moved(kept, worker)]
 
 
 def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, Outline] | None, Path | None]:
@@ -150,24 +153,44 @@ def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[st
 
 
 def _values(worker: Worker, state: State, group: Group) -> dict[str, Any]:
-    """Return what state.json holds."""
+    """Return what state.json holds. Collective."""
     return {
         **state.to_json(),
         "seed": worker.seed,
         "ranks": group.size,
         "layout": dict(zip(("dp", "pp", "tp"), _mesh(worker).shape, strict=True)),
         "optimizer": {"steps": worker.optimizer.steps},
-        "algorithms": [choice.algorithm for choice in worker.parallel.exchange.choices],
+        "fixed": _is_fixed(worker),
+        "algorithms": _algorithms(worker, group),
     }
 
 
-def _moved(before: Mesh, now: Mesh) -> list[str]:
-    """Say that a run goes on with another layout, if it does."""
+def _part(place: Coordinates) -> str:
+    """Return the name of the part of the model that the ranks of a data-parallel group have."""
+    return f"p{place.p} t{place.t}"
+
+
+def _algorithms(worker: Worker, group: Group) -> dict[str, list[str]]:
+    """Return the all-reduce of each bucket by part of the model, for each has buckets of its own. Collective."""
+    everyones = group.gather([choice.algorithm for choice in worker.parallel.exchange.choices])
+    mesh = _mesh(worker)
+    return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
+
+
+def _moved(kept: Kept, worker: Worker) -> list[str]:
+    """Say that a run goes on with another layout, if it does, and how equal it is."""
+    before, now = kept.mesh, _mesh(worker)
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
     words = (f"{before.size} ranks", f"{now.size}") if plain else (str(before), str(now))
-    return [f"the run had {words[0]} and goes on with {words[1]}: equal up to rounding"]
+    fixed = kept.values.get("fixed", False) and _is_fixed(worker)
+    return [f"the run had {words[0]} and goes on with {words[1]}: equal {'bit for bit' if fixed else 'up to rounding'}"]
+
+
+def _is_fixed(worker: Worker) -> bool:
+    """Return whether sums are taken in an order that does not depend on the layout."""
+    return worker.arrangement is not None and worker.arrangement.layout.fixed
 
 
 def _mesh(worker: Worker) -> Mesh:

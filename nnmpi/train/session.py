@@ -1,5 +1,6 @@
 """One run from its configuration to its last line: set up, train, tell the result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +9,20 @@ from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import find_mesh
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.report import EvalReport
-from nnmpi.errors import DeviceError, LayoutError, UsageError
+from nnmpi.errors import DeviceError, UsageError
 from nnmpi.mesh import Mesh
-from nnmpi.train.build import build_extent, build_schedule, build_worker
+from nnmpi.train.build import build_extent, build_layout, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import count, header
 from nnmpi.train.inputs import load_inputs
 from nnmpi.train.lock import FolderLock
-from nnmpi.train.loop import Loop, Parts
+from nnmpi.train.loop import Loop
+from nnmpi.train.parts import Parts
 from nnmpi.train.progress import Console, duration, percent
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.report import Reporter
@@ -47,10 +51,10 @@ def run(config: Config, group: Group, console: Console) -> None:
 
 def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock: FolderLock) -> None:
     resuming = config.run.resume is not None
-    _check_layout(config, group)
     on_root(group, lock.take if resuming else folder.check_free)
     kept = find(folder, group) if resuming else None
     parts, lines = _set_up(config, group, folder, console, kept)
+    settled = settle(config, parts)
     samples = len(parts.inputs.train)
     state, notices = restore(parts.worker, kept, folder, samples) if resuming else (State(samples=samples), [])
 
@@ -59,7 +63,7 @@ def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock
             folder.make()
             lock.take()
             folder.check_free()  # once more: another job may have come first
-        folder.create(config)
+        folder.create(settled)
         folder.cut(state.step)
 
     on_root(group, occupy)
@@ -72,13 +76,33 @@ def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock
         _draw(console, folder)
 
 
-def _check_layout(config: Config, group: Group) -> None:
-    dp = config.parallel.dp
-    if dp not in ("auto", group.size):
-        raise LayoutError(
-            f"--dp {dp} does not fit the {count(group.size, 'rank')} of this run; start {dp} ranks "
-            f"(mpirun -n {dp}), or leave --dp out"
-        )
+def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
+    """Return the layout that was asked for and the mesh that it means here. Collective.
+
+    Raises:
+        LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go together.
+    """
+    with agreed(group):
+        layout = build_layout(config.parallel, config.optimization.optimizer, config.optimization.momentum)
+    mesh = find_mesh(group, layout)
+    idle = config.parallel.describe_idle()
+    if idle is not None and mesh.pp == 1:
+        raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
+    return layout, mesh
+
+
+def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
+    """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
+    return mesh.pp > 1 or mesh.tp > 1 or layout.fixed or layout.memory_limit is not None
+
+
+def settle(config: Config, parts: Parts) -> Config:
+    """Return the configuration with what was derived from the layout and must stay when the run goes on."""
+    worker = parts.worker
+    if worker.arrangement is None or not worker.arrangement.stages or config.optimization.grad_accum > 1:
+        return config
+    microbatches = parts.inputs.train_loader.microbatches
+    return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
 
 
 def _set_up(
@@ -88,14 +112,17 @@ def _set_up(
     node = group.node()
     local_rank = node.rank
     node.free()
-    inputs = load_inputs(config, group, local_rank, console.say)
+    layout, mesh = find_layout(config, group)
+    replica = (mesh.coordinates(group.rank).d, mesh.dp)
+    inputs = load_inputs(config, group, local_rank, console.say, replica, mesh.pp)
     with agreed(group):
         backend = select(config.run.backend, local_rank)
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
     notice = _take_fit(config, group)
-    algorithms = None if kept is None else kept.algorithms(Mesh(dp=group.size))
-    worker = build_worker(config, group, inputs, backend, algorithms)
+    algorithms = None if kept is None else kept.algorithms(Mesh(dp=group.size), group.rank)
+    wanted = layout if needs_arrangement(layout, mesh) else None
+    worker = build_worker(config, group, inputs, backend, algorithms, wanted)
     lines = header(config, group, inputs, backend, extent, worker)
     return Parts(config.run, group, inputs, worker, schedule, extent, folder), [*lines, *notice]
 

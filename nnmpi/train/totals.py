@@ -17,6 +17,7 @@ class Totals:
         comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
         predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
         predicted_steps: the number of those steps.
+        wait_s: seconds of waiting for other stages of a pipeline, and of sending to them.
         wall_s: seconds from the start of each step to its end.
     """
 
@@ -33,6 +34,7 @@ class Totals:
     comm_calls: int = 0
     predicted_s: float = 0.0
     predicted_steps: int = 0
+    wait_s: float = 0.0
 
     def plus(self, other: "Totals") -> "Totals":
         """Return the sums of both."""
@@ -85,8 +87,14 @@ class Totals:
     def breakdown(self) -> str:
         """Return where an iteration's time went, in ms and per cent of its wall time."""
         wall_s = max(self.wall_s, 1e-12)
-        parts = (("compute", self.compute_s), ("synchronisation", self.sync_s), ("input", self.input_s))
-        rest_s = max(0.0, self.wall_s - self.compute_s - self.sync_s - self.input_s)
+        parts: tuple[tuple[str, float], ...] = (
+            ("compute", self.compute_s),
+            ("synchronisation", self.sync_s),
+            ("input", self.input_s),
+        )
+        if self.wait_s:
+            parts = (parts[0], ("bubble and transfers", self.wait_s), *parts[1:])
+        rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
         words = [
             f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
             for name, seconds in (*parts, ("other", rest_s))

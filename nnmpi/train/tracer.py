@@ -1,0 +1,41 @@
+"""The trace of a run's first steps: recording them, and writing the file when they are over."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nnmpi.timeline import Timeline, recording
+from nnmpi.train.parts import Parts
+from nnmpi.train.trace import write_trace
+
+TRACE_FILE = "trace.json.gz"
+
+
+class Tracer:
+    """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._timeline = Timeline() if parts.options.trace else None
+        self._left = parts.options.trace_steps
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step; after the last one that is wanted the file is written. Collective."""
+        if self._timeline is None:
+            yield
+            return
+        with recording(self._timeline), self._timeline.span(f"step {number}", "step", "steps"):
+            yield
+        self._left -= 1
+        if self._left == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the file, unless it is written. Collective."""
+        if self._timeline is None:
+            return
+        where, group = self._parts.worker.arrangement, self._parts.group
+        mesh = None if where is None else where.mesh.mesh
+        names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
+        write_trace(self._parts.folder.path / TRACE_FILE, self._timeline, group, names)
+        self._timeline = None
