@@ -278,7 +278,7 @@ def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
 
 @pytest.mark.mpi
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_any_layout_gives_to_any_other(group: Group, first: int, second: int) -> None:
     found = make(partial(draw, first), group, filled=True)[0].to_dict()
     state, _ = make(partial(draw, second), group, filled=False)

@@ -163,17 +163,24 @@ def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_pa
     assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
 
 
-def make_kept(ranks: int, layout: dict[str, int] | None = None, algorithms: list[str] | None = None) -> Kept:
+def make_kept(ranks: int, layout: dict[str, int] | None, algorithms: object) -> Kept:
     values = {"ranks": ranks, "algorithms": algorithms}
     return Kept(values if layout is None else values | {"layout": layout}, Path(), (), None)
 
 
 def test_algorithms_are_kept_on_the_same_mesh_only() -> None:
-    kept = make_kept(4, {"dp": 2, "pp": 2, "tp": 1}, ["ring", "tree"])
-    assert kept.algorithms(Mesh(2, 2, 1)) == ["ring", "tree"]
-    assert kept.algorithms(Mesh(4, 1, 1)) is None
-    assert make_kept(4, None, ["ring"]).algorithms(Mesh(4)) == ["ring"]  # of a version that knew no other layout
-    assert make_kept(4, None, []).algorithms(Mesh(4)) is None
+    kept = make_kept(4, {"dp": 2, "pp": 2, "tp": 1}, {"p0 t0": ["ring", "tree"], "p1 t0": ["star"]})
+    expected = [["ring", "tree"], ["star"]] * 2
+    assert [kept.algorithms(Mesh(2, 2, 1), rank) for rank in range(4)] == expected
+    assert kept.algorithms(Mesh(4, 1, 1), 0) is None
+    fused = make_kept(2, {"dp": 2, "pp": 1, "tp": 1}, {"p0 t0": []})
+    assert fused.algorithms(Mesh(2), 1) is None
+
+
+def test_algorithms_of_a_version_that_knew_no_other_layout_are_kept() -> None:
+    assert make_kept(4, None, ["ring"]).algorithms(Mesh(4), 3) == ["ring"]
+    assert make_kept(4, None, []).algorithms(Mesh(4), 0) is None
+    assert make_kept(4, None, ["ring"]).algorithms(Mesh(2, 2), 0) is None
 
 
 @pytest.mark.mpi
