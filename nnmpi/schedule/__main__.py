@@ -87,7 +87,7 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     lines = [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
-        f"peak activations  {_by_rank(found.peak_activations)}   (microbatches x stages that a rank keeps)",
+        f"peak activations  {_by_rank(found.peak_activations)}   (of each rank: stages x microbatches)",
         f"messages          {found.messages}",
     ]
     if any(map(any, found.staleness)):

@@ -43,8 +43,6 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     STEP = "STEP"
 
-    __hash__ = str.__hash__  # an enum's own is written in Python, and instructions are looked up very often
-
     def at(self, stage: int, microbatch: int | None = None) -> "Instruction":
         """Return the instruction of this kind: `Kind.F.at(2, 0)` is "2F0"."""
         return Instruction(self, stage, microbatch)

@@ -58,14 +58,13 @@ class Places:
         """Return a line for each rank, around its marked places; around where the others are if it has none."""
         lines = []
         for rank, program in enumerate(self.schedule.programs):
-            own = [place.at for place in marked if place.rank == rank]
-            near = own or [place.at for place in marked] or [0]
-            first, last = max(0, min(near) - _AROUND), max(near) + _AROUND
-            shown = [
-                f">{item}<" if index in own else str(item)
-                for index, item in enumerate(program)
-                if first <= index <= last
-            ]
-            before, after = "... " * (first > 0), " ..." * (last < len(program) - 1)
-            lines.append(f"rank {rank:<3} {before}{' '.join(shown)}{after}")
+            own = {place.at for place in marked if place.rank == rank}
+            near = own or {place.at for place in marked} or {0}
+            shown: list[str] = []
+            for at, item in enumerate(program):
+                if any(abs(at - each) <= _AROUND for each in near):
+                    shown.append(f">{item}<" if at in own else str(item))
+                elif shown[-1:] != ["..."]:
+                    shown.append("...")
+            lines.append(f"rank {rank:<3} {' '.join(shown)}")
         return "\n".join(lines)

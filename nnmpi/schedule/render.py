@@ -31,7 +31,7 @@ def render(schedule: Schedule, units: Mapping[Kind, int] = PAPERS) -> str:
 
         time    0  1  2  3  4  5  6  7  8
         rank 0  F0 F1 .  .  B0--- .  B1---|
-        rank 1  .  F0 B0--- F1 B1---| .  .
+        rank 1  .  F0 B0--- F1 B1---|.  .
 
     With several stages on a rank the cells name the stage as well: 2F0 is stage 2, microbatch 0.
 

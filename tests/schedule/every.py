@@ -1,0 +1,21 @@
+"""Schedules to test, as strategies and ranges: stages 1-8, microbatches 1-16, virtual stages 1-3."""
+
+from functools import cache
+
+from hypothesis import strategies as st
+
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.schedule import Schedule
+
+RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
+KINDS = [(name, virtual) for name in SCHEDULES for virtual in (VIRTUAL if name == INTERLEAVED else (1,))]
+
+numbers = st.tuples(st.sampled_from(RANKS), st.sampled_from(MICROBATCHES))
+schedules = st.tuples(st.sampled_from(KINDS), numbers)
+
+
+@cache
+def lowered(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """Return a schedule ready to be executed; it is made once for all tests of a file."""
+    return lower(make(name, ranks, microbatches, virtual))

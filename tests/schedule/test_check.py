@@ -1,0 +1,291 @@
+"""Planted faults: each spoils a right schedule in one place, and is told with the place marked."""
+
+import re
+from collections.abc import Callable, Hashable
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nnmpi.errors import ScheduleError
+from nnmpi.schedule.check import Checked, check
+from nnmpi.schedule.instruction import BACKWARD, RECEIVES, TRANSFERS, Instruction, Item, Kind, Together
+from nnmpi.schedule.lower import add_transfers, place_reductions
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Schedule
+from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered
+from tests.schedule.oracle import Wrong, run
+
+Programs = list[list[Item]]
+
+
+def spoiled(schedule: Schedule, spoil: Callable[[Programs], None]) -> Schedule:
+    programs = [list(program) for program in schedule.programs]
+    spoil(programs)
+    return schedule.having(programs)
+
+
+def read(*texts: str) -> Schedule:
+    """Return the schedule of two microbatches whose programs are written out, one rank per text."""
+    programs: Programs = []
+    for text in texts:
+        items = [[Instruction.parse(word) for word in found.strip("()").split()] for found in _ITEM.findall(text)]
+        programs.append([own[0] if len(own) == 1 else Together(tuple(own)) for own in items])
+    return Schedule("by hand", len(texts), len(texts), 2, tuple(map(tuple, programs)))
+
+
+_ITEM = re.compile(r"\([^)]*\)|\S+")
+FIRST = "0F0 0SEND_ACT0 0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
+LAST = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP"
+
+
+def test_the_schedule_by_hand_is_right() -> None:
+    assert read(FIRST, LAST).programs == lowered("1f1b", 2, 2).programs
+    assert check(read(FIRST, LAST)) == Checked(peak_activations=(2, 1), messages=4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("1F1 1B1", "1B1", "1F1 is missing on rank 1"),
+        ("1F1 1B1", "1F1", "1B1 is missing on rank 1"),
+        ("1F0 ", "1F0 1F0 ", "1F0 is done 2 times; everything is done once"),
+        ("1B1", "1B1 1B0", "1B0 is done 2 times"),
+        ("1B1", "1B1 1W1", "1W1 has no place in a schedule of 2 stages, 2 microbatches"),
+        ("1B1", "1I1", "1W1 is missing on rank 1"),
+        ("1F1 1B1", "1F1 1B1 1F2", "1F2 has no place"),
+        ("1F1 1B1", "1F1 1B1 1SEND_ACT1", "1SEND_ACT1 has no place"),
+        ("1RECV_ACT0 1F0", "1F0", "1RECV_ACT0 is missing on rank 1: 0SEND_ACT0 has no partner"),
+        ("1SEND_GRAD1 ", "", "1SEND_GRAD1 is missing on rank 1: 0RECV_GRAD1 has no partner"),
+        ("0RECV_GRAD1 ", "", "0RECV_GRAD1 is missing on rank 0: 1SEND_GRAD1 has no partner"),
+        ("0B1", "0B1 1STEP", "1STEP stands on rank 0, but stage 1 lives on rank 1"),
+        ("1RECV_ACT0 1F0", "1F0 1RECV_ACT0", "1F0 does not stand behind 1RECV_ACT0, which it needs"),
+        ("0F0 0SEND_ACT0", "0SEND_ACT0 0F0", "0SEND_ACT0 does not stand behind 0F0"),
+        ("1F1 1B1", "1B1 1F1", "1B1 does not stand behind 1F1"),
+        ("0RECV_GRAD1 0B1", "0B1 0RECV_GRAD1", "0B1 does not stand behind 0RECV_GRAD1"),
+        ("1B1 1REDUCE 1SEND_GRAD1", "1SEND_GRAD1 1B1 1REDUCE", "1SEND_GRAD1 does not stand behind 1B1"),
+        ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE does not stand behind 1B1"),
+        ("0REDUCE 0STEP", "0STEP 0REDUCE", "0STEP does not stand behind 0REDUCE"),
+        ("0REDUCE ", "", "0REDUCE is missing on rank 0"),
+        (" 0STEP", "", "0STEP is missing on rank 0"),
+        (
+            "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1",
+            "1RECV_ACT1 1F1 1B1 (1SEND_GRAD1 1RECV_ACT0) 1F0 1B0 1REDUCE 1SEND_GRAD0",
+            "message 0 from rank 0 to rank 1 is sent by 0SEND_ACT0, but received by 1RECV_ACT1",
+        ),
+        # No faults: the other end posts both at once.
+        ("(1SEND_GRAD0 1RECV_ACT1)", "1SEND_GRAD0 1RECV_ACT1", None),
+        ("(1SEND_GRAD0 1RECV_ACT1)", "1RECV_ACT1 1SEND_GRAD0", None),
+        ("(0SEND_ACT1 0RECV_GRAD0)", "0RECV_GRAD0 0SEND_ACT1", None),
+    ],
+)
+def test_by_hand(old: str, new: str, sentence: str | None) -> None:
+    assert old in f"{FIRST}\n{LAST}"
+    schedule = read(FIRST.replace(old, new), LAST.replace(old, new))
+    if sentence is None:
+        check(schedule)
+        return
+    with pytest.raises(ScheduleError, match=sentence):
+        check(schedule)
+
+
+def test_deadlock_of_sends_that_wait() -> None:
+    first, last = (text.replace("(", "").replace(")", "") for text in (FIRST, LAST))
+    with pytest.raises(ScheduleError) as caught:
+        check(read(first, last))
+    assert str(caught.value) == (
+        "by hand: deadlock when sends wait for their receivers: rank 0 in 0SEND_ACT1, rank 1 in 1SEND_GRAD0: each "
+        "waits for the next, the last for the first\n\n"
+        "rank 0   0F0 0SEND_ACT0 0F1 >0SEND_ACT1< 0RECV_GRAD0 0B0 0RECV_GRAD1 ...\n"
+        "rank 1   1RECV_ACT0 1F0 1B0 >1SEND_GRAD0< 1RECV_ACT1 1F1 1B1 ..."
+    )
+
+
+def test_deadlock_of_receives() -> None:
+    first = "0F0 0F1 0RECV_GRAD0 0SEND_ACT0 0SEND_ACT1 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
+    with pytest.raises(ScheduleError, match="deadlock even when sends are buffered: rank 0 in 0RECV_GRAD0, rank 1 in"):
+        check(read(first, LAST))
+
+
+def test_1f1b_deadlocks_without_fusing() -> None:
+    """As soon as there are two stages, two microbatches, and sends that wait: 7 x 15 of 128 schedules."""
+    refused = dict.fromkeys(("naive", "gpipe", "1f1b"), 0)
+    for name in refused:
+        for ranks in RANKS:
+            for microbatches in MICROBATCHES:
+                try:
+                    check(place_reductions(add_transfers(make(name, ranks, microbatches))))
+                except ScheduleError as error:
+                    assert "deadlock when sends wait" in str(error) and ranks > 1 < microbatches
+                    refused[name] += 1
+    assert refused == {"naive": 0, "gpipe": 0, "1f1b": 105}
+
+
+# ---- buffers ----
+
+
+def one_receive_buffer(one: Instruction) -> Hashable:
+    """A known fault: each stage receives everything in one buffer, which its layers still hold."""
+    return (one.kind, one.stage) if one.kind is Kind.RECV_ACT else one
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_receive_buffer_is_refused(name: str, ranks: int) -> None:
+    with pytest.raises(
+        ScheduleError,
+        match=r"\dRECV_ACT1 overwrites the buffer in which the result of \dRECV_ACT0 lies, before \d[BW]\d has",
+    ):
+        check(lowered(name, ranks, 4, 2 if name == "interleaved" else 1), one_receive_buffer)
+
+
+def test_one_receive_buffer_is_right_where_nothing_is_held() -> None:
+    check(lowered("naive", 4, 4), one_receive_buffer)
+    check(lowered("gpipe", 4, 1), one_receive_buffer)
+    check(lowered("inference", 4, 8), one_receive_buffer)
+    check(lowered("1f1b", 2, 4), one_receive_buffer)  # the last stage goes back at once
+    with pytest.raises(ScheduleError, match="1RECV_ACT1 overwrites"):
+        check(lowered("1f1b", 3, 4), one_receive_buffer)
+
+
+def test_1f1b_can_do_with_as_many_buffers_as_it_keeps_activations() -> None:
+    schedule = lowered("1f1b", 4, 16)
+    check(schedule, lambda one: (one.kind, one.stage, (one.microbatch or 0) % (4 - one.stage)))
+    with pytest.raises(ScheduleError, match="overwrites the buffer"):
+        check(schedule, lambda one: (one.kind, one.stage, (one.microbatch or 0) % max(1, 3 - one.stage)))
+
+
+def test_an_output_is_not_overwritten_before_it_is_sent() -> None:
+    schedule = read("0F0 0F1 0SEND_ACT0 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
+    check(schedule)
+    with pytest.raises(ScheduleError, match="0F1 overwrites the buffer in which the result of 0F0 lies, before 0SEND"):
+        check(schedule, lambda one: (one.kind, one.stage))
+
+
+def test_one_rank_hands_its_activations_on_in_buffers_too() -> None:
+    with pytest.raises(ScheduleError, match="0F1 overwrites the buffer in which the result of 0F0 lies, before 0B0"):
+        check(lowered("gpipe", 1, 2), lambda one: (one.kind, one.stage))
+
+
+# ---- any fault anywhere ----
+
+
+chosen = st.tuples(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 6))
+
+
+def _draw(data: st.DataObject) -> tuple[Schedule, int, int]:
+    (name, virtual), ranks, microbatches = data.draw(chosen)
+    schedule = lowered(name, ranks, microbatches, virtual)
+    rank = data.draw(st.integers(0, ranks - 1))
+    return schedule, rank, data.draw(st.integers(0, len(schedule.programs[rank]) - 1))
+
+
+def _is_refused(schedule: Schedule) -> bool:
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        assert "\n\nrank 0 " in str(error)
+        return True
+    return False
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_what_is_dropped_is_missed(data: st.DataObject) -> None:
+    schedule, rank, at = _draw(data)
+    assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__delitem__(at)))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_what_is_doubled_is_noticed(data: st.DataObject) -> None:
+    schedule, rank, at = _draw(data)
+    to = data.draw(st.integers(0, len(schedule.programs[rank])))
+    assert _is_refused(spoiled(schedule, lambda programs: programs[rank].insert(to, programs[rank][at])))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
+    """An instruction of another stage or microbatch in its place, or on another rank."""
+    schedule, rank, at = _draw(data)
+    item = schedule.programs[rank][at]
+    old = item.parts[0] if isinstance(item, Together) else item
+    stage = data.draw(st.integers(0, schedule.stages))
+    microbatch = old.microbatch if old.microbatch is None else data.draw(st.integers(0, schedule.microbatches))
+    new = Instruction(old.kind, stage, microbatch)
+    assume(new != old)
+    replaced = Together((new, *item.parts[1:])) if isinstance(item, Together) else new
+    assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__setitem__(at, replaced)))
+    other = data.draw(st.integers(0, schedule.ranks - 1))
+    assume(other != rank)
+    moved = spoiled(schedule, lambda programs: programs[other].append(programs[rank].pop(at)))
+    assert _is_refused(moved)
+
+
+def _is_wrong(schedule: Schedule) -> bool:
+    """Whether the oracle cannot run it, with buffered sends or with others."""
+    try:
+        for rendezvous in (False, True):
+            run(schedule, rendezvous)
+    except Wrong:
+        return True
+    return False
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_is_swapped_is_refused_exactly_if_it_matters(data: st.DataObject) -> None:
+    schedule, rank, at = _draw(data)
+    to = data.draw(st.integers(0, len(schedule.programs[rank]) - 1))
+
+    def swap(programs: Programs) -> None:
+        own = programs[rank]
+        own[at], own[to] = own[to], own[at]
+
+    swapped = spoiled(schedule, swap)
+    assert _is_refused(swapped) == _is_wrong(swapped)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_whatever_is_moved_check_refuses_what_goes_wrong(data: st.DataObject) -> None:
+    """Several single transfers moved about, so that orders on channels and deadlocks are met as well."""
+    schedule, rank, _ = _draw(data)
+
+    def scatter(programs: Programs) -> None:
+        own = programs[rank]
+        for _ in range(data.draw(st.integers(1, 3))):
+            places = [i for i, one in enumerate(own) if isinstance(one, Instruction) and one.kind in TRANSFERS]
+            assume(places)
+            item = own.pop(data.draw(st.sampled_from(places)))
+            own.insert(data.draw(st.integers(0, len(own))), item)
+
+    moved = spoiled(schedule, scatter)
+    assert _is_refused(moved) == _is_wrong(moved)
+
+
+def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None:
+    for name, virtual in KINDS:
+        schedule = place_reductions(add_transfers(make(name, 4, 4, virtual)))
+
+        def swap(programs: Programs) -> None:
+            own = programs[1]
+            first, second = [i for i, one in enumerate(own) if isinstance(one, Instruction) and one.kind in RECEIVES][
+                :2
+            ]
+            own[first], own[second] = own[second], own[first]
+
+        assert _is_refused(spoiled(schedule, swap)), name
+
+
+def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None:
+    for name, virtual in KINDS:
+        if name != "inference":
+            schedule = lowered(name, 2, 3, virtual)
+
+            def late(programs: Programs) -> None:
+                at = [i for i, one in enumerate(programs[0]) if isinstance(one, Instruction) and one.kind in BACKWARD]
+                programs[0].append(programs[0].pop(at[-1]))
+
+            assert _is_refused(spoiled(schedule, late)), name

@@ -1,0 +1,112 @@
+"""The command: what it says, the files that it writes, and one sentence for each mistake."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.schedule.__main__ import main
+from nnmpi.schedule.registry import SCHEDULES
+from nnmpi.schedule.simulate import Costs, simulate
+from nnmpi.schedule.trace import events
+from nnmpi.timeline import to_chrome
+from tests.schedule.every import lowered
+
+COMMAND = "--schedule 1f1b --stages 4 --microbatches 8"
+
+
+def test_grid_and_figures() -> None:
+    title, _, *rest = main(COMMAND.split()).splitlines()
+    assert title == "1f1b: 4 ranks, 8 microbatches"
+    assert rest[1].startswith("rank 0  F0 F1 F2 F3 ")
+    assert rest[9:] == [
+        "makespan          33 ms   (modelled; of each rank: forward 1 ms, backward 2 ms)",
+        "bubble            27.3 %   of all ranks' time",
+        "peak activations  4 3 2 1   (of each rank: stages x microbatches)",
+        "messages          48",
+    ]
+
+
+def test_times_are_a_ranks_however_many_stages_it_has() -> None:
+    words = "--schedule interleaved --stages 4 --microbatches 8 --forward-ms 10 --backward-ms 20"
+    assert "makespan          285 ms" in main([*words.split(), "--virtual-stages", "2"])
+    assert main(words.split()) == main([*words.split(), "--virtual-stages", "2"])
+    assert "makespan          330 ms" in main([*words.split(), "--virtual-stages", "1"])
+
+
+def test_further_times() -> None:
+    words = f"{COMMAND} --message-ms 0.5 --reduce-ms 4 --step-ms 0.25 --rendezvous"
+    text = main(words.split())
+    assert "backward 2 ms, message 0.5 ms, reduction 4 ms, update 0.25 ms)" in text
+    assert "makespan          33 ms" not in text
+
+
+def test_pipedream_tells_its_staleness() -> None:
+    words = "--schedule pipedream --stages 3 --microbatches 6"
+    text = main(words.split())
+    assert "staleness         2 1 0" in text and "weight versions   3 2 1" in text
+    assert "staleness" not in main(COMMAND.split())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_looked_at(name: str) -> None:
+    assert f"{name}: 1 rank" in main(f"--schedule {name} --stages 1 --microbatches 1".split())
+    assert "bubble" in main(f"--schedule {name} --stages 3 --microbatches 11".split())
+
+
+def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    assert f"trace in {file}" in main([*COMMAND.split(), "--message-ms", "0.1", "--trace", str(file)])
+    rows = json.loads(file.read_text())["traceEvents"]
+    names = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert names == {f"rank {rank}" for rank in range(4)}
+    assert sum(row["ph"] == "X" and row["cat"] == "forward" for row in rows) == 32
+    assert sum(row["ph"] == "s" for row in rows) == sum(row["ph"] == "f" for row in rows) == 48
+    assert max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X") > 33e3
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_traces_have_an_event_for_each_instruction(name: str) -> None:
+    schedule = lowered(name, 3, 4)
+    found = events(simulate(schedule, Costs.even(3, message_s=0.1, reduce_s=0.5)))
+    for rank in range(3):
+        assert sorted(event.name for event in found[rank]) == sorted(map(str, schedule.instructions(rank)))
+    assert to_chrome(found)["traceEvents"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.parametrize("name", ["interleaved", "zero-bubble", "pipedream"])
+def test_the_png(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "grid.png"
+    words = f"--schedule {name} --stages 3 --microbatches 5 --reduce-ms 2 --step-ms 1 --png {file}"
+    assert f"drawn in {file}" in main(words.split())
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "required: --schedule, --stages, --microbatches"),
+        ("--schedule 1b1f --stages 2 --microbatches 2", "there is no schedule '1b1f'; the names are naive, gpipe"),
+        ("--schedule gpipe --stages 0 --microbatches 2", "--stages: '0' is not a number of them, of which there is at"),
+        ("--schedule gpipe --stages 2 --microbatches x", "--microbatches: 'x' is not a number"),
+        ("--schedule gpipe --stages 2 --microbatches 2 --virtual-stages 2", "gpipe has one stage on each rank, not 2"),
+        (f"{COMMAND} --forward-ms -1", "'-1' is not a number of milliseconds; write it like 2.5"),
+        (f"{COMMAND} --trace /nowhere/x.json", "/nowhere/.* cannot be written .No such file or directory.; give"),
+    ],
+)
+def test_mistakes(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        main(words.split())
+
+
+def test_as_a_program() -> None:
+    command = [sys.executable, "-m", "nnmpi.schedule"]
+    good = subprocess.run([*command, *COMMAND.split()], capture_output=True, text=True, check=True)
+    assert good.stdout.startswith("1f1b: 4 ranks, 8 microbatches\n") and not good.stderr
+    bad = subprocess.run([*command, "--schedule", "x"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2 and bad.stderr.startswith("nnmpi: ") and bad.stderr.count("\n") == 1
