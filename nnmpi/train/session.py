@@ -120,7 +120,7 @@ def _set_up(
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
     notice = _take_fit(config, group)
-    algorithms = None if kept is None else kept.algorithms(Mesh(dp=group.size), group.rank)
+    algorithms = None if kept is None else kept.algorithms(mesh, group.rank)
     wanted = layout if needs_arrangement(layout, mesh) else None
     worker = build_worker(config, group, inputs, backend, algorithms, wanted)
     lines = header(config, group, inputs, backend, extent, worker)
