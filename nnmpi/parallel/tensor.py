@@ -95,12 +95,17 @@ def shard(model: Module, group: Group, table: Table | None = None, sample: Shape
             f"the model has no table that says how its layers are shared out over {group.size} ranks; give shard() "
             'one, such as {"0": Sharding.COLUMN}, or use a tensor group of 1'
         )
-    return _Walk(Parts(group), table).model(model, sample)
+    parts = Parts(group)
+    layout = _Walk(parts, table).model(model, sample)
+    parts.check(model)
+    return layout
 
 
 def _check_table(model: Module, table: Table) -> None:
-    """Refuse entries that fit no module: most likely a name is wrong."""
+    """Refuse entries that fit no module: most likely a name is wrong; and a model with nothing to replace."""
     names = [name for name, _ in model.named_modules() if name]
+    if table and not names:
+        raise LayoutError("the model is a single layer; put it into a Sequential, in which it can be replaced")
     used = {found[0] for found in (find(table, name) for name in names) if found is not None}
     for pattern, sharding in table.items():
         if not isinstance(sharding, Sharding):
@@ -123,16 +128,19 @@ class _Walk:
 
     parts: Parts
     table: Table
-    seen: dict[int, tuple[Module, Layout, Placed]] = field(default_factory=dict)
+    said: dict[int, tuple[Module, Sharding]] = field(default_factory=dict)  # what the table says of a module
+    seen: dict[tuple[int, Layout], Placed] = field(default_factory=dict)  # what took a layer's place, by its input
 
     def model(self, model: Module, sample: Shape | None) -> Layout:
         """Shard the whole model; return how its result lies."""
+        for name, module in model.named_modules():
+            found = find(self.table, name)
+            if found is not None:  # of a module that stands in several places, any of its names will do
+                self.said.setdefault(id(module), (module, found[1]))
         start = _Place(WHOLE, None if sample is None else tuple(sample))
-        if not any(True for _ in model.children()):
-            raise LayoutError("the model is a single layer; put it into a Sequential, in which it can be replaced")
-        last = _last_name(model)
+        last = _last_layer(model)
         module, end = self.place(model, "", start)
-        if not end.layout.is_whole and not (last and self._sharding(last) is Sharding.VOCAB):
+        if not end.layout.is_whole and self._sharding(last) is not Sharding.VOCAB:
             module = self._whole_after(module, end)
             end = _Place(WHOLE, end.shape)
         if module is not model:
@@ -151,15 +159,18 @@ class _Walk:
         return self._foreign(module, name, place)
 
     def _layer(self, module: Module, name: str, place: _Place) -> Placed:
-        """Return what takes a layer's place; one that stands in several places of the model is replaced by one."""
-        site = Site(name, place.layout, place.shape, self._sharding(name), self.parts)
-        placed, layout = RULES[type(module)](module, site)
-        if placed is module:
-            return placed, layout
-        before = self.seen.setdefault(id(module), (module, place.layout, (placed, layout)))
-        if before[1] != place.layout:
-            raise site.refuse("stands in several places of the model, and its input lies otherwise in each")
-        return before[2]
+        """Return what takes a layer's place; where one stands in several places, so does that."""
+        site = Site(name, place.layout, place.shape, self._sharding(module), self.parts)
+        placed = RULES[type(module)](module, site)
+        if placed[0] is module:
+            return placed
+        elsewhere = [key for key in self.seen if key[0] == id(module) and key[1] != place.layout]
+        if elsewhere and isinstance(module, BatchNorm | Dropout):
+            raise site.refuse(
+                "stands in several places of the model, where its input lies on the ranks in different ways; make a "
+                "layer for each place"
+            )
+        return self.seen.setdefault((id(module), place.layout), placed)
 
     def _sequence(self, sequence: Sequential, name: str, place: _Place) -> _Place:
         kept: dict[str, _Place] = {}
@@ -212,7 +223,7 @@ class _Walk:
         for child_name, child in list(module.children()):
             inside = _join(name, child_name)
             if type(child) in RULES:
-                sharding = self._sharding(inside)
+                sharding = self._sharding(child)
                 if sharding is None:
                     continue
                 placed, _ = self._layer(child, inside, _Place(assumed_layout(child, inside, sharding), None))
@@ -240,7 +251,7 @@ class _Walk:
     def _foresee(self, module: Module, name: str, place: _Place) -> _Place:
         """Return how a module's result would lie, and change nothing."""
         if type(module) in RULES:
-            site = Site(name, place.layout, place.shape, self._sharding(name), Parts(self.parts.group))
+            site = Site(name, place.layout, place.shape, self._sharding(module), Parts(self.parts.group))
             return _Place(RULES[type(module)](module, site)[1], shape_after(module, place.shape))
         if type(module) is Residual:
             end = self._foresee(module.body, _join(name, "body"), place)
@@ -276,8 +287,8 @@ class _Walk:
     def _gather(self, place: _Place) -> Callable[[Any], Any]:
         return partial(gather, group=self.parts.group, layout=place.layout)
 
-    def _sharding(self, name: str) -> Sharding | None:
-        found = find(self.table, name)
+    def _sharding(self, module: Module) -> Sharding | None:
+        found = self.said.get(id(module))
         return None if found is None else found[1]
 
 
@@ -305,10 +316,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _last_name(module: Module) -> str:
-    """Return the full name of the last layer of a sequence, "" for another module."""
-    names = []
+def _last_layer(module: Module) -> Module:
+    """Return what a sequence ends with, at last."""
     while type(module) is Sequential and module.layers:
-        names.append(str(len(module.layers) - 1))
         module = module.layers[-1]
-    return ".".join(names)
+    return module

@@ -67,6 +67,12 @@ class _Regions:
         axis = layout.axis % len(shape)
         if not is_whole:
             shape = (*shape[:axis], _whole_length(group, layout, shape[axis]), *shape[axis + 1 :])
+        elif layout.repeats is not None and shape[axis] != layout.units * layout.unit * layout.repeats:
+            raise ShapeError(
+                f"an activation of shape {shape} came where the model was sharded for one with "
+                f"{layout.units * layout.unit * layout.repeats} in dimension {axis}; shard the model for the samples "
+                "that it gets"
+            )
         self.whole = shape
         self.parts: list[Region] = [layout.region(shape, axis, group.size, rank) for rank in range(group.size)]
         self.own = self.parts[group.rank]

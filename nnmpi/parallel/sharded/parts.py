@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.nn.module import Buffer
+from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.sharded.layout import Layout
 from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
@@ -48,6 +48,19 @@ class Parts:
         """
         region = self._region(whole.shape, layout, 0)
         return Buffer(region.local_shape, whole.value, region)
+
+    def check(self, model: Module) -> None:
+        """Refuse a model in which a parameter stands whole in one place and cut in another.
+
+        Raises:
+            LayoutError: naming it.
+        """
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._cut:
+                raise LayoutError(
+                    f"parameter {name!r} is whole there and cut in another place of the model; let the table give both "
+                    "places shardings that cut the same axis, or Sharding.REPLICATED"
+                )
 
     def _region(self, shape: tuple[int, ...], layout: Layout, axis: int) -> Region:
         return layout.region(shape, axis, self.group.size, self.group.rank)

@@ -1,0 +1,316 @@
+"""`shard` finds its way through any tree of modules, keeps its names, and says what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError, ShapeError, UsageError
+from nnmpi.nn.chain import Part, cut_chain, open_chain
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding, find
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.tape import Deferred
+from nnmpi.tensor.tensor import Tensor
+from tests.parallel.sharded.compare import check_equal, images, regions
+
+C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sharding.REPLICATED
+
+
+class Attention(Module):
+    """A module of the user's own: one head over the sequence, and a tied projection."""
+
+    def __init__(self, features: int) -> None:
+        self.query, self.key = nn.Linear(features, 5), nn.Linear(features, 5)
+        self.gate = nn.Sequential(nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, features))
+        self.mlp = [nn.Linear(features, 7), nn.GELU(), nn.Linear(7, features, bias=False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, attended to: (batch, time, features)."""
+        scores = nn.Softmax()(self.query(x) @ self.key(x).transpose(0, 2, 1))
+        x = (scores @ x) * self.gate(x)
+        for layer in self.mlp:
+            x = layer(x)
+        return x
+
+
+def test_tables() -> None:
+    """A name word for word counts first, then the first pattern that fits."""
+    table = {"blocks.*": C, "*.out": R, "blocks.1.out": X}
+    assert find(table, "blocks.1.out") == ("blocks.1.out", X)
+    assert find(table, "blocks.2.out") == ("blocks.*", C)
+    assert find(table, "head.out") == ("*.out", R)
+    assert find(table, "head") is None
+
+
+@pytest.mark.mpi
+def test_a_module_of_the_users_own(group: Group) -> None:
+    """In it each layer does what the table says; sequences in it are followed."""
+    table = {"0": C, "1.gate.0": C, "1.gate.2": R, "1.mlp.0": C, "1.mlp.2": R, "4": R}
+
+    def build() -> Module:
+        return nn.Sequential(nn.Linear(4, 6), Attention(6), nn.Dropout(0.2), nn.Flatten(), nn.Linear(18, 3))
+
+    check_equal(group, build, (3, 4), table=table, rows=4, sharded_at_least=8)
+
+
+def skips(shortcut: Module | None) -> Module:
+    """Return a network with a connection by name."""
+    return nn.Sequential(
+        nn.Linear(4, 6),
+        nn.Stash("a"),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.Pop("a", shortcut),
+        nn.Linear(6, 3),
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("with_shortcut", [False, True])
+@pytest.mark.parametrize(
+    "table", [{"0": C}, {"3": C}, {"0": C, "3": C}, {"0": C, "3": R, "5": C}, {"0": R, "3": C, "5": R}]
+)
+def test_named_skips(group: Group, table: dict[str, Sharding], with_shortcut: bool) -> None:
+    """Both sides of a sum are brought to lie alike."""
+    table = {**table, "4.shortcut": C} if with_shortcut else table
+    check_equal(group, lambda: skips(nn.Linear(6, 6) if with_shortcut else None), (4,), table=table)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"0": C, "2.*": C},
+        {"2.body.0": C, "2.body.2": R, "2.shortcut": C},
+        {"0": C, "2.body.0": C, "2.body.2": R, "2.shortcut": R, "3.body": C},
+        {"2.body.2": C, "2.shortcut": C, "3.body": C, "4": R},
+        {"3.body": C},
+    ],
+)
+def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
+    """Also where a block begins with features that are cut, and ends with such."""
+
+    def build() -> Module:
+        body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+        return nn.Sequential(
+            nn.Linear(4, 6),
+            nn.Tanh(),
+            nn.Residual(body, nn.Linear(6, 5)),
+            nn.Residual(nn.Linear(5, 5)),
+            nn.Linear(5, 3),
+        )
+
+    check_equal(group, build, (4,), table=table)
+
+
+@pytest.mark.mpi
+def test_residual_rows(group: Group) -> None:
+    """Blocks on image rows: what both branches give lies alike anyway."""
+
+    def build() -> Module:
+        body = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 1, 1))
+        shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, 2), nn.BatchNorm(4))
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3),
+            nn.Residual(body, shortcut),
+            nn.Residual(nn.Sequential()),
+            nn.GlobalAvgPool2d(),
+            nn.Linear(4, 3),
+        )
+
+    ours = check_equal(group, build, (9, 5, 1), table={"*": H, "4": C}, sample=(9, 5, 1), rows=2, sharded_at_least=2)
+    kinds = [type(module).__name__ for _, module in ours.named_modules()]
+    assert all(group.gather(group.size == 1 or kinds.count("RowsConv2d") == 4)), kinds
+
+
+@pytest.mark.mpi
+def test_shared_layers_stay_shared(group: Group) -> None:
+    """A layer that stands in two places has one set of weights, whose gradients add up."""
+
+    def build() -> Module:
+        twice = nn.Linear(5, 5)
+        return nn.Sequential(nn.Linear(4, 5), twice, nn.Tanh(), twice, nn.Linear(5, 3))
+
+    ours = check_equal(group, build, (4,), table={"1": R, "0": C, "3": R})
+    assert all(group.gather(ours.get("1") is ours.get("3") or group.size > 1))
+    assert all(group.gather(len(ours.parameters()) == 6))
+
+
+@pytest.mark.mpi
+def test_tied_weights_stay_tied(group: Group) -> None:
+    """Two layers with one weight have one part of it."""
+
+    def build() -> Module:
+        return nn.Sequential(nn.Linear(4, 5), tied(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 3))
+
+    ours = check_equal(group, build, (4,), table={"1.0": C, "1.1": C, "2": R})
+    assert all(group.gather(len(ours.parameters()) == 7))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("build", [models.cnn, models.resnet])
+def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
+    """A sharded model can be cut anywhere: each stage carries its exchanges with it."""
+    x, y = images(3, (8, 8, 1), "float64")
+    whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
+    shard(ours, group)
+    links = open_chain(ours)
+    whole.initialize(seed=1, dtype="float64")
+    ours.initialize(seed=1, dtype="float64")
+    with training(seed=1):
+        loss = cross_entropy(whole(Tensor(x)), y)
+        loss.backward()
+    for cut in range(1, len(links) - 1):
+        ours.zero_grad()
+        stages = cut_chain(links, (range(cut), range(cut, len(links))))
+        kept: dict[str, Any] = {}
+        with training(seed=1):
+            value: Any = Tensor(x)
+            for stage in stages:
+                for link in stage:
+                    value = link.run(value, kept)
+            found = cross_entropy(value, y)
+        found.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    where = regions(ours)
+    problems = [] if np.isclose(found.item(), loss.item(), rtol=0, atol=1e-11) else [f"loss {found.item()}"]
+    for name, parameter in ours.named_parameters():
+        wanted = expected[name] if where[name] is None else where[name].take(expected[name])
+        problems += [] if np.allclose(parameter.grad, wanted, rtol=0, atol=1e-10) else [name]
+    names = [name for stage in stages for name, _ in Part(ours, stage).named_parameters()]
+    problems += [] if names == [name for name, _ in whole.named_parameters()] else ["the stages' names"]
+    assert not any(group.gather(problems)), problems
+
+
+@pytest.mark.mpi
+def test_backward_in_halves(group: Group) -> None:
+    """The second half, of the parameters' gradients, gives what a whole pass gives."""
+    x, y = images(4, (8, 8, 1), "float64")
+    model = models.resnet((8, 8, 1), 3, width=3)
+    shard(model, group, {"0": H, "1": X, "*.body.0": C, "*.body.3": R}, sample=(8, 8, 1))
+    model.initialize(seed=1, dtype="float64")
+
+    def gradients(deferred: Deferred | None) -> list[bytes]:
+        model.zero_grad()
+        with training(seed=1):
+            loss = cross_entropy(model(Tensor(x)), y)
+        loss.backward(deferred=deferred)
+        if deferred is not None:
+            deferred.finish()
+        return [np.asarray(p.grad).tobytes() for p in model.parameters()]
+
+    assert all(group.gather(gradients(None) == gradients(Deferred())))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sharding", [C, H])
+def test_under_data_parallelism(group: Group, sharding: Sharding) -> None:
+    """Batch normalization takes its statistics over all samples; the replicas' gradients add up."""
+    ways = 2 if group.size % 2 == 0 else 1
+    tensor, data = group.split(group.rank % ways), group.split(group.rank // ways)
+
+    def build() -> Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm(3), nn.ReLU(), nn.Flatten(), nn.Linear(90, 5), nn.BatchNorm(5)
+        )
+
+    x, y = images(5, (5, 6, 2), "float64")
+    whole, ours = build().initialize(seed=1, dtype="float64"), build()
+    shard(ours, tensor, {"0": sharding, "4": R}, sample=(5, 6, 2))
+    ours.initialize(seed=1, dtype="float64")
+    parallel = DataParallel(ours, data)
+    mine = slice(0, 3) if data.rank == 0 and ways == 2 else slice(3, 5) if ways == 2 else slice(0, 5)
+    with training(seed=1):
+        loss = cross_entropy(whole(Tensor(x)), y)
+        loss.backward()
+        own = cross_entropy(ours(Tensor(x[mine])), y[mine], reduction="sum")
+    parallel.backward(own, samples=5)
+    where, state = regions(ours), whole.state()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    problems = []
+    for name, array in [*((n, p.grad) for n, p in ours.named_parameters()), *ours.state().items()]:
+        for wanted in (expected.get(name), state[name]):
+            if wanted is not None and where[name] is not None:
+                wanted = where[name].take(wanted)
+            if wanted is not None and np.allclose(array, wanted, rtol=0, atol=1e-12):
+                break
+        else:
+            problems.append(name)
+    parallel.release()
+    everyone = group.gather(problems)
+    tensor.free()
+    data.free()
+    assert not any(everyone), everyone
+
+
+@pytest.mark.mpi
+def test_a_group_of_one_leaves_the_model_alone(group: Group) -> None:
+    """The same objects, and no exchange."""
+    alone = group.split(group.rank)
+    model = models.cnn((8, 8, 1), 3)
+    before = [id(module) for _, module in model.named_modules()]
+    assert shard(model, alone).is_whole
+    assert before == [id(module) for _, module in model.named_modules()]
+    alone.free()
+
+
+def tied(one: nn.Linear, other: nn.Linear) -> Module:
+    """Return two layers with one weight."""
+    other.weight = one.weight
+    return nn.Sequential(one, other)
+
+
+REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
+    (lambda: models.mlp((4,), 3), {"9": C}, "'9' names no module"),
+    (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no table"),
+    (lambda: nn.Linear(2, 2), {"*": C}, "single layer"),
+    (lambda: nn.Sequential(nn.Linear(2, 2)), {"0": H}, "'0' is a Linear and has no image rows"),
+    (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": H}, "shape of a sample"),
+    (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": V}, "no vocabulary"),
+    (lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=2)), {"0": R}, "2 groups"),
+    (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "is an Embedding"),
+    (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
+    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
+    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
+]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("build", "table", "words"), REFUSED)
+def test_refusals(group: Group, build: Callable[[], Module], table: dict[str, Sharding], words: str) -> None:
+    """A sentence that names the layer and what would work."""
+    with pytest.raises(LayoutError, match=words):
+        shard(build(), group, table)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_refusals(group: Group) -> None:
+    """Initialized models, images of another size, and too few groups."""
+    with pytest.raises(UsageError, match="shard it first"):
+        shard(models.mlp((4,), 3).initialize(seed=0), group)
+    with pytest.raises(LayoutError, match="use a Sharding"):
+        shard(models.mlp((4,), 3), group, {"1": "column"})  # type: ignore[dict-item]
+    with pytest.raises(LayoutError, match="too few"):
+        shard(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), group if group.size > 2 else _Many(), {"0": C})
+    model = nn.Sequential(nn.Conv2d(1, 1, 3))
+    shard(model, group, {"0": H}, sample=(9, 4, 1))
+    model.initialize(seed=0)
+    if group.size < 9:
+        with pytest.raises(ShapeError, match="sharded for one with 9 in dimension 1"):
+            model(np.zeros((1, 90, 4, 1), np.float32))
+    group.barrier()
+
+
+class _Many:
+    """Three ranks, for what needs no message."""
+
+    rank, size = 0, 3
