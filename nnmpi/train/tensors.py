@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,13 @@ class TensorFile(Mapping[str, Array]):
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._file: Any
-        try:
-            self._file = safe_open(file, framework="numpy")
-            self._names: list[str] = list(self._file.offset_keys())
-            slices = {name: self._file.get_slice(name) for name in self._names}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-        self.outlines = {
-            name: Outline(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
-            for name, each in slices.items()
-        }
+        with self._opened() as opened:
+            self._names: list[str] = list(opened.offset_keys())
+            slices = {name: opened.get_slice(name) for name in self._names}
+            self.outlines = {
+                name: Outline(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
+                for name, each in slices.items()
+            }
 
     def __getitem__(self, name: str) -> Array:
         """Read one array.
@@ -130,10 +126,8 @@ class TensorFile(Mapping[str, Array]):
         """
         if name not in self.outlines:
             raise KeyError(name)
-        try:
-            array: Array = self._file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{name} in {self.file} cannot be read: {error}") from None
+        with self._opened() as opened:
+            array: Array = opened.get_tensor(name)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -143,6 +137,15 @@ class TensorFile(Mapping[str, Array]):
     def __len__(self) -> int:
         """Return the number of arrays."""
         return len(self._names)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the file for one read: kept open, it would take up its place on the disk after it is removed."""
+        try:
+            with safe_open(self.file, framework="numpy") as opened:
+                yield opened
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.file} cannot be read: {error}") from None
 
 
 def _header(file: Path, outlines: Mapping[str, Outline]) -> bytes:

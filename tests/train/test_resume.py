@@ -96,6 +96,21 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path) -> None
         np.testing.assert_allclose(other[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
+    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --schedule constant"
+    assert train(tmp_path, f"{words} --max-steps 9 --out whole").status == 0
+    assert train(tmp_path, f"{words} --max-steps 3 --pp 2 --out moved", ranks=2).status == 0
+    ending = train(tmp_path, "--resume moved --max-steps 6 --pp 1 --tp 2", ranks=2)
+    assert ending.status == 0
+    assert "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding" in ending.output
+    assert train(tmp_path, "--resume moved --max-steps 9 --tp 1").status == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (load_file(last_checkpoint(tmp_path / run) / name) for run in ("whole", "moved"))
+        assert one.keys() == other.keys()
+        for key, array in one.items():
+            np.testing.assert_allclose(other[key], array, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
     words = "--model mlp --dataset iris --batch-size 64 --epochs 4"
     assert train(tmp_path, f"{words} --out run").status == 0

@@ -130,3 +130,15 @@ def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "file", ARRAYS)
     with pytest.raises(KeyError):
         TensorFile(tmp_path / "file")["nothing"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists a process's maps")
+def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
+    """A checkpoint that a run began from is removed while it goes on, and then takes up no place on the disk."""
+    write(tmp_path / "file", ARRAYS)
+    found = TensorFile(tmp_path / "file")
+    assert found["count"] == 5
+    assert str(tmp_path / "file") not in Path("/proc/self/maps").read_text()
+    (tmp_path / "file").unlink()
+    with pytest.raises(CheckpointError, match="file cannot be read: .*No such file"):
+        found["count"]
