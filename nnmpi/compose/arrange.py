@@ -22,6 +22,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.sizes import name_bytes
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.mesh import BoundMesh, Mesh
@@ -261,14 +262,10 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     whole = sum(needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size))
     ways = -(-whole // layout.memory_limit)
     raise DeviceError(
-        f"rank {worst} needs {_mib(needs[worst])} for parameters, gradients and optimizer state under "
-        f"{mesh.mesh}, more than the limit of {_mib(layout.memory_limit)}; spread the model over at least {ways} ranks "
-        f"with pp x tp, such as pp {ways} or tp {ways}"
+        f"rank {worst} needs {name_bytes(needs[worst])} for parameters, gradients and optimizer state under "
+        f"{mesh.mesh}, more than the limit of {name_bytes(layout.memory_limit)}; spread the model over at least "
+        f"{ways} ranks with pp x tp, such as pp {ways} or tp {ways}"
     )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
 
 
 def describe_stages(arrangement: Arrangement) -> list[str]:

@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: model, optimizer, schedule and worker."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -110,6 +111,15 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
     )
 
 
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Turn a MemoryError of the body into a sentence."""
+    try:
+        yield
+    except MemoryError as error:
+        raise DeviceError(f"the model does not fit into memory ({error}); make it smaller") from None
+
+
 def build_worker(
     config: Config,
     group: Group,
@@ -129,7 +139,7 @@ def build_worker(
         DeviceError: on all ranks, when one has not enough memory for it.
     """
     options, parallel = config.optimization, config.parallel
-    with agreed(group):
+    with agreed(group), enough_memory():
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     where = None
     if layout is not None:
@@ -137,12 +147,9 @@ def build_worker(
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
         where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
-    with agreed(group):
-        try:
-            model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
-            optimizer = build_optimizer(options, model.storage)
-        except MemoryError as error:
-            raise DeviceError(f"the model does not fit into memory ({error}); make it smaller") from None
+    with agreed(group), enough_memory():
+        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+        optimizer = build_optimizer(options, model.storage)
     fused = parallel.fused_update and group.size > 1
     bucket_bytes = BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
     allreduce: str | Sequence[str] = parallel.allreduce

@@ -30,7 +30,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
         known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
-        require(self.model in MODELS or is_own(self.model), f"--model {self.model!r} is unknown; {known}")
+        require(self.model in MODELS or is_own(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         fraction("--dropout", self.dropout)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nnmpi.comm.sizes import parse_bytes
+from nnmpi.errors import UsageError
 from nnmpi.train.checks import LONG, at_least_one, positive, require
 
 
@@ -77,7 +78,12 @@ class ParallelConfig:
     @property
     def memory_limit_bytes(self) -> int | None:
         """The memory limit as a number."""
-        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+        if self.memory_limit is None:
+            return None
+        try:
+            return parse_bytes(self.memory_limit)
+        except UsageError as error:
+            raise UsageError(f"--memory-limit: {error}") from None
 
     def describe_idle(self) -> str | None:
         """Return the first option given that only a pipeline needs; None if there is none."""

@@ -57,7 +57,7 @@ def test_optimizers_get_their_options() -> None:
 def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
-    inputs = load_inputs(Config(), group, 0, lambda _: None)
+    inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
 
     def options(config: Config) -> dict[str, Any]:
         build.build_worker(config, group, inputs, numpy_backend())
@@ -79,7 +79,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
 
 def test_the_loaders_get_their_options(group: Group) -> None:
     def inputs(**options: Any) -> Any:
-        return load_inputs(assemble(options), group, 0, lambda _: None)
+        return load_inputs(assemble(options), group, 0, lambda _: None, (0, 1))
 
     plain = inputs()
     assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (32, True, False)
@@ -97,7 +97,7 @@ def test_the_loaders_get_their_options(group: Group) -> None:
 
 
 def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
-    inputs = load_inputs(Config(), group, 0, lambda _: None)
+    inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
     assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135

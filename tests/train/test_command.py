@@ -20,7 +20,7 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
-        ("--dp 4", "--dp 4 does not fit the 3 ranks of this run"),
+        ("--dp 4", "3 ranks are not dp 4 x pp 1 x tp 1 = 4; these fit: dp 3 x pp 1 x tp 1, "),
     ],
 )
 def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path, words: str, sentence: str) -> None:

@@ -15,8 +15,10 @@ model hidden activation dropout
 dataset data_dir test_fraction augment shift_pixels normalize
 epochs max_steps batch_size optimizer lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
-dp allreduce fit bucket_mb overlap fused_update check_weights
-backend dtype seed out resume config log_every print_every eval_every save_every save_steps keep
+dp pp tp pipeline virtual_stages microbatches split recompute reduction memory_limit
+allreduce fit bucket_mb overlap fused_update check_weights
+backend dtype seed out resume config log_every print_every eval_every save_every save_steps trace
+trace_steps keep
 """
 
 
@@ -49,7 +51,7 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"overlap": 1}, "x: overlap is 1; it must be true or false"),
         ({"hidden": 3}, "x: hidden is 3; it must be a list of whole numbers"),
         ({"hidden": [3, "4"]}, "x: hidden is [3, '4']; it must be a list of whole numbers"),
-        ({"model": "cnnn"}, "x: model is 'cnnn'; it must be one of mlp, cnn, resnet"),
+        ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw"),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": 3}, "x: out is 3; it must be a path"),
         ({"clip": "no"}, "x: clip is 'no'; it must be a number"),

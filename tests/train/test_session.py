@@ -20,7 +20,7 @@ Train: TypeAlias = Callable[[str], Path]
 
 # Other programs read these.
 TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second"]
-TRAIN_KEYS += ["compute_s", "sync_s", "input_s", "hidden_s", "comm_bytes", "comm_calls", "predicted_sync_s"]
+TRAIN_KEYS += ["compute_s", "sync_s", "input_s", "wait_s", "hidden_s", "comm_bytes", "comm_calls", "predicted_sync_s"]
 EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "runtime", "samples_per_second", "steps_per_second"]
 
 
@@ -214,7 +214,14 @@ def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.Captur
         ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
         ("--model cnn --dataset digits --augment shift --shift-pixels 8", "--shift-pixels 8 moves images of 8 pixels"),
         ("--grad-accum 65", "--grad-accum 65 is more parts than the 64 samples of a batch"),
-        ("--dp 2", "--dp 2 does not fit the 1 rank of this run; start 2 ranks"),
+        ("--dp 2", "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1"),
+        (
+            "--recompute always",
+            "--recompute belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
+        ),
+        ("--virtual-stages 2", "2 virtual stages belong to schedule interleaved; 1f1b has one per rank"),
+        ("--microbatches 5000", "--microbatches 5000 is more parts than the 64 samples of a batch; give less"),
+        ("--microbatches 2 --grad-accum 3", "--grad-accum 3 and --microbatches 2 are two words for one thing"),
         ("--data-dir here", "is bundled"),
         ("--model cnn --dataset mnist --data-dir absent", "--data-dir absent does not exist"),
     ],
@@ -237,6 +244,14 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
         main(f"--model mlp --dataset iris --out {tmp_path / 'file' / 'run'}".split(), group)
+
+
+def test_a_model_above_the_limit_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(
+        DeviceError, match=r"^rank 0 needs .* more than the limit of 1 KB; spread the model over at least"
+    ):
+        train("--memory-limit 1KiB")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
