@@ -1,0 +1,98 @@
+"""What sharded layers send: as many messages as their pictures say, and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from nnmpi import models, nn, timeline
+from nnmpi.comm.group import Group
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.sharded.exchange import CATEGORY
+from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.tensor import Tensor
+from tests.parallel.sharded.compare import images
+
+C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
+SUM, GATHER, SCATTER, HALO = "all-reduce", "all-gather", "reduce-scatter", "halo"
+
+
+def count(model: Module, shape: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
+    """Return how many exchanges of each kind a forward and a backward pass make on this rank."""
+    x, y = images(3, shape, "float32")
+    passes = []
+    with training(seed=0):
+        with timeline.recording(timeline.Timeline()) as forward:
+            loss = cross_entropy(model(Tensor(x)), y)
+        with timeline.recording(timeline.Timeline()) as backward:
+            loss.backward()
+    for events in (forward.events, backward.events):
+        passes.append(Counter(event.name for event in events if event.category == CATEGORY))
+    return passes[0], passes[1]
+
+
+def pairs() -> Module:
+    """Return two pairs of linear layers."""
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3)
+    )
+
+
+def pictures() -> Module:
+    """Return a convolutional network."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm(4),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 1),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("build", "shape", "table", "forward", "backward"),
+    [
+        # two pairs: one sum each forward; backward none for the first, whose input needs no gradient
+        (pairs, (6,), {"0": C, "2": R, "4": C, "6": R}, {SUM: 2}, {SUM: 1}),
+        # all by outputs: each but the first gathers its input, and the logits are gathered
+        (pairs, (6,), {"*": C}, {GATHER: 4}, {SCATTER: 3}),
+        (pairs, (6,), {"*": R}, {SUM: 4}, {GATHER: 3}),
+        # flattened channels go as they lie into a layer that is cut by inputs; normalization needs nothing
+        (pictures, (6, 6, 2), {"0": C, "3": C, "5": R}, {GATHER: 1, SUM: 1}, {SCATTER: 1}),
+        (pictures, (6, 6, 2), {"0": C, "3": R, "5": C}, {SUM: 1, GATHER: 1}, {SUM: 1}),
+        # rows: three windows, two sums for the statistics; backward a kernel and a bias each, normalization's three
+        (pictures, (6, 6, 2), {"0": H, "3": H, "5": R}, {HALO: 3, SUM: 3}, {HALO: 2, SUM: 7}),
+    ],
+)
+def test_exchanges(
+    group: Group,
+    build: Callable[[], Module],
+    shape: tuple[int, ...],
+    table: dict[str, Sharding],
+    forward: dict[str, int],
+    backward: dict[str, int],
+) -> None:
+    """One all-reduce forward and one backward for each pair, and so on."""
+    model = build()
+    shard(model, group, table, sample=shape)
+    found = count(model.initialize(seed=0), shape)
+    everyone = group.gather([dict(each) for each in found])
+    assert all(each == [forward, backward] for each in everyone), everyone
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("build", [models.cnn, models.resnet])
+def test_a_sharded_model_is_cut_where_the_whole_one_is(group: Group, build: Callable[..., Module]) -> None:
+    """No exchange closes a block that a pipeline could cut."""
+    whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
+    shard(ours, group)
+    expected, found = ([link.name for link in open_chain(model)] for model in (whole, ours))
+    assert all(group.gather(expected == found)), found
