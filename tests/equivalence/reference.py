@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,18 @@ import numpy as np
 from nnmpi import models, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
+from nnmpi.parallel.state import Entry, LayoutState
 
-# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows.
-SAMPLES, BATCH_SIZE = 90, 29
+# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows. The
+# fifth step is the next epoch's first: a batch of the usual size after a short one.
+SAMPLES, BATCH_SIZE, STEPS = 90, 29, 5
 
 
 @dataclass(frozen=True)
@@ -37,48 +43,100 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run did: the losses of its steps, the first gradient, the last weights, and an evaluation."""
+    """What a run did: the losses of its steps, the first gradient, the last weights, and an evaluation.
+
+    Gradient and weights are the whole model's; under a layout only rank 0 has them.
+    """
 
     losses: list[float]
-    gradient: Array
+    gradient: dict[str, Array]
     norms: list[float]
     weights: dict[str, Array]
     evaluation: tuple[float, float]
 
 
+@cache
 def digits() -> Dataset:
     """Return the first samples of the bundled digits' training part."""
     train, _ = load("digits")
     return train.take(np.arange(SAMPLES))
 
 
-def run(setup: Setup, group: Group, **worker_options: Any) -> Run:
-    """Train one epoch on the group; the worker options say how, and must not change what."""
-    dataset = digits()
-    model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
-    model.initialize(seed=5, dtype=setup.dtype)
-    optimizer = optim.build(setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options})
-    worker = Worker(model, optimizer, group, check=True, seed=3, **{**setup.worker, **worker_options})
-    loader = Loader(
-        dataset,
-        setup.batch_size,
-        seed=1,
-        rank=group.rank,
-        world=group.size,
-        microbatches=setup.microbatches,
-        dtype=setup.dtype,
-    )
+def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
+    """Train for some steps on the group; layout and worker options say how, and must not change what."""
+    worker = build(setup, group, layout, **worker_options)
     losses, norms, gradient = [], [], None
-    for batch in loader.epoch(0):
+    for batch in islice(batches(setup, worker), STEPS):
         report = worker.step(batch)
         losses.append(report.loss)
         norms.append(report.grad_norm)
         if gradient is None:
-            gradient = model.storage.grads[0].copy()
-    test = Loader(dataset, 17, rank=group.rank, world=group.size, shuffle=False, dtype=setup.dtype)
-    report = worker.evaluate(test.epoch(0))
+            gradient = gather_gradient(worker)
+    rank, world = place(worker)
+    test = Loader(digits(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype)
+    evaluation = worker.evaluate(test.epoch(0))
     assert gradient is not None
-    return Run(losses, gradient, norms, model.state(), (report.loss, report.accuracy))
+    weights = worker.state()[0].to_dict(everywhere=layout is None)
+    release(worker)
+    return Run(losses, gradient, norms, weights, (evaluation.loss, evaluation.accuracy))
+
+
+def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Worker:
+    """Return a worker with a new model."""
+    dataset = digits()
+    model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
+    where = None
+    if layout is not None:
+        sample = np.zeros((4, *dataset.sample_shape), setup.dtype)
+        where = arrange(model, group, layout, sample, dtype=setup.dtype)
+        model = where.model
+    model.initialize(seed=5, dtype=setup.dtype)
+    optimizer = optim.build(setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options})
+    options = {"check": True, "seed": 3, **setup.worker, **worker_options}
+    return Worker(model, optimizer, group, arrangement=where, **options)
+
+
+def place(worker: Worker) -> tuple[int, int]:
+    """Return which part of each batch a rank takes, and of how many."""
+    where = worker.arrangement
+    return (worker.group.rank, worker.group.size) if where is None else (where.data_rank, where.data_ranks)
+
+
+def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
+    """Yield a rank's parts of the batches, epoch after epoch."""
+    rank, world = place(worker)
+    loader = Loader(
+        digits(),
+        setup.batch_size,
+        seed=1,
+        rank=rank,
+        world=world,
+        microbatches=setup.microbatches,
+        whole=worker.arrangement is not None and worker.arrangement.layout.fixed,
+        dtype=setup.dtype,
+        workers=0,
+    )
+    for epoch in count():
+        yield from loader.epoch(epoch)
+
+
+def release(worker: Worker) -> None:
+    """Give back what a worker holds of MPI: many follow one another here. Collective."""
+    worker.release()
+    if worker.arrangement is not None:
+        worker.arrangement.mesh.free()
+
+
+def gather_gradient(worker: Worker) -> dict[str, Array]:
+    """Return the gradient that the last step used, of the whole model; with a layout on rank 0 alone."""
+    where, model = worker.arrangement, worker.model
+    entries = []
+    for name, parameter in model.named_parameters():
+        owned = worker.group.is_root if where is None else where.mesh.place.d == 0 and where.counts(name, parameter)
+        assert parameter.buffer is not None
+        entries.append(Entry.of(name, parameter.buffer, parameter.region, owned))
+    order = [name for name, _ in model.named_parameters()] if where is None else list(where.parameters)
+    return LayoutState(entries, order, worker.group).to_dict(everywhere=where is None)
 
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update
@@ -99,7 +157,7 @@ def differences(parallel: Run, serial: Run, setup: Setup) -> list[str]:
     steps = len(serial.losses)
     pairs: list[tuple[str, int, Any, Any]] = [
         ("loss of step 1", 0, parallel.losses[:1], serial.losses[:1]),
-        ("gradient of step 1", 0, parallel.gradient, serial.gradient),
+        *((f"{name}'s gradient of step 1", 0, parallel.gradient[name], g) for name, g in serial.gradient.items()),
         ("losses", steps, parallel.losses, serial.losses),
         ("gradient norms", steps, parallel.norms, serial.norms),
         ("evaluation", steps, parallel.evaluation, serial.evaluation),
@@ -113,3 +171,11 @@ def differences(parallel: Run, serial: Run, setup: Setup) -> list[str]:
         if not error <= limit:
             found.append(f"{name} differs by {error:.3g}, more than {limit:.3g}")
     return found
+
+
+def assert_same(group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str) -> None:
+    """Fail on all ranks if a run differs from the serial one, which rank 0 has."""
+    found = differences(parallel, serial, setup) if serial is not None else []
+    everyones = group.gather([found, parallel.losses, parallel.norms])
+    assert not everyones[0][0], f"{what}: {everyones[0][0]}"
+    assert all(theirs[1:] == everyones[0][1:] for theirs in everyones), f"{what}: ranks report different numbers"

@@ -1,0 +1,115 @@
+"""Which layout meets which model, schedule and all-reduce at each number of ranks: few runs, in which all pairs meet.
+
+Layouts are of one kind if the same axes have more than one rank. With a pipeline there are five of each kind (and one
+of dp x pp x tp, which meets everything alone), so a Latin square lets every kind meet every model with every schedule:
+
+    pipeline alone     mlp           cnn           resnet
+    2 ranks, pp 2      naive         gpipe         1f1b
+    3 ranks, pp 3      gpipe         1f1b          interleaved
+    4 ranks, pp 4      1f1b          interleaved   zero-bubble
+    6 ranks, pp 6      interleaved   zero-bubble   naive
+    8 ranks, pp 8      zero-bubble   naive         gpipe
+
+`test_cover.py` counts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from nnmpi import models
+from nnmpi.compose.layout import Layout
+from nnmpi.nn.chain import open_chain
+from tests.equivalence.reference import Setup, digits
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+RECOMPUTES = ("never", "always", "never", "except-last")
+ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
+
+# Each has at least 16 links, for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
+SETUPS = {
+    "mlp": Setup(models.mlp, {"hidden": (13, 11, 9, 7, 6, 9, 8), "activation_name": "tanh"}, microbatches=6),
+    "cnn": Setup(models.cnn, {"hidden": (11, 9, 8, 7)}, microbatches=4),
+    "resnet": Setup(models.resnet, {"width": 3}, microbatches=3),
+}
+MODELS = tuple(SETUPS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the contract."""
+
+    model: str
+    dp: int
+    pp: int
+    tp: int
+    schedule: str = "1f1b"
+    allreduce: str = "auto"
+    reduction: str = "fast"
+    recompute: str = "never"
+
+    def __str__(self) -> str:
+        """Return it as the test's name."""
+        named = f"{self.model} dp {self.dp} pp {self.pp} tp {self.tp}"
+        named += f" {self.schedule}" if self.pp > 1 else ""
+        return named + f" {self.allreduce}" * (self.dp > 1) + f" recompute {self.recompute}" * (self.pp > 1)
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """The degrees of parallelism."""
+        return self.dp, self.pp, self.tp
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        """Which axes have more than one rank."""
+        return self.dp > 1, self.pp > 1, self.tp > 1
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, cut unevenly and always in the same places."""
+        virtual = 1 if self.schedule != "interleaved" or self.pp == 1 else 3 if self.pp == 2 else 2
+        split = uneven(SETUPS[self.model], self.pp * virtual) if self.pp > 1 else "auto"
+        options = {"split": split, "reduction": self.reduction, "recompute": self.recompute}
+        return Layout(*self.mesh, schedule=self.schedule, virtual_stages=virtual, **options)
+
+
+def meshes(world: int) -> list[tuple[int, int, int]]:
+    """Return every (dp, pp, tp) of so many ranks."""
+    parts = [n for n in range(1, world + 1) if world % n == 0]
+    return [(d, p, world // d // p) for d in parts for p in parts if world // d % p == 0]
+
+
+def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
+    """Return numbers of links for the stages of a setup's model, the last two links of each second one moved on."""
+    links = len(open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options)))
+    lengths = [links // stages + (stage < links % stages) for stage in range(stages)]
+    for stage in range(0, stages - 1, 2):
+        moved = min(2, lengths[stage] - 1)
+        lengths[stage] -= moved
+        lengths[stage + 1] += moved
+    return tuple(lengths)
+
+
+def cases(world: int) -> list[Case]:
+    """Return the runs for a number of ranks."""
+    return [case for case in _all() if case.dp * case.pp * case.tp == world]
+
+
+@cache
+def _all() -> tuple[Case, ...]:
+    found: list[Case] = []
+    seen: dict[tuple[bool, ...], int] = {}
+    for mesh in (mesh for world in WORLDS for mesh in meshes(world)):
+        kind = tuple(size > 1 for size in mesh)
+        rows = range(len(SCHEDULES)) if all(kind) else (seen.setdefault(kind, 0),)
+        for row, (j, model) in product(rows, enumerate(MODELS)):
+            schedule = SCHEDULES[(row + j) % len(SCHEDULES)] if mesh[1] > 1 else SCHEDULES[0]
+            seen[kind] = number = seen.get(kind, 0) + (j == len(MODELS) - 1)
+            algorithm = ALGORITHMS[(3 * number + j) % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
+            before = sum(case.schedule == schedule and case.pp > 1 for case in found)
+            recompute = RECOMPUTES[before % len(RECOMPUTES)] if mesh[1] > 1 else RECOMPUTES[0]
+            found.append(Case(model, *mesh, schedule, algorithm, recompute=recompute))
+    return tuple(found)

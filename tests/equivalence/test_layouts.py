@@ -1,0 +1,64 @@
+"""The contract: under every layout, schedule and all-reduce a run is the serial run, whatever MPI buffers or does not.
+
+Each test runs the cases of its number of ranks (see `cover.py`) with synchronous sends; `check` compares the ranks'
+weights after every step, rank 0 compares losses, gradients, weights and evaluation with the serial run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Layout
+from tests.equivalence.cover import MODELS, SETUPS, cases
+from tests.equivalence.reference import assert_same, run
+
+
+@pytest.fixture
+def alone(group: Group) -> Iterator[Group]:
+    """Every rank for itself."""
+    own = group.split(group.rank)
+    yield own
+    own.free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: str) -> None:
+    """In buckets small enough that several are in flight."""
+    setup = SETUPS[model]
+    serial = run(setup, alone) if group.is_root else None
+    for case in cases(group.size):
+        if case.model == model:
+            options = {"allreduce": case.allreduce, "bucket_bytes": 2000}
+            parallel = run(setup, group, case.layout, synchronous=True, **options)
+            assert_same(group, parallel, serial, setup, str(case))
+
+
+@pytest.mark.mpi
+def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alone: Group) -> None:
+    """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
+    kinds = {case.kind: case for case in cases(group.size)}
+    for number, case in enumerate(kinds.values()):
+        model = MODELS[number % len(MODELS)]
+        setup = replace(
+            SETUPS[model],
+            optimizer="sgd",
+            optimizer_options={"momentum": 0.9, "nesterov": True},
+            dtype="float32",
+        )
+        case = replace(case, model=model)
+        serial = run(setup, alone) if group.is_root else None
+        assert_same(group, run(setup, group, case.layout, synchronous=True), serial, setup, str(case))
+
+
+@pytest.mark.mpi
+def test_measured_cuts_give_the_serial_run(group: Group, alone: Group) -> None:
+    """Wherever the measured times put the cuts."""
+    setup = SETUPS["resnet"]
+    serial = run(setup, alone) if group.is_root else None
+    parallel = run(setup, group, Layout(pp=group.size, split="auto"), synchronous=True)
+    assert_same(group, parallel, serial, setup, "split auto")
