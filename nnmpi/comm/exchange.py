@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import nan
 
+from nnmpi import timeline
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED
 from nnmpi.comm.buckets import Bucket, Span, plan_buckets
@@ -167,11 +168,12 @@ class Exchange:
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
         begin = self._come_back()
-        if not self._alone and self._overlap:
-            self._launch_rest()
-            self._wait()
-        elif not self._alone:
-            self._sum_all()
+        with timeline.span("gradients", "collective", timeline.REDUCE):
+            if not self._alone and self._overlap:
+                self._launch_rest()
+                self._wait()
+            elif not self._alone:
+                self._sum_all()
         spent_s = self._sync_s + time.perf_counter() - begin
         if self._alone:
             self.traffic = Traffic(spent_s)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from nnmpi import timeline
 from nnmpi.comm import wire
 from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, find_algorithm, find_collective
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_contiguous, pieces
@@ -245,9 +246,10 @@ class Group:
 
     def _run(self, array: Buffer, algorithm: str, operation: str, check: bool) -> None:
         """Do a collective once, after a look whether all ranks have the same array."""
-        if check:
-            self.check_same(array)
-        self._bind(array, algorithm, BLOCKING_TAG, operation).run()
+        with timeline.span(operation, "collective", timeline.REDUCE):
+            if check:
+                self.check_same(array)
+            self._bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _bind(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import isfinite, nan
 
+from nnmpi import timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
@@ -70,7 +71,8 @@ class Replicas:
         loss_sum = correct = 0.0
         for number, cut in enumerate(batch.cuts):
             loss, logits = self._forward(x, y, cut, step)
-            self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
+            with timeline.span(f"B{cut.number}", "backward"):
+                self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
             loss_sum += loss.item()
             correct += count_correct(logits, y[cut.start : cut.stop])
         counted = (loss_sum, correct) if self._counts else (0.0, 0.0)
@@ -82,7 +84,8 @@ class Replicas:
         for cut in batch.cuts:
             fixed.microbatch = cut.number
             loss, logits = self._forward(x, y, cut, step)
-            self.parallel.backward(loss, batch.global_rows, last=False)
+            with timeline.span(f"B{cut.number}", "backward"):
+                self.parallel.backward(loss, batch.global_rows, last=False)
             fixed.add(0, cut.number)
             losses[cut.number] = loss.item()
             correct += count_correct(logits, y[cut.start : cut.stop])
@@ -123,6 +126,6 @@ class Replicas:
 
     def _forward(self, x: Array, y: Array, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
         part = slice(cut.start, cut.stop)
-        with training(self.seed, step, cut.first_row):
+        with timeline.span(f"F{cut.number}", "forward"), training(self.seed, step, cut.first_row):
             logits = self.model(Tensor(x[part]))
             return self.loss(logits, y[part]), logits

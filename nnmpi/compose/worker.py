@@ -13,12 +13,15 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
+from nnmpi import timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
@@ -103,6 +106,8 @@ class Worker:
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         self.arrangement = arrangement
+        # the bits of a product may depend on the number of threads, of which a rank has fewer the more ranks there are
+        self._one_thread = arrangement is not None and arrangement.layout.fixed
         _check_pairs(model, arrangement, fused_update, clip)
         check_free(model)  # before anything is moved
         self._housing: Housing | None = None
@@ -172,7 +177,8 @@ class Worker:
             self.optimizer.lr = lr
         self.model.storage.zero_grad()
         step = self.optimizer.steps
-        outcome = self.runner.run(batch, step)
+        with threadpool_limits(1, "blas") if self._one_thread else nullcontext():
+            outcome = self.runner.run(batch, step)
         traffic = outcome.traffic
         waited = time.perf_counter()
         loss_sum, correct = self.group.sum_floats([outcome.loss_sum, outcome.correct])
@@ -280,11 +286,12 @@ class Worker:
 
     def _update(self, norm: float) -> None:
         factor = 1.0 if self.clip is None else coefficient(norm, self.clip)
-        if self.fused is not None:
-            self.fused.update(factor)
-            return
-        scale(self.model.storage.grads, factor)
-        self.optimizer.step()
+        with timeline.span("update", "update"):
+            if self.fused is not None:
+                self.fused.update(factor)
+                return
+            scale(self.model.storage.grads, factor)
+            self.optimizer.step()
 
     def _check_equal(self) -> None:
         self.parallel.check_equal()

@@ -107,6 +107,11 @@ def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
     exchange = worker.parallel.exchange
     if worker.group.size == 1:
         return "none, one rank has nothing to add"
+    where = worker.arrangement
+    if where is not None and where.layout.fixed:
+        return "in a fixed tree over the microbatches, after the backward pass"
+    if where is not None and where.mesh.dp.size == 1:
+        return "none of gradients, as there is one replica"
     if worker.fused is not None:
         return "fused with the update, through shared memory"
     words = [count(len(exchange.buckets), "bucket")]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
 
 from nnmpi.compose.report import EvalReport, StepReport
 from nnmpi.train.progress import Console, Pace, percent
@@ -46,7 +48,7 @@ class Reporter:
                 "loss": window.loss,
                 "accuracy": window.accuracy,
                 "learning_rate": lr,
-                "grad_norm": last.grad_norm,
+                "grad_norm": last.grad_norm if isfinite(last.grad_norm) else None,
                 "samples_per_second": window.samples_per_second,
                 "compute_s": window.per_step(window.compute_s),
                 "sync_s": window.per_step(window.sync_s),
@@ -56,6 +58,7 @@ class Reporter:
                 "comm_bytes": window.per_step(window.comm_bytes),
                 "comm_calls": window.per_step(window.comm_calls),
                 "predicted_sync_s": window.predicted_step_s,
+                **({"staleness": fmean(last.staleness)} if last.staleness else {}),
             }
         )
         if self._pace.due():
