@@ -22,8 +22,8 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.parallel.state import Entry, LayoutState
 
-# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows. The
-# fifth step is the next epoch's first: a batch of the usual size after a short one.
+# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows.
+# The fifth step is the next epoch's first: a batch of the usual size after a short one.
 SAMPLES, BATCH_SIZE, STEPS = 90, 29, 5
 
 

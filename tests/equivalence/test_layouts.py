@@ -6,7 +6,6 @@ weights after every step, rank 0 compares losses, gradients, weights and evaluat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,14 +14,6 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import MODELS, SETUPS, cases
 from tests.equivalence.reference import assert_same, run
-
-
-@pytest.fixture
-def alone(group: Group) -> Iterator[Group]:
-    """Every rank for itself."""
-    own = group.split(group.rank)
-    yield own
-    own.free()
 
 
 @pytest.mark.mpi

@@ -1,0 +1,15 @@
+"""What the tests of this folder share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from nnmpi.comm.group import Group
+
+
+@pytest.fixture
+def alone(group: Group) -> Iterator[Group]:
+    """Every rank for itself."""
+    own = group.split(group.rank)
+    yield own
+    own.free()
