@@ -29,7 +29,7 @@ class Sharding(Enum):
     COLUMN: some outputs. The input is whole on every rank, the result is shared out.
     ROW: some inputs. The input is shared out, and the ranks' results are added up to a whole one.
     ROWS: all of the layer, for some rows of the image; ranks give one another the rows that their windows overlap.
-    VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result, one number per class, stays
+    VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result, one number per class, may stay
         shared out at the end of the model, for a loss that knows it.
     REPLICATED: all of the layer, on the whole input. So is what no table names.
 

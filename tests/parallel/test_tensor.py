@@ -10,13 +10,14 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError, ShapeError, UsageError
+from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
 from nnmpi.nn.chain import Part, cut_chain, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.sharded.check import check_replicas
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
@@ -40,6 +41,13 @@ class Attention(Module):
         for layer in self.mlp:
             x = layer(x)
         return x
+
+
+class Dropping(Module):
+    """A module in which nobody can tell what comes to the dropout."""
+
+    def __init__(self) -> None:
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
 
 
 def test_tables() -> None:
@@ -252,6 +260,19 @@ def test_under_data_parallelism(group: Group, sharding: Sharding) -> None:
     assert not any(everyone), everyone
 
 
+@pytest.mark.mpi(min_size=2)
+def test_weights_that_went_apart_are_found(group: Group) -> None:
+    """One bit of what is whole on all ranks; parts differ anyway."""
+    model = models.resnet((8, 8, 1), 3, width=3)
+    shard(model, group)
+    model.initialize(seed=0)
+    check_replicas(model, group)
+    if group.rank == group.size - 1:
+        dict(model.named_buffers())["3.body.4.running_mean"].data[0] += 1e-6
+    with pytest.raises(CommError, match=f"3.body.4.running_mean.*on rank {group.size - 1} not"):
+        check_replicas(model, group)
+
+
 @pytest.mark.mpi
 def test_a_group_of_one_leaves_the_model_alone(group: Group) -> None:
     """The same objects, and no exchange."""
@@ -280,6 +301,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "is an Embedding"),
     (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
+    (lambda: nn.Sequential(Dropping()), {"0.linear": C}, "'0.drop' is a Dropout beside layers that are cut"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
 ]
 

@@ -43,7 +43,7 @@ class PartCrossEntropy(Function):
         flat = labels.reshape(len(rows)).astype(xp.int64)
         kept = None if self.ignore_index is None else flat != self.ignore_index
         here = (flat >= own.start) & (flat < own.stop)
-        here = xp.nonzero(here if kept is None else here & kept)[0]
+        here = xp.flatnonzero(here if kept is None else here & kept)
         places = flat[here] - own.start
         shifted = rows - self._largest(rows)[:, None]
         exchanged = xp.zeros((3 if self.smoothing else 2, len(rows)), dtype=rows.dtype)

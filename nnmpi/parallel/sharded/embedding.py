@@ -33,7 +33,7 @@ class LookUp(Function):
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
         places = indices.reshape(-1).astype(xp.int64) - self.first
-        here = xp.nonzero((places >= 0) & (places < len(table)))[0]
+        here = xp.flatnonzero((places >= 0) & (places < len(table)))
         own = places[here]
         self.saved = (table.shape, table.dtype, here, own)
         result: Array = xp.zeros((places.size, table.shape[1]), dtype=table.dtype)
