@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.counter import key_pair
-from nnmpi.errors import DtypeError, UsageError
+from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.dropout import dropout
 from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
@@ -98,3 +98,13 @@ def test_integers_are_refused():
     """They cannot be scaled."""
     with pytest.raises(DtypeError, match="dropout needs floating point"):
         dropout(Tensor([1, 2]), 0.5, (1, 2))
+
+
+def test_part_of_a_row_drops_what_the_whole_row_drops():
+    """Given the places of its elements in the whole row."""
+    whole = dropout(Tensor(np.ones((3, 4, 5), np.float32)), 0.4, (1, 2), first_row=7).data.reshape(3, 20)
+    places = np.array([19, 0, 7, 8], np.uint32)
+    part = dropout(Tensor(np.ones((3, 4), np.float32)), 0.4, (1, 2), first_row=7, columns=places)
+    assert np.array_equal(part.data, whole[:, places])
+    with pytest.raises(ShapeError, match="places of 4 elements"):
+        dropout(Tensor(np.ones((3, 5), np.float32)), 0.4, (1, 2), columns=places)
