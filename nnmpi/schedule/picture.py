@@ -21,7 +21,7 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
         Kind.STEP: ("update", "#e45756"),
     }
 )
-_LABELS = 400  # with more bars than this their texts would cover one another
+_CHARACTERS = 200  # that fit across the picture, so that a label can be left out where its bar is too narrow
 
 
 def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
@@ -38,18 +38,19 @@ def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
     title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches: bubble "
     axes = figure.add_subplot(xlabel="ms (modelled)", title=f"{title}{100 * simulation.bubble:.1f} %")
     named: set[str] = set()
-    spans = [s for s in simulation.spans if s.instruction.kind in _COLOURS and s.end_s > s.begin_s]
-    for span in spans:
+    for span in simulation.spans:
+        if span.instruction.kind not in _COLOURS or span.end_s == span.begin_s:
+            continue
         one = span.instruction
         name, colour = _COLOURS[one.kind]
-        height, row = (0.2, span.rank + 0.4) if one.kind is Kind.REDUCE else (0.7, float(span.rank))
+        height, row = (0.16, span.rank + 0.42) if one.kind is Kind.REDUCE else (0.64, float(span.rank))
         begin_ms, long_ms = 1e3 * span.begin_s, 1e3 * (span.end_s - span.begin_s)
         label = "" if name in named else name
         axes.barh(row, long_ms, height, begin_ms, color=colour, edgecolor="white", linewidth=0.5, label=label or None)
         named.add(name)
-        if one.microbatch is not None and len(spans) <= _LABELS:
-            text = f"{one.stage}:{one.microbatch}" if schedule.virtual > 1 else str(one.microbatch)
-            axes.text(begin_ms + long_ms / 2, row, text, ha="center", va="center", fontsize=7, clip_on=True)
+        text = f"{one.stage}:{one.microbatch}" if schedule.virtual > 1 else str(one.microbatch)
+        if one.microbatch is not None and long_ms / simulation.makespan_s / 1e3 * _CHARACTERS >= len(text):
+            axes.text(begin_ms + long_ms / 2, row, text, ha="center", va="center", fontsize=6)
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(_COLOURS), fontsize=8, frameon=False)

@@ -11,8 +11,8 @@ wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it works 
     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5|
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5|
 
-With F, I and W equally long, S stages and M >= S microbatches, the bubble is (S-1)/(3M+S-1): a third of 1F1B's. A
-stage keeps at most min(S, M) activations (until their W), as many as the first stage of 1F1B does.
+With F, I and W equally long, S stages and M >= S microbatches, the bubble is (S-1)/(3M+S-1): a third of 1F1B's. Every
+stage keeps min(S, M) activations (until their W), as many as the first stage of 1F1B does.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
 """
 

@@ -167,6 +167,24 @@ def test_one_rank_hands_its_activations_on_in_buffers_too() -> None:
         check(lowered("gpipe", 1, 2), lambda one: (one.kind, one.stage))
 
 
+def test_what_is_posted_together_needs_buffers_apart() -> None:
+    """While the gradient of microbatch 0 is sent, microbatch 1 is received: not into the same buffer."""
+    gradient_of_0 = {Kind.B.at(1, 0): "buffer 1", Kind.RECV_ACT.at(1, 1): "buffer 1"}
+    with pytest.raises(ScheduleError, match="1RECV_ACT1 overwrites .* the result of 1B0 lies, before 1SEND_GRAD0 has"):
+        check(read(FIRST, LAST), lambda one: gradient_of_0.get(one, one))
+    apart = LAST.replace("(1SEND_GRAD0 1RECV_ACT1)", "1SEND_GRAD0 1RECV_ACT1")
+    check(read(FIRST, apart), lambda one: gradient_of_0.get(one, one))
+
+
+@pytest.mark.parametrize(("first", "second"), [(Kind.F.at(1, 0), Kind.F.at(0, 0)), (Kind.B.at(0, 0), Kind.B.at(1, 0))])
+def test_stages_of_one_rank_follow_one_another(first: Instruction, second: Instruction) -> None:
+    schedule = lowered("interleaved", 1, 1, 2)
+    order: dict[Item, Item] = {first: second, second: first}
+    swapped = schedule.having([[order.get(one, one) for one in schedule.programs[0]]])
+    with pytest.raises(ScheduleError, match=f"{first} does not stand behind {second}, which it needs"):
+        check(swapped)
+
+
 # ---- any fault anywhere ----
 
 

@@ -49,6 +49,11 @@ def test_a_send_that_waits_holds_its_rank() -> None:
     )
     assert eager["0F1"] == (1.0, 2.0) and held["0F1"] == (2.0, 3.0)
     assert held["0SEND_ACT1"] == (3.0, 4.0) and held["1F0"] == (2.0, 3.0)
+    costs = Costs({Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)}, rendezvous=True)
+    slow = spans(simulate(lowered("inference", 2, 3), costs))
+    assert slow["1F0"] == (2.0, 7.0)
+    assert slow["0SEND_ACT1"] == (7.0, 8.0)  # it has waited since 3.0
+    assert slow["0F2"] == (8.0, 9.0)
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
