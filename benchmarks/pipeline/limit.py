@@ -1,0 +1,91 @@
+"""Trains under a limit of memory for each rank: one that the layout is told, one that the system enforces, or both.
+
+The system's (RLIMIT_DATA) counts private writable memory. It is set when Python, NumPy and MPI are there, to what they
+have plus the limit; so it is for parameters, gradients, state and activations, as the other one nearly is.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pipeline.subject import Subject
+from nnmpi import optim
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement, arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import DeviceError
+from nnmpi.optim.optimizer import Optimizer
+
+
+def measure(group: Group, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what became of a run under a limit. Collective.
+
+    Args:
+        settings: "subject", "degrees" (dp, pp, tp), "limit_bytes", "told" and "enforced": whether the layout knows
+            the limit and whether the system holds it, and "steps".
+    """
+    subject, limit = Subject(**settings["subject"]), int(settings["limit_bytes"])
+    dp, pp, tp = settings["degrees"]
+    layout = Layout(dp, pp, tp, split=subject.cut(pp), memory_limit=limit if settings["told"] else None)
+    row: dict[str, Any] = {"layout": f"dp {dp} x pp {pp} x tp {tp}"}
+    row |= {name: settings[name] for name in ("told", "enforced", "limit_bytes")}
+    batch = subject.batch(group.rank // (pp * tp), dp)
+    _warm_up(subject)
+    try:
+        where = arrange(subject.build(), group, layout)
+    except DeviceError as error:
+        return row | {"outcome": "refused", "words": str(error)}
+    needed = group.gather(sum(int(np.prod(p.declared)) for p in where.model.parameters()) * 4 * 4)
+    row["needed_bytes"] = max(needed)
+    with _held(limit if settings["enforced"] else None):
+        failed, optimizer = "", None
+        try:
+            optimizer = _fill(where)
+        except MemoryError as error:
+            failed = f"MemoryError: {error}"
+        words = [each for each in group.gather(failed) if each]
+        if words or optimizer is None:
+            return row | {"outcome": "out of memory", "words": words[0]}
+        worker = Worker(where.model, optimizer, group, arrangement=where)
+        losses = [worker.step(batch).loss for _ in range(settings["steps"])]
+        worker.release()
+    return row | {"outcome": "trained", "losses": [losses[0], losses[-1]], "words": ""}
+
+
+def _fill(where: Arrangement) -> Optimizer:
+    """Give this rank's part of the model its values, and make the optimizer."""
+    where.model.initialize(seed=1)
+    return optim.build("adam", where.model.storage, lr=1e-3)
+
+
+def _warm_up(subject: Subject) -> None:
+    """Let BLAS take the memory that it keeps for itself."""
+    square = np.ones((subject.width, subject.width), np.float32)
+    square @ square
+
+
+@contextmanager
+def _held(limit: int | None) -> Iterator[None]:
+    """Let this process take only so many more bytes in a block; None for any."""
+    if limit is None:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _data_bytes() -> int:
+    """Return what RLIMIT_DATA counts of this process: from Linux's /proc."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
