@@ -16,6 +16,7 @@ messages and for more activations: rank r warms up with 2 (R-1-r) + (V-1) k forw
 Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
 """
 
+from nnmpi.schedule.inference import inference
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.one_f_one_b import one_f_one_b
 from nnmpi.shard import split
@@ -27,7 +28,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
         return one_f_one_b(rank, ranks, microbatches)
     stages = range(rank, ranks * virtual, ranks)
     rounds = split(microbatches, max(1, microbatches // ranks))
-    forwards = [Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_]
+    forwards = list(inference(rank, ranks, microbatches, virtual))
     backwards = [Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_]
     warm_up = min(2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]), len(forwards))
     program = forwards[:warm_up]

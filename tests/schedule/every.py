@@ -5,11 +5,12 @@ from functools import cache
 from hypothesis import strategies as st
 
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.registry import INFERENCE, INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.schedule import Schedule
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
-KINDS = [(name, virtual) for name in SCHEDULES for virtual in (VIRTUAL if name == INTERLEAVED else (1,))]
+SEVERAL = (INTERLEAVED, INFERENCE)  # that can have several stages on a rank
+KINDS = [(name, virtual) for name in SCHEDULES for virtual in (VIRTUAL if name in SEVERAL else (1,))]
 
 numbers = st.tuples(st.sampled_from(RANKS), st.sampled_from(MICROBATCHES))
 schedules = st.tuples(st.sampled_from(KINDS), numbers)

@@ -19,10 +19,10 @@ def test_one_stage_a_rank(name: str, virtual: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("virtual", [2, 3])
-def test_several_stages_a_rank(virtual: int, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "virtual"), [kind for kind in KINDS if kind[1] > 1])
+def test_several_stages_a_rank(name: str, virtual: int, ranks: int) -> None:
     for microbatches in (*range(1, 6), ranks, ranks + 1, 2 * ranks - 1, 16):
-        check(lowered("interleaved", ranks, microbatches, virtual))
+        check(lowered(name, ranks, microbatches, virtual))
 
 
 @settings(max_examples=60)

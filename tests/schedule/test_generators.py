@@ -35,6 +35,17 @@ def test_bubble_of_naive_and_inference(number: tuple[int, int]) -> None:
     assert found("inference", *number).bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
 
 
+@pytest.mark.parametrize("virtual", [2, 3])
+@some
+@given(numbers)
+def test_bubble_of_inference_with_several_stages_a_rank(virtual: int, number: tuple[int, int]) -> None:
+    ranks, microbatches = number
+    simulation = found("inference", *number, virtual)
+    thin = virtual * microbatches + ranks - 1 if microbatches >= ranks else microbatches + virtual * ranks - 1
+    assert virtual * simulation.makespan_s == pytest.approx(thin)
+    assert simulation.peak_activations == (1,) * ranks
+
+
 @some
 @given(numbers)
 def test_bubble_of_zero_bubble(number: tuple[int, int]) -> None:
