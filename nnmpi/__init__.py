@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from nnmpi import comm, parallel
     from nnmpi.comm.group import Group
     from nnmpi.comm.start import start
-    from nnmpi.compose import Worker
+    from nnmpi.compose.arrange import arrange
+    from nnmpi.compose.layout import Layout
+    from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
 
 __version__ = "0.1.0"
@@ -33,9 +35,11 @@ __version__ = "0.1.0"
 __all__ = [
     "DataParallel",
     "Group",
+    "Layout",
     "NnmpiError",
     "Tensor",
     "Worker",
+    "arrange",
     "backend",
     "comm",
     "data",
@@ -53,7 +57,9 @@ __all__ = [
 _NEED_MPI = {
     "DataParallel": "nnmpi.parallel.data",
     "Group": "nnmpi.comm.group",
-    "Worker": "nnmpi.compose",
+    "Layout": "nnmpi.compose.layout",
+    "Worker": "nnmpi.compose.worker",
+    "arrange": "nnmpi.compose.arrange",
     "start": "nnmpi.comm.start",
 }
 

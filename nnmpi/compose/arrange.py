@@ -12,7 +12,7 @@ then the caller initializes `arrangement.model` and makes an optimizer, and a Wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -169,7 +169,7 @@ def _cut(
     stages = cut_chain(links, cuts)
     mine = range(mesh.pp.rank, count, ranks)
     part = Part(model, [link for number in mine for link in stages[number]])
-    ties, lower = _tie(mesh, part, model, stages)
+    ties, lower = _tie(mesh, layout, part, model, stages)
     return Arrangement(
         layout,
         mesh,
@@ -226,19 +226,20 @@ def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...
 
 
 def _tie(
-    mesh: BoundMesh, part: Part, model: Module, stages: Sequence[Sequence[Link]]
+    mesh: BoundMesh, layout: Layout, part: Part, model: Module, stages: Sequence[Sequence[Link]]
 ) -> tuple[tuple[Tie, ...], frozenset[str]]:
     """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
-    where: dict[int, set[int]] = {}
+    where: dict[int, list[int]] = {}
     for number, links in enumerate(stages):
         for parameter in Part(model, links).parameters():
-            where.setdefault(id(parameter), set()).add(number % mesh.pp.size)
+            where.setdefault(id(parameter), []).append(number)
+    _refuse_ties(layout, model, where)
     own = dict(part.named_parameters())
     ties: list[Tie] = []
     lower: set[str] = set()
     groups: dict[tuple[int, ...], Group] = {}
     for name, parameter in model.named_parameters():
-        ranks = tuple(sorted(where.get(id(parameter), ())))
+        ranks = tuple(sorted({number % mesh.pp.size for number in where.get(id(parameter), ())}))
         if len(ranks) < 2:
             continue
         if ranks not in groups:
@@ -248,6 +249,23 @@ def _tie(
             if mesh.pp.rank != ranks[0]:
                 lower.add(name)
     return tuple(ties), frozenset(lower)
+
+
+def _refuse_ties(layout: Layout, model: Module, where: Mapping[int, Sequence[int]]) -> None:
+    """Refuse a parameter that stands in several stages where its gradients cannot be added up as asked for.
+
+    A fixed order has no place for what several stages give, and with pipedream their copies are of different versions.
+    """
+    if not layout.fixed and not layout.asynchronous:
+        return
+    for name, parameter in model.named_parameters():
+        stages = where.get(id(parameter), ())
+        if len(stages) > 1:
+            asked = "reduction fixed" if layout.fixed else f"schedule {layout.schedule}"
+            raise LayoutError(
+                f"{name} stands in the stages {', '.join(map(str, stages))}, which does not go with {asked}; cut the "
+                f"model so that all layers that have it share a stage, or leave {asked} out"
+            )
 
 
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:

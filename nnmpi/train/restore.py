@@ -58,6 +58,11 @@ class Kept:
             found = found.get(_part(mesh.coordinates(rank)))
         return found or None if self.mesh.shape == mesh.shape else None
 
+    def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
+        """Return the links of each stage that the run had; None with another number of stages."""
+        cuts: list[int] = self.values.get("cuts") or []
+        return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
+
 
 def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
     """Write a checkpoint of this state. Collective.
@@ -162,6 +167,7 @@ def _values(worker: Worker, state: State, group: Group) -> dict[str, Any]:
         "optimizer": {"steps": worker.optimizer.steps},
         "fixed": _is_fixed(worker),
         "algorithms": _algorithms(worker, group),
+        "cuts": [] if worker.arrangement is None else [len(cut) for cut in worker.arrangement.cuts],
     }
 
 

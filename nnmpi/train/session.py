@@ -10,7 +10,7 @@ from nnmpi.comm.agree import agreed
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import find_mesh
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.compose.report import EvalReport
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.mesh import Mesh
@@ -121,6 +121,9 @@ def _set_up(
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
     notice = _take_fit(config, group)
     algorithms = None if kept is None else kept.algorithms(mesh, group.rank)
+    cuts = None if kept is None else kept.cuts(mesh, layout.virtual_stages)
+    if cuts is not None and layout.split == AUTO:  # measured again, they might fall elsewhere
+        layout = replace(layout, split=cuts)
     wanted = layout if needs_arrangement(layout, mesh) else None
     worker = build_worker(config, group, inputs, backend, algorithms, wanted)
     lines = header(config, group, inputs, backend, extent, worker)

@@ -1,0 +1,129 @@
+"""Spreading a model: what each rank gets, and what is refused with what would work."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, optim
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import DeviceError, LayoutError, UsageError
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.module import Module
+from nnmpi.parallel.profile import profile
+
+SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
+
+
+def deep() -> Module:
+    return models.mlp((8, 8, 1), 10, hidden=(40, 30, 20, 20, 20, 20))
+
+
+def place(group: Group, layout: Layout, model: Module | None = None) -> Arrangement:
+    return arrange(deep() if model is None else model, group, layout, SAMPLE)
+
+
+@pytest.mark.mpi
+def test_the_stages_are_the_whole_model(group: Group) -> None:
+    where = place(group, Layout(pp=group.size, dp=1))
+    where.model.initialize(seed=4)
+    whole = deep().initialize(seed=4).state()
+    parts = group.gather({name: [float(v) for v in value.reshape(-1)] for name, value in where.model.state().items()})
+    found = {name: values for part in parts for name, values in part.items()}
+    right = found.keys() == whole.keys() and all(
+        np.allclose(found[name], value.reshape(-1)) for name, value in whole.items()
+    )
+    lines = describe_stages(where)
+    assert all(group.gather(bool(right)))
+    assert all(group.gather(len(lines) == (group.size if group.size > 1 else 0)))
+    assert all(group.gather(sum(len(part) for part in parts) == len(whole)))
+
+
+@pytest.mark.mpi
+def test_a_cut_by_hand_is_taken(group: Group) -> None:
+    count = group.size
+    links = len(open_chain(deep()))
+    split = (links - count + 1, *(1,) * (count - 1))
+    where = place(group, Layout(pp=count, dp=1, split=split))
+    assert all(group.gather([len(cut) for cut in where.cuts] == (list(split) if count > 1 else [])))
+
+
+def refuse(group: Group, layout: Layout, sentence: str, error: type[Exception] = LayoutError, **options: Any) -> None:
+    try:
+        place(group, layout, **options)
+        found = "nothing"
+    except error as raised:
+        found = str(raised)
+    told = group.gather(found)
+    assert all(sentence in each for each in told), told
+    assert len(set(told)) == 1
+
+
+@pytest.mark.mpi
+def test_layouts_that_do_not_fit(group: Group) -> None:
+    if group.size == 1:
+        return refuse(group, Layout(dp=2), "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1")
+    count = group.size
+    refuse(group, Layout(dp=count + 1), f"{count} ranks are not dp {count + 1}")
+    tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    refuse(
+        group,
+        Layout(pp=count, schedule="interleaved", virtual_stages=9),
+        "layers to cut between, fewer than",
+        model=tiny,
+    )
+    refuse(
+        group, Layout(pp=count, split=(1,) * count), f"has {count} stages and {count} links; this pipeline has {count}"
+    )
+    return refuse(group, Layout(dp=1, pp=count, memory_limit=1000), "do not fit 1000 bytes a stage")
+
+
+@pytest.mark.mpi
+def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> None:
+    """What all ranks have together is less than the whole model takes, and more than its parts."""
+    model = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
+    whole = sum(parameter.size for parameter in model.parameters()) * 4 * 4
+    limit = whole // 2 if group.size == 1 else round(whole / group.size * 1.7)
+    if group.size == 1 or limit < whole:
+        refuse(
+            group,
+            Layout(memory_limit=limit),
+            "spread the model over at least ",
+            DeviceError,
+            model=model,
+        )
+    if group.size in (2, 3):
+        again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
+        assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
+
+
+@pytest.mark.mpi
+def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
+    where = place(group, Layout(pp=group.size, dp=1, schedule="pipedream"))
+    model = where.model.initialize()
+    optimizer = optim.SGD(model.storage, lr=0.1)
+    sentences = []
+    for options in ({"fused_update": True}, {"clip": 1.0}):
+        try:
+            Worker(model, optimizer, group, arrangement=where, **options).release()  # type: ignore[arg-type]
+            sentences.append("")
+        except UsageError as error:
+            sentences.append(str(error))
+    wanted = ["the fused update is for replicas", "with pipedream each stage updates"] if group.size > 1 else ["", ""]
+    right = [want in found for want, found in zip(wanted, sentences, strict=True)]
+    other = deep().initialize()
+    with pytest.raises(UsageError, match="the model is not the arrangement's"):
+        Worker(other, optim.SGD(other.storage, lr=0.1), group, arrangement=where)
+    assert all(group.gather(all(right))), sentences
+
+
+def test_the_profile_sees_the_heavy_layer() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10))
+    costs = profile(model, open_chain(model), np.zeros((64, 8, 8, 1), np.float32), "float32", numpy_backend())
+    assert max(costs, key=lambda cost: cost.seconds).name == "3"
+    assert [cost.elements for cost in costs] == [0, 64 * 1500 + 1500, 0, 1500 * 1500 + 1500, 15010]
+    assert not hasattr(model[3].weight, "data") or model[3].weight.grad is None
