@@ -30,6 +30,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.equal import check_equal
 from nnmpi.compose.housing import Housing, fuse
+from nnmpi.compose.meter import Meter
 from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.compose.replicas import Replicas
@@ -108,6 +109,7 @@ class Worker:
         self.arrangement = arrangement
         # the bits of a product may depend on the number of threads, of which a rank has fewer the more ranks there are
         self._one_thread = arrangement is not None and arrangement.layout.fixed
+        self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
         _check_pairs(model, arrangement, fused_update, clip)
         check_free(model)  # before anything is moved
         self._housing: Housing | None = None
@@ -177,9 +179,9 @@ class Worker:
             self.optimizer.lr = lr
         self.model.storage.zero_grad()
         step = self.optimizer.steps
-        with threadpool_limits(1, "blas") if self._one_thread else nullcontext():
+        with threadpool_limits(1, "blas") if self._one_thread else nullcontext(), self._meter.running():
             outcome = self.runner.run(batch, step)
-        traffic = outcome.traffic
+        traffic = outcome.traffic.plus(self._meter.traffic)
         waited = time.perf_counter()
         loss_sum, correct = self.group.sum_floats([outcome.loss_sum, outcome.correct])
         spent_s = time.perf_counter() - waited
