@@ -8,7 +8,7 @@ from math import prod
 from nnmpi.nn.activation import Flatten, Softmax
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
-from nnmpi.parallel.sharded.layout import FEATURES, Layout
+from nnmpi.parallel.sharded.layout import FEATURES, ROWS, Layout
 from nnmpi.parallel.sharded.site import Placed, Site
 
 
@@ -19,9 +19,18 @@ def place_elementwise(layer: Module, site: Site) -> Placed:
 
 def place_softmax(layer: Softmax, site: Site) -> Placed:
     """Return the layer as it is, unless its axis is cut; then on whole activations."""
-    apart = not site.layout.has_rows and layer.axis not in (-1, 1)
-    apart = apart or (site.layout.has_rows and layer.axis in (-1, 3))
-    return (layer, site.layout) if apart and site.sharding is not Sharding.REPLICATED else site.on_whole(layer)
+    if site.sharding is Sharding.REPLICATED or _is_cut(layer.axis, site):
+        return site.on_whole(layer)
+    return layer, site.layout
+
+
+def _is_cut(axis: int, site: Site) -> bool:
+    """Return whether an axis is the one that is cut, as far as is known; the first axis is the batch."""
+    if site.layout.has_rows:
+        return axis in (ROWS, ROWS - 4)
+    if axis < 0 or site.shape is None:
+        return axis >= -1  # counted from the front, it may be the last one
+    return axis == len(site.shape)
 
 
 def place_flatten(layer: Flatten, site: Site) -> Placed:

@@ -76,6 +76,7 @@ def test_groups(group: Group, groups: int) -> None:
         lambda: [nn.AvgPool2d((2, 3), 1, (1, 0)), nn.Flatten(), nn.Linear(3 * 5 * 7, 3)],
         lambda: [nn.AvgPool2d(2), nn.LayerNorm(5), nn.Softmax(1), nn.Dropout(0.4), nn.GlobalAvgPool2d()],
         lambda: [nn.BatchNorm(5), nn.Softmax(-1), nn.LayerNorm((5, 5)), nn.MaxPool2d((6, 5), 1), nn.Flatten()],
+        lambda: [nn.Softmax(3), nn.Tanh(), nn.Softmax(2), nn.Softmax(-3), nn.GlobalAvgPool2d()],
         lambda: [nn.LayerNorm((6, 5, 5)), nn.GlobalAvgPool2d()],
         lambda: [nn.Flatten(), nn.LayerNorm(150), nn.Dropout(0.5), nn.Softmax(), nn.Linear(150, 3)],
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
@@ -88,6 +89,8 @@ def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable
         return nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), *layers())
 
     table = {"0": sharding, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": sharding}
+    if sharding is C:
+        check_equal(group, build, IMAGE, table=table, rows=3)
     ours = check_equal(group, build, IMAGE, table=table, sample=IMAGE, rows=3, sharded_at_least=int(sharding is C))
     kinds = {type(module).__name__ for _, module in ours.named_modules()}
     assert all(group.gather(group.size == 1 or ("ColumnConv2d" if sharding is C else "RowsConv2d") in kinds)), kinds
