@@ -9,6 +9,7 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import current, evaluation, observed, training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
+from nnmpi.nn.sharding import Sharding
 from nnmpi.nn.skip import Pop, Stash
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ReLU",
     "Residual",
     "Sequential",
+    "Sharding",
     "SiLU",
     "Sigmoid",
     "Softmax",

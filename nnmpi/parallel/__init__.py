@@ -2,5 +2,6 @@
 
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fused import FusedUpdate, house, unhouse
+from nnmpi.parallel.tensor import shard
 
-__all__ = ["DataParallel", "FusedUpdate", "house", "unhouse"]
+__all__ = ["DataParallel", "FusedUpdate", "house", "shard", "unhouse"]
