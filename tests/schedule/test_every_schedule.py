@@ -21,11 +21,11 @@ def test_one_stage_a_rank(name: str, virtual: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("name", "virtual"), [kind for kind in KINDS if kind[1] > 1])
 def test_several_stages_a_rank(name: str, virtual: int, ranks: int) -> None:
-    for microbatches in (*range(1, 6), ranks, ranks + 1, 2 * ranks - 1, 16):
+    for microbatches in (1, 2, 3, ranks, ranks + 1, 2 * ranks - 1):
         check(lowered(name, ranks, microbatches, virtual))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(schedules)
 def test_the_oracle_agrees(chosen: tuple[tuple[str, int], tuple[int, int]]) -> None:
     (name, virtual), (ranks, microbatches) = chosen
@@ -35,7 +35,7 @@ def test_the_oracle_agrees(chosen: tuple[tuple[str, int], tuple[int, int]]) -> N
         run(schedule, rendezvous)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(schedules)
 def test_sends_that_wait_cost_little(chosen: tuple[tuple[str, int], tuple[int, int]]) -> None:
     (name, virtual), (ranks, microbatches) = chosen

@@ -8,7 +8,7 @@ from nnmpi.schedule.registry import make
 from nnmpi.schedule.simulate import Costs, Simulation, simulate
 from tests.schedule.every import MICROBATCHES, RANKS, lowered, numbers
 
-some = settings(max_examples=60)
+some = settings(max_examples=40)
 
 
 def found(name: str, ranks: int, microbatches: int, virtual: int = 1, **costs: float) -> Simulation:
