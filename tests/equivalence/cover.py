@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 from nnmpi import models
 from nnmpi.compose.layout import Layout
@@ -70,10 +71,8 @@ class Case:
     @property
     def layout(self) -> Layout:
         """The layout, cut unevenly and always in the same places."""
-        virtual = 1 if self.schedule != "interleaved" or self.pp == 1 else 3 if self.pp == 2 else 2
-        split = uneven(SETUPS[self.model], self.pp * virtual) if self.pp > 1 else "auto"
-        options = {"split": split, "reduction": self.reduction, "recompute": self.recompute}
-        return Layout(*self.mesh, schedule=self.schedule, virtual_stages=virtual, **options)
+        options = {"reduction": self.reduction, "recompute": self.recompute}
+        return spread(SETUPS[self.model], self.mesh, self.schedule, **options)
 
 
 def meshes(world: int) -> list[tuple[int, int, int]]:
@@ -84,13 +83,41 @@ def meshes(world: int) -> list[tuple[int, int, int]]:
 
 def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
     """Return numbers of links for the stages of a setup's model, the last two links of each second one moved on."""
-    links = len(open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options)))
-    lengths = [links // stages + (stage < links % stages) for stage in range(stages)]
+    count = links(setup)
+    lengths = [count // stages + (stage < count % stages) for stage in range(stages)]
     for stage in range(0, stages - 1, 2):
         moved = min(2, lengths[stage] - 1)
         lengths[stage] -= moved
         lengths[stage + 1] += moved
     return tuple(lengths)
+
+
+def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: Any) -> Layout:
+    """Return a layout that cuts the setup's model unevenly, and always in the same places.
+
+    Ranks have two stages each under the interleaved schedule, or three where there are two ranks.
+    """
+    virtual = 1 if schedule != "interleaved" or mesh[1] == 1 else 3 if mesh[1] == 2 else 2
+    split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"
+    return Layout(*mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options})
+
+
+def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
+    """Return a layout of each kind that so many ranks have, under the schedules in turn."""
+    longest = links(setup)
+    chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world) if mesh[1] <= longest}
+    found = []
+    for number, mesh in enumerate(sorted(chosen.values())):
+        schedule = SCHEDULES[(world + 2 * number) % len(SCHEDULES)]
+        if schedule == "interleaved" and mesh[1] * (3 if mesh[1] == 2 else 2) > longest:
+            schedule = "1f1b"
+        found.append(spread(setup, mesh, schedule, **options))
+    return found
+
+
+def links(setup: Setup) -> int:
+    """Return into how many links a setup's model opens."""
+    return len(open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options)))
 
 
 def cases(world: int) -> list[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
 from typing import Any
@@ -15,6 +15,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.report import EvalReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
@@ -39,6 +40,7 @@ class Setup:
     microbatches: int = 1
     batch_size: int = BATCH_SIZE
     worker: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Array], Array] = lambda x: x
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,7 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
         norms.append(report.grad_norm)
         if gradient is None:
             gradient = gather_gradient(worker)
-    rank, world = place(worker)
-    test = Loader(digits(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype)
-    evaluation = worker.evaluate(test.epoch(0))
+    evaluation = evaluate(setup, worker)
     assert gradient is not None
     weights = worker.state()[0].to_dict(everywhere=layout is None)
     release(worker)
@@ -87,7 +87,7 @@ def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_opt
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
     where = None
     if layout is not None:
-        sample = np.zeros((4, *dataset.sample_shape), setup.dtype)
+        sample = setup.prepare(np.zeros((4, *dataset.sample_shape), setup.dtype))
         where = arrange(model, group, layout, sample, dtype=setup.dtype)
         model = where.model
     model.initialize(seed=5, dtype=setup.dtype)
@@ -117,7 +117,15 @@ def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
         workers=0,
     )
     for epoch in count():
-        yield from loader.epoch(epoch)
+        for batch in loader.epoch(epoch):
+            yield replace(batch, x=setup.prepare(batch.x))
+
+
+def evaluate(setup: Setup, worker: Worker) -> EvalReport:
+    """Return the evaluation of all samples."""
+    rank, world = place(worker)
+    loader = Loader(digits(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype, workers=0)
+    return worker.evaluate(replace(batch, x=setup.prepare(batch.x)) for batch in loader.epoch(0))
 
 
 def release(worker: Worker) -> None:

@@ -1,0 +1,196 @@
+"""Models of a user's own, each with something in it that is hard to spread; all take (sample_shape, classes).
+
+No bias stands before a batch norm: its gradient is 0, and Adam would divide rounding errors by their own size.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nnmpi.nn.activation import Flatten, ReLU, Tanh
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.skip import Pop, Stash
+from nnmpi.tensor.tensor import Tensor
+
+COLUMN, ROW = Sharding.COLUMN, Sharding.ROW
+
+
+def skipping(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model whose skip connections overlap, and one of which begins at the input.
+
+    in -- 0 -- 12 -- 12 -- 12 -- 9 ------- 9 -- 9 -- out
+       |         |      |        |             |
+       | "far"   |      '-"near"-^ (9 by 12)   |     "far" goes over all of it
+       '---------+-----------------------------^
+    """
+    features = prod(sample_shape)
+    model = Sequential(
+        Flatten(),
+        Stash("far"),
+        Linear(features, 12),
+        Tanh(),
+        Stash("near"),
+        Linear(12, 12),
+        Tanh(),
+        Linear(12, 9),
+        Pop("near", Linear(12, 9)),
+        Tanh(),
+        Linear(9, 9),
+        Pop("far", Linear(features, 9)),
+        Tanh(),
+        Linear(9, classes),
+    )
+    model.sharding = {"2": COLUMN, "5": ROW, "7": COLUMN, "8.shortcut": COLUMN, "10": ROW, "13": COLUMN}
+    return model
+
+
+def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a residual block in a residual block, and a shortcut with parameters."""
+    channels = sample_shape[-1]
+    inner = Residual(Sequential(Conv2d(4, 4, 3, padding=1, bias=False), BatchNorm(4)))
+    last = Conv2d(4, 6, 3, padding=1, bias=False)
+    body = Sequential(Conv2d(channels, 4, 3, padding=1), ReLU(), inner, last, BatchNorm(6))
+    shortcut = Sequential(Conv2d(channels, 6, 1, bias=False), BatchNorm(6))
+    model = Sequential(Residual(body, shortcut), GlobalAvgPool2d(), Linear(6, classes))
+    model.sharding = {"0.body.0": COLUMN, "0.body.3": ROW, "2": COLUMN}
+    return model
+
+
+def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model with one layer at three places, and one parameter in two layers."""
+    shared, other, twin = Linear(12, 12), Linear(12, 12), Linear(12, 12)
+    twin.bias = other.bias
+    model = Sequential(
+        Flatten(),
+        Linear(prod(sample_shape), 12),
+        Tanh(),
+        shared,
+        Tanh(),
+        other,
+        Tanh(),
+        shared,
+        Tanh(),
+        twin,
+        Tanh(),
+        shared,
+        Tanh(),
+        Linear(12, classes),
+    )
+    model.sharding = {"3": COLUMN, "7": COLUMN, "11": COLUMN, "13": ROW}
+    return model
+
+
+class Fork(Module):
+    """x -> (x W, x, the place of its largest element as integers)."""
+
+    def __init__(self, features: int) -> None:
+        self.linear = Linear(features, features)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three tensors, the last of which has no gradient."""
+        return self.linear(x), x, Tensor(x.data.argmax(axis=1))
+
+
+class Cross(Module):
+    """(a, b, places) -> (b + tanh(a), a, places)."""
+
+    def __init__(self) -> None:
+        self.tanh = Tanh()
+
+    def forward(self, both: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three tensors."""
+        a, b, places = both
+        return b + self.tanh(a), a, places
+
+
+class Join(Module):
+    """(a, b, places) -> a b + a row of a table for the places."""
+
+    def __init__(self, features: int) -> None:
+        self.table = Embedding(features, features)
+
+    def forward(self, all_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return one tensor again."""
+        a, b, places = all_
+        result: Tensor = a * b + self.table(places)
+        return result
+
+
+def tupled(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model between whose layers tuples pass, with integers among them."""
+    layers = [Flatten(), Linear(prod(sample_shape), 8), Tanh(), Fork(8), Cross(), Cross(), Join(8), Linear(8, classes)]
+    model = Sequential(*layers)
+    model.sharding = {"1": COLUMN, "3.linear": Sharding.REPLICATED}
+    return model
+
+
+def words(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model of integers: each pixel's brightness, 0..16, is a word."""
+    entries, features = 17, 3
+    model = Sequential(
+        Embedding(entries, features),
+        Flatten(),
+        Linear(prod(sample_shape) * features, 10),
+        Tanh(),
+        Linear(10, 7),
+        Tanh(),
+        Linear(7, 9),
+        Tanh(),
+        Linear(9, classes),
+    )
+    model.sharding = {"0": Sharding.VOCAB, "2": COLUMN, "4": ROW, "6": COLUMN, "8": ROW}
+    return model
+
+
+def noisy(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model with dropout and batch statistics all over."""
+    layers: list[Module] = [Flatten()]
+    features = prod(sample_shape)
+    for size in (12, 11, 10):
+        layers += [Linear(features, size, bias=False), BatchNorm(size), Tanh(), Dropout(0.3)]
+        features = size
+    model = Sequential(*layers, Linear(features, classes))
+    model.sharding = {"1": COLUMN, "5": ROW, "9": COLUMN, "13": ROW}
+    return model
+
+
+class Counter(Module):
+    """Passes x on, and counts how often it did so, and how often again."""
+
+    def __init__(self) -> None:
+        self.calls = {False: 0, True: 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        if current().training:
+            self.calls[current().again] += 1
+        return x
+
+
+class Selecting(Module):
+    """Keeps as many features as the data say: what no pipeline can agree on beforehand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the first columns of x."""
+        result: Tensor = x[:, : 1 + int(np.abs(x.data).sum() * 1000) % 7]
+        return result
+
+
+def counted(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a linear model with a counter at its end."""
+    return Sequential(Flatten(), Linear(prod(sample_shape), 8), Tanh(), Linear(8, classes), Counter())
+
+
+def integers(x: Any) -> Any:
+    """Return the digits' brightness as integers."""
+    return np.rint(x).astype(np.int64)
