@@ -36,6 +36,23 @@ from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
+class _Draws(Mapping[str, Array]):
+    """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more than one whole."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], seed: int, dtype: np.dtype[Any], backend: Backend) -> None:
+        self._parameters, self._seed, self.dtype, self._backend = parameters, seed, dtype, backend
+
+    def __getitem__(self, name: str) -> Array:
+        drawn = self._parameters[name].draw(stream(self._seed, "init", name))
+        return self._backend.asarray(np.asarray(drawn, dtype=self.dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
 class Buffer:
     """An array that belongs to a module's state but is not trained, such as running statistics.
 
@@ -154,11 +171,10 @@ class Module:
         backend = numpy_backend() if backend is None else backend
         self.name_modules()
         parameters = dict(self.named_parameters())
-        values = {name: np.asarray(p.draw(stream(seed, "init", name)), dtype=dtype) for name, p in parameters.items()}
-        values = {name: backend.asarray(value) for name, value in values.items()}
+        values = _Draws(parameters, seed, np.dtype(dtype), backend)
         for _, buffer in self.named_buffers():
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
-        self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group)
+        self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group, values.dtype)
         return self
 
     def name_modules(self) -> None:

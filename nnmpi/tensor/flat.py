@@ -39,6 +39,7 @@ class FlatStorage:
         parameters: the parameters by the same names.
         allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and for gradients.
         group: (name, parameter) -> the optimizer group that it belongs to; by default all are in "default".
+        dtype: of the values, for a mapping that makes each one when it is asked for; by default the first one's.
 
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
@@ -54,6 +55,7 @@ class FlatStorage:
         values: Mapping[str, Array],
         allocate: Callable[[int, Any], Array],
         group: Callable[[str, Parameter], str] | None = None,
+        dtype: Any = None,
     ) -> None:
         self.groups: list[str] = []
         self.spans: list[Span] = []
@@ -63,7 +65,8 @@ class FlatStorage:
         self.common = False
         self._views: list[tuple[Array, Array]] = []  # each parameter's data and buffer, as they were bound
         lengths: list[int] = []
-        dtype = next(iter(values.values())).dtype if values else None
+        if dtype is None and values:
+            dtype = next(iter(values.values())).dtype
         step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
@@ -81,11 +84,12 @@ class FlatStorage:
 
     def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
         for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
-            if values[name].shape != parameter.declared:
-                raise ShapeError(f"{name} got values of shape {values[name].shape}, not {parameter.declared}")
+            value = values[name]
+            if value.shape != parameter.declared:
+                raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
             parameter.name = name
             self._views.append(self._lay(span))
-            parameter.data[...] = values[name]
+            parameter.data[...] = value
 
     def _lay(self, span: Span) -> tuple[Array, Array]:
         """Let a parameter have its place in the flat arrays, and no gradient; return its views."""
