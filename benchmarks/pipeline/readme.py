@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from nnmpi.errors import UsageError
+
+_END = "<!-- end -->"
 
 
 def rewrite(file: Path, tables: Mapping[str, str]) -> None:
@@ -22,10 +23,11 @@ def rewrite(file: Path, tables: Mapping[str, str]) -> None:
     """
     text = file.read_text()
     for name, table in tables.items():
-        pieces = re.split(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text, flags=re.DOTALL)
-        if len(pieces) != 2:
-            raise UsageError(f"{file} has {len(pieces) - 1} places for the table {name!r}; mark one by <!-- {name} -->")
-        text = f"{pieces[0]}{table}\n{pieces[1]}"
+        begin = f"<!-- {name} -->\n"
+        if text.count(begin) != 1 or _END not in text.partition(begin)[2]:
+            raise UsageError(f"{file} has no place for the table {name!r}; mark one by {begin.strip()} and {_END}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table}\n{_END}{rest.partition(_END)[2]}"
     file.write_text(text)
 
 

@@ -119,10 +119,10 @@ def test_memory_is_traced() -> None:
 
 def test_tables_are_put_into_the_readme(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
-    file.write_text("a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->\n")
+    file.write_text("a\n<!-- two -->\n<!-- end -->\nb\n<!-- one -->\nold\n<!-- end -->\n")
     rewrite(file, {"one": "| \\1 |", "two": "2"})
-    assert file.read_text() == "a\n<!-- one -->\n| \\1 |\n<!-- end -->\nb\n<!-- two -->\n2\n<!-- end -->\n"
-    with pytest.raises(UsageError, match="0 places for the table 'three'"):
+    assert file.read_text() == "a\n<!-- two -->\n2\n<!-- end -->\nb\n<!-- one -->\n| \\1 |\n<!-- end -->\n"
+    with pytest.raises(UsageError, match="no place for the table 'three'; mark one by <!-- three -->"):
         rewrite(file, {"three": ""})
 
 
