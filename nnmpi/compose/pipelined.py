@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.runner import Outcome, SumLoss, count_correct
+from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, count_correct
 from nnmpi.data.loader import Batch
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
@@ -112,6 +112,7 @@ class Pipelined:
 
     def run(self, batch: Batch, step: int) -> Outcome:
         """See `Runner.run`."""
+        check_cuts(batch, self.fixed is not None)
         x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
         running = self._batch = _Running(batch, x, y, step, self._losses[0])
         if self.fixed is not None:
@@ -128,7 +129,8 @@ class Pipelined:
             total = total if self.arrangement.mesh.world.is_root else 0.0
             traffic = Traffic(time.perf_counter() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
         correct = sum(running.correct.values()) if self._counts else 0.0
-        return Outcome(total, correct, traffic, report, tuple(running.staleness))
+        rows = len(batch.y) if self._counts else 0
+        return Outcome(total, correct, rows, traffic, report, tuple(running.staleness))
 
     def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """See `Runner.evaluate`."""

@@ -12,7 +12,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.compose.runner import Outcome, SumLoss, count_correct
+from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, count_correct
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
@@ -65,6 +65,7 @@ class Replicas:
 
     def run(self, batch: Batch, step: int) -> Outcome:
         """See `Runner.run`."""
+        check_cuts(batch, self.fixed is not None)
         x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
         if self.fixed is not None:
             return self._run_fixed(batch, x, y, step, self.fixed)
@@ -75,7 +76,7 @@ class Replicas:
                 self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
             loss_sum += loss.item()
             correct += count_correct(logits, y[cut.start : cut.stop])
-        counted = (loss_sum, correct) if self._counts else (0.0, 0.0)
+        counted = (loss_sum, correct, len(batch.y)) if self._counts else (0.0, 0.0, 0)
         return Outcome(*counted, self.parallel.traffic)
 
     def _run_fixed(self, batch: Batch, x: Array, y: Array, step: int, fixed: FixedReduction) -> Outcome:
@@ -93,7 +94,7 @@ class Replicas:
         fixed.finish()
         total = fixed.sum_numbers(losses, self.world)
         traffic = Traffic(time.perf_counter() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
-        return Outcome(total if self.world.is_root else 0.0, correct, traffic)
+        return Outcome(total if self.world.is_root else 0.0, correct, len(batch.y), traffic)
 
     def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """See `Runner.evaluate`."""

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from nnmpi.backend.array import Array
 from nnmpi.comm.exchange import Traffic
 from nnmpi.data.loader import Batch
+from nnmpi.errors import UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pipeline import PassReport
 from nnmpi.tensor.tensor import Tensor
@@ -23,6 +24,7 @@ class Outcome:
     Attributes:
         loss_sum: the sum of the losses of the samples that this rank counts.
         correct: how many of them were right; NaN where there are no class labels.
+        rows: how many samples these are.
         traffic: what was communicated for it.
         report: of the pass through the pipeline; None without one.
         staleness: by how many updates the weights of each microbatch's forward were older than those that its
@@ -31,6 +33,7 @@ class Outcome:
 
     loss_sum: float
     correct: float
+    rows: int
     traffic: Traffic = Traffic()
     report: PassReport | None = None
     staleness: tuple[int, ...] = ()
@@ -62,6 +65,19 @@ class Runner(Protocol):
 
     def release(self) -> None:
         """Take everything off the model again."""
+
+
+def check_cuts(batch: Batch, fixed: bool) -> None:
+    """Refuse a batch that was dealt to the replicas in another way than they sum gradients.
+
+    Raises:
+        UsageError: for whole microbatches without a fixed order of sums: layers that communicate would not meet.
+    """
+    if not fixed and len(batch.cuts) != batch.microbatches:
+        raise UsageError(
+            f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals them "
+            'for reduction "fixed"; leave whole out'
+        )
 
 
 def count_correct(logits: Tensor, y: Array) -> float:

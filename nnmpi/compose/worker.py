@@ -173,6 +173,7 @@ class Worker:
             DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then
                 (running statistics are not, and with pipedream the weights are not either).
             CommError: with `check`, on all ranks, when weights differ.
+            UsageError: for a batch that was not shared out over the replicas as this worker needs it.
         """
         begin = time.perf_counter()
         if lr is not None:
@@ -183,10 +184,15 @@ class Worker:
             outcome = self.runner.run(batch, step)
         traffic = outcome.traffic.plus(self._meter.traffic)
         waited = time.perf_counter()
-        loss_sum, correct = self.group.sum_floats([outcome.loss_sum, outcome.correct])
+        loss_sum, correct, rows = self.group.sum_floats([outcome.loss_sum, outcome.correct, outcome.rows])
         spent_s = time.perf_counter() - waited
         if self.group.size > 1:
-            traffic = traffic.plus(predict_traffic(self.group, 2 * np.float64().nbytes, spent_s))
+            traffic = traffic.plus(predict_traffic(self.group, 3 * np.float64().nbytes, spent_s))
+        if rows != batch.global_rows:
+            raise UsageError(
+                f"the ranks' parts of this batch have {rows:.0f} rows together, but the global batch "
+                f"{batch.global_rows}; give Loader the rank and world of the replica ({self._replica()})"
+            )
         waited = time.perf_counter()
         norm = nan if self.runner.updates else self._norm()
         if self.fused is not None:
@@ -294,6 +300,12 @@ class Worker:
                 return
             scale(self.model.storage.grads, factor)
             self.optimizer.step()
+
+    def _replica(self) -> str:
+        """Return where a Loader's arguments are to be found."""
+        if self.arrangement is None:
+            return "group.rank and group.size"
+        return "arrangement.data_rank and arrangement.data_ranks"
 
     def _check_equal(self) -> None:
         self.parallel.check_equal()

@@ -56,21 +56,31 @@ class Signature:
         arrays = values.arrays
         return cls(tuple(a.shape for a in arrays), tuple(str(a.dtype) for a in arrays), values.needs, values.single)
 
-    def encode(self) -> Array:
-        """Return it as a message of `HEADER_BYTES` bytes.
+    def encode(self, key: Key) -> Array:
+        """Return it as a message of `HEADER_BYTES` bytes, with the input that it is for.
 
         Raises:
             UsageError: when it is too long.
         """
-        text = json.dumps([self.shapes, self.dtypes, self.needs, self.single]).encode()
+        text = json.dumps([self.shapes, self.dtypes, self.needs, self.single, key]).encode()
         if len(text) > HEADER_BYTES:
             raise UsageError(f"{len(self.shapes)} tensors between two stages are too many to announce; stack some")
         return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
     @classmethod
-    def decode(cls, message: Array) -> Signature:
-        """Return what `encode` gave."""
-        shapes, dtypes, needs, single = json.loads(message.tobytes())
+    def decode(cls, message: Array, key: Key) -> Signature:
+        """Return what `encode` gave.
+
+        Raises:
+            UsageError: when it is for another input than this end has.
+        """
+        shapes, dtypes, needs, single, theirs = json.loads(message.tobytes())
+        if theirs != json.loads(json.dumps(key)):
+            raise UsageError(
+                f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])} and {key[0]}; "
+                "give all of them the same part of each batch: Loader(rank=arrangement.data_rank, "
+                "world=arrangement.data_ranks)"
+            )
         return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes), tuple(needs), single)
 
     def buffers(self, gradients: bool) -> list[Array]:
@@ -139,7 +149,7 @@ class Crossing:
         found = Signature.of(values)
         agreed = self._agreed.setdefault(key, found)
         if agreed is found:
-            self._messages.send(found.encode(), self._peer, self._header_tag)
+            self._messages.send(found.encode(key), self._peer, self._header_tag)
         elif agreed != found:
             raise ShapeError(
                 f"stage {self.stage} gave {_look(found)} for an input of shape {key[0]}, where {_look(agreed)} was "
@@ -156,7 +166,7 @@ class Crossing:
             nonlocal arrivals
             if key not in self._agreed:
                 header = self._messages.receive(np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag)
-                self._agreed[key] = Signature.decode(header.wait())
+                self._agreed[key] = Signature.decode(header.wait(), key)
             if arrivals is None:
                 arrivals = self._post(key)
             signature = self._agreed[key]

@@ -132,6 +132,9 @@ def test_what_is_no_tensor_cannot_cross() -> None:
 def test_signatures_come_back_from_the_wire() -> None:
     values = Values((np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False)
     signature = Signature.of(values)
-    assert Signature.decode(signature.encode()) == signature
+    key = ((4, 3), True)
+    assert Signature.decode(signature.encode(key), key) == signature
+    with pytest.raises(UsageError, match=r"of shape \(4, 3\) and \(5, 3\); give all of them the same part"):
+        Signature.decode(signature.encode(key), ((5, 3), True))
     with pytest.raises(UsageError, match="too many to announce"):
-        Signature.of(Values((np.ones(1),) * 2000, (True,) * 2000)).encode()
+        Signature.of(Values((np.ones(1),) * 2000, (True,) * 2000)).encode(())

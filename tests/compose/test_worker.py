@@ -1,0 +1,80 @@
+"""A worker looks at how its batches were shared out, and at what is on several ranks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import data, models, optim
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement, arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.errors import CommError, UsageError
+
+SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
+
+
+def make(group: Group, layout: Layout, **options: Any) -> tuple[Worker, Arrangement]:
+    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, layout, SAMPLE)
+    where.model.initialize(seed=0)
+    return Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options), where
+
+
+def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
+    """Return what each rank was told of a step."""
+    try:
+        worker.step(next(iter(loader.epoch(0))))
+        found = ""
+    except UsageError as error:
+        found = str(error)
+    return [str(each) for each in group.gather(found)]
+
+
+@pytest.mark.mpi
+def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
+    """As when the world's rank and size are given to the Loader of a pipeline."""
+    train, _ = data.load("digits")
+    worker, _ = make(group, Layout(pp=group.size, dp=1))
+    if 32 % group.size:  # else the stages notice the different shapes, one by one, and the job ends
+        return
+    told = refusal(group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1))
+    if group.size == 1:
+        assert told == [""]
+    else:
+        wanted = "rows together, but the global batch 32; give Loader the rank and world of the replica"
+        assert all(wanted in each and "arrangement.data_rank" in each for each in told), told
+
+
+@pytest.mark.mpi
+def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
+    train, _ = data.load("digits")
+    worker, where = make(group, Layout())
+    many = 2 * group.size
+    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True)
+    told = refusal(group, worker, loader)
+    assert told == [""] if group.size == 1 else all("leave whole out" in each for each in told)
+    fixed, where = make(group, Layout(reduction="fixed"))
+    shared = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=many)
+    try:
+        fixed.step(next(iter(shared.epoch(0))))
+        found = ""
+    except CommError as error:
+        found = str(error)
+    assert all(group.gather(found == "" if group.size == 1 else "push each leaf on one rank" in found))
+
+
+@pytest.mark.mpi
+def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> None:
+    train, _ = data.load("digits")
+    worker, where = make(group, Layout(tp=group.size, dp=1), check=True)
+    whole = next(p for _, p in where.model.named_parameters() if p.region is None)
+    if group.rank == group.size - 1 and group.size > 1:
+        whole.data[...] += 1e-3
+    try:
+        worker.step(next(iter(Loader(train, 32).epoch(0))))
+        found = ""
+    except CommError as error:
+        found = str(error)
+    assert all(group.gather(found == "" if group.size == 1 else "of its tensor group" in found))
