@@ -18,7 +18,7 @@ from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
-STEPS = 3
+STEPS = 2
 TOLERANCES = {"float64": 1e-11, "float32": 2e-4}
 
 
