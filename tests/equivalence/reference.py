@@ -104,18 +104,14 @@ def place(worker: Worker) -> tuple[int, int]:
 
 def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
     """Yield a rank's parts of the batches, epoch after epoch."""
-    rank, world = place(worker)
-    loader = Loader(
-        digits(),
-        setup.batch_size,
-        seed=1,
-        rank=rank,
-        world=world,
-        microbatches=setup.microbatches,
-        whole=worker.arrangement is not None and worker.arrangement.layout.fixed,
-        dtype=setup.dtype,
-        workers=0,
-    )
+    whole = worker.arrangement is not None and worker.arrangement.layout.fixed
+    yield from parts(setup, *place(worker), whole)
+
+
+def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> Iterator[Batch]:
+    """Yield a part of each batch, or all of it."""
+    options = {"microbatches": setup.microbatches, "whole": whole, "dtype": setup.dtype, "workers": 0}
+    loader = Loader(digits(), setup.batch_size, seed=1, rank=rank, world=world, **options)
     for epoch in count():
         for batch in loader.epoch(epoch):
             yield replace(batch, x=setup.prepare(batch.x))

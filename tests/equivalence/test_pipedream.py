@@ -1,0 +1,137 @@
+"""PipeDream: each microbatch's backward uses the weights that its forward used, and every stage its own version.
+
+The reference here computes serially with the whole model, and keeps each stage's weights after every update:
+
+    stage s, microbatch m: the weights after max(0, m - (S - 1 - s)) of the batch's updates
+    update m of stage s:   from the newest weights, by the gradient at the stashed ones
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Layout
+from nnmpi.data.loader import Batch
+from nnmpi.errors import UsageError
+from nnmpi.nn.chain import Part, cut_chain, open_chain
+from nnmpi.nn.mode import training
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.tensor.tensor import Tensor
+from tests.equivalence import own
+from tests.equivalence.cover import meshes, uneven
+from tests.equivalence.reference import Setup, batches, build, digits, parts, release
+
+pytestmark = pytest.mark.mpi
+
+LR, MOMENTUM, STEPS = 0.05, 0.9, 5
+SETUPS = {
+    model.__name__: Setup(
+        model, optimizer="sgd", optimizer_options={"lr": LR, "momentum": MOMENTUM}, microbatches=microbatches
+    )
+    for model, microbatches in ((own.skipping, 6), (own.noisy, 3))
+}
+
+
+class Delayed:
+    """The serial reference, for so many stages."""
+
+    def __init__(self, setup: Setup, split: tuple[int, ...]) -> None:
+        self.model = setup.model(digits().sample_shape, digits().classes).initialize(seed=5, dtype="float64")
+        links = open_chain(self.model)
+        starts = [sum(split[:i]) for i in range(len(split))]
+        cuts = [range(start, start + length) for start, length in zip(starts, split, strict=True)]
+        self.stages = [
+            [name for name, _ in Part(self.model, part).named_parameters()] for part in cut_chain(links, cuts)
+        ]
+        self.parameters = dict(self.model.named_parameters())
+        self.weights = {name: parameter.data.copy() for name, parameter in self.parameters.items()}
+        self.momentum = {name: np.zeros_like(value) for name, value in self.weights.items()}
+        self.updates = 0
+
+    def step(self, batch: Batch) -> tuple[float, list[list[int]]]:
+        """Train on a batch; return the mean loss and each stage's staleness."""
+        versions = [self.weights]
+        delays = [len(self.stages) - 1 - stage for stage in range(len(self.stages))]
+        total = 0.0
+        for m, cut in enumerate(batch.cuts):
+            for names, delay in zip(self.stages, delays, strict=True):
+                for name in names:
+                    self.parameters[name].data[...] = versions[max(0, m - delay)][name]
+            rows = slice(cut.start, cut.stop)
+            self.model.storage.zero_grad()
+            with training(3, self.updates + m, cut.first_row):
+                loss = cross_entropy(self.model(Tensor(batch.x[rows])), batch.y[rows], reduction="sum")
+            loss.backward(np.asarray(1 / (cut.stop - cut.start)))
+            self.model.storage.finish_gradients()
+            total += loss.item()
+            versions.append(self._update(versions[-1]))
+        self.weights, self.updates = versions[-1], self.updates + len(batch.cuts)
+        staleness = [[min(delay, m) for m in range(len(batch.cuts))] for delay in delays]
+        return total / batch.global_rows, staleness
+
+    def _update(self, newest: dict[str, Array]) -> dict[str, Array]:
+        result = {}
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            self.momentum[name] = MOMENTUM * self.momentum[name] + parameter.grad
+            result[name] = newest[name] - LR * self.momentum[name]
+        return result
+
+
+def trained(setup: Setup, group: Group, layout: Layout) -> tuple[list[float], list[list[list[int]]], dict[str, Array]]:
+    """Return the losses, every step's staleness on each rank, and the weights on every rank."""
+    worker = build(setup, group, layout, synchronous=True)
+    reports = [worker.step(batch) for batch in islice(batches(setup, worker), STEPS)]
+    weights = worker.state()[0].to_dict(everywhere=True)
+    release(worker)
+    return [r.loss for r in reports], [group.gather(list(r.staleness)) for r in reports], weights
+
+
+@pytest.mark.parametrize("name", sorted(SETUPS))
+def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> None:
+    """Bitwise where only the pipeline spreads the model; the last batch of an epoch has fewer microbatches."""
+    setup = SETUPS[name]
+    for dp, pp, tp in meshes(group.size):
+        if pp == 1:
+            continue
+        layout = Layout(dp, pp, tp, schedule="pipedream", split=uneven(setup, pp))
+        losses, staleness, weights = trained(setup, group, layout)
+        reference = Delayed(setup, uneven(setup, pp))
+        for step, batch in enumerate(islice(parts(setup), STEPS)):
+            loss, expected = reference.step(batch)
+            stages = [rank // tp % pp for rank in range(group.size)]
+            assert staleness[step] == [expected[stage] for stage in stages]
+            assert losses[step] == pytest.approx(loss, rel=1e-12)
+        exact = dp == tp == 1
+        for key, value in reference.weights.items():
+            assert np.array_equal(weights[key], value) if exact else np.allclose(weights[key], value, rtol=1e-9)
+
+
+def test_delayed_weights_are_not_the_newest(group: Group) -> None:
+    """Or the test above would show nothing."""
+    if group.size == 1:
+        return
+    setup = SETUPS["skipping"]
+    losses = []
+    for schedule in ("pipedream", "1f1b"):
+        layout = Layout(pp=group.size, schedule=schedule, split=uneven(setup, group.size))
+        losses.append(trained(setup, group, layout)[0])
+    reference = Delayed(setup, (sum(uneven(setup, group.size)),))
+    undelayed = [reference.step(batch)[0] for batch in islice(parts(setup), STEPS)]
+    assert abs(losses[0][1] - losses[1][1]) > 1e-6  # six updates a batch, not one
+    assert abs(losses[0][1] - undelayed[1]) > 1e-6
+
+
+def test_clipping_is_refused(group: Group) -> None:
+    """Its norm would need all stages at once."""
+    if group.size == 1:
+        return
+    setup = SETUPS["skipping"]
+    layout = Layout(pp=group.size, schedule="pipedream", split=uneven(setup, group.size))
+    with pytest.raises(UsageError, match="clipping needs the gradient of all stages"):
+        build(setup, group, layout, clip=1.0)
