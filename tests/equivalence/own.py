@@ -5,6 +5,8 @@ No bias stands before a batch norm: its gradient is 0, and Adam would divide rou
 
 from __future__ import annotations
 
+import os
+import signal
 from math import prod
 from typing import Any
 
@@ -183,6 +185,52 @@ class Selecting(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the first columns of x."""
         result: Tensor = x[:, : 1 + int(np.abs(x.data).sum() * 1000) % 7]
+        return result
+
+
+class Dying(Module):
+    """Passes x on once; the second time its process is killed."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        self.calls += 1
+        if self.calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+class Mean(Module):
+    """The mean over the features, as one feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, 1)."""
+        result: Tensor = x.mean(axis=1).reshape(x.shape[0], 1)
+        return result
+
+
+def selecting(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model with activations whose shape depends on the data; four links, the second is at fault."""
+    first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
+    return Sequential(Whole(first), Selecting(), Mean(), Linear(1, classes))
+
+
+def dying(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model that kills its rank; four links, the second is at fault."""
+    first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
+    return Sequential(Whole(first), Dying(), Mean(), Linear(1, classes))
+
+
+class Whole(Module):
+    """A module that is not cut."""
+
+    def __init__(self, inner: Module) -> None:
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the inner module's result."""
+        result: Tensor = self.inner(x)
         return result
 
 

@@ -1,4 +1,4 @@
-"""What layers do differently in training: batch statistics, dropout, recomputation; and what the global batch decides."""
+"""What layers do differently in training: statistics, dropout, recomputation; and what the global batch decides."""
 
 from __future__ import annotations
 

@@ -1,0 +1,44 @@
+"""What breaks off in the middle of a pipeline ends the job, with a sentence, and nobody waits for ever."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.job import Ending, mpirun, run
+
+LIMIT_S = 60.0
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from nnmpi.comm.start import start
+group = start()
+from nnmpi.compose.layout import Layout
+from tests.equivalence import own
+from tests.equivalence.reference import Setup, run
+layout = Layout(pp=group.size, schedule=sys.argv[2], split=(2, 1, 1))
+run(Setup(getattr(own, sys.argv[1]), microbatches=4), group, layout)
+"""
+
+
+def train(folder: Path, model: str, schedule: str) -> Ending:
+    """Train on three ranks, in processes of their own."""
+    script = folder / "job.py"
+    script.write_text(SCRIPT)
+    environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return run([*mpirun(3), sys.executable, str(script), model, schedule], folder / "output", LIMIT_S, environ)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(tmp_path: Path, schedule: str) -> None:
+    ending = train(tmp_path, "selecting", schedule)
+    assert ending.status == 1, ending.output
+    assert "stage 0 gave float64 (8, " in ending.output or "stage 0 gave float64 (7, " in ending.output
+    assert "what crosses must depend on the input's shape alone" in ending.output
+
+
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    ending = train(tmp_path, "dying", "1f1b")
+    assert ending.status not in (None, 0), ending.output
+    assert ending.seconds < LIMIT_S / 2
