@@ -221,7 +221,7 @@ class Pipelined:
         assert running is not None and microbatch is not None
         self._finish()
         storage = self.model.storage
-        storage.move(data=[namespace(data).array(data) for data in storage.data])
+        storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were
             span.parameter.grad = span.parameter.buffer
         running.staleness.append(self.optimizer.steps - running.versions.pop(microbatch))
