@@ -298,6 +298,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "is an Embedding"),
     (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
+    (lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()), {"0": C}, "cannot tell the images' size"),
     (lambda: nn.Sequential(Dropping()), {"0.linear": C}, "'0.drop' is a Dropout beside layers that are cut"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
 ]

@@ -24,7 +24,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.comm.uneven import gather_parts, sum_parts
-from nnmpi.errors import LayoutError, ShapeError
+from nnmpi.errors import ShapeError
 from nnmpi.parallel.sharded.layout import Layout
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
@@ -116,11 +116,7 @@ class _Regions:
 def _whole_length(group: Group, layout: Layout, own: int) -> int:
     """Return how long the cut axis is altogether, given this rank's part of it."""
     width = layout.width(group.size, group.rank)
-    if layout.repeats is None and width == 0:
-        raise LayoutError(
-            f"rank {group.rank} has nothing of {layout.units} channels on {group.size} ranks and cannot know the size "
-            "of the flattened images; give shard() the shape of a sample, or use fewer ranks"
-        )
+    layout.check_known(group.size)
     repeats = own // width if layout.repeats is None else layout.repeats
     return layout.units * layout.unit * repeats
 

@@ -87,6 +87,18 @@ class Layout:
             )
         return replace(self, repeats=repeats)
 
+    def check_known(self, size: int) -> None:
+        """Refuse a layout of unknown repeats of which some rank has nothing: it could never tell how many there are.
+
+        Raises:
+            LayoutError: when it is so.
+        """
+        if self.repeats is None and self.units < size:
+            raise LayoutError(
+                f"{self.units} channels of flattened images lie on {size} ranks, and those that have none cannot tell "
+                "the images' size; give shard() the shape of a sample, or use fewer ranks"
+            )
+
     def width(self, size: int, rank: int) -> int:
         """Return how many elements a rank has of each repeat."""
         return len(part(self.units, size, rank)) * self.unit

@@ -63,7 +63,10 @@ class Site:
         return partial(spread, group=self.group, layout=self._known(features))
 
     def _known(self, features: int | None) -> Layout:
-        return self.layout if features is None or self.layout.repeats is not None else self.layout.resolve(features)
+        if features is not None and self.layout.repeats is None:
+            return self.layout.resolve(features)
+        self.layout.check_known(self.group.size)
+        return self.layout
 
     def to_parts(self, layout: Layout) -> Exchange:
         """Return what leaves each rank its part of the activation, in that layout."""

@@ -211,6 +211,7 @@ class Walk:
         return Exchanged(module, after=self._gather(place))
 
     def _gather(self, place: Place) -> Callable[[Any], Any]:
+        place.layout.check_known(self.parts.group.size)
         return partial(gather, group=self.parts.group, layout=place.layout)
 
     def _sharding(self, module: Module) -> Sharding | None:
