@@ -74,6 +74,8 @@ def accuracy(content: Content) -> str:
 
 def machine(content: Content) -> str:
     """Return what a part was measured on, as one sentence."""
+    if "mpi" not in content:
+        return "Simulated, so the same on any machine."
     facts = content["machine"]
     return (
         f"Taken on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']}, Python "

@@ -58,13 +58,13 @@ def memory_table(content: Content) -> str:
         if abs(row["activation_ratio"] - 1) > abs(worst["activation_ratio"] - 1):
             seen[row["network"], row["tp"]] = row
     for (network, tp), row in sorted(seen.items(), key=lambda pair: (pair[0][0] != "mlp", pair[0][1])):
-        cells = [network, str(tp)]
+        cells = [network, str(tp), _mib(row["building_bytes"])]
         for what in ("parameter", "activation"):
             cells += [_mib(row[f"{what}_bytes"]), _mib(row[f"{what}_formula"]), f"{row[f'{what}_ratio']:.2f}"]
         given, formula = sum(row["exchanged_bytes"].values()), sum(row["exchanged_formula"].values())
         cells += [_mib(given), _mib(formula), _mib(wire_bytes(row["exchanged_formula"], tp))]
         rows.append(" | ".join(cells))
-    head = "network | tp | parameters, MiB | formula | ratio | activations, MiB | formula | ratio "
+    head = "network | tp | at most while made, MiB | parameters, MiB | formula | ratio | activations, MiB | formula | ratio "
     return table(head + "| exchanged in a step, MiB | formula | each rank sends, MiB", rows)
 
 
