@@ -64,8 +64,8 @@ def memory_table(content: Content) -> str:
         given, formula = sum(row["exchanged_bytes"].values()), sum(row["exchanged_formula"].values())
         cells += [_mib(given), _mib(formula), _mib(wire_bytes(row["exchanged_formula"], tp))]
         rows.append(" | ".join(cells))
-    head = "network | tp | at most while made, MiB | parameters, MiB | formula | ratio | activations, MiB | formula | ratio "
-    return table(head + "| exchanged in a step, MiB | formula | each rank sends, MiB", rows)
+    head = "network | tp | at most while made, MiB | parameters, MiB | formula | ratio | activations, MiB | formula "
+    return table(head + "| ratio | exchanged in a step, MiB | formula | each rank sends, MiB", rows)
 
 
 def times_table(content: Content) -> str:
