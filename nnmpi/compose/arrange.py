@@ -13,7 +13,7 @@ then the caller initializes `arrangement.model` and makes an optimizer, and a Wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -29,6 +29,7 @@ from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import Link, Part, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.profile import LinkCost, profile
+from nnmpi.parallel.sharded.layout import WHOLE
 from nnmpi.parallel.tensor import shard
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.parameter import Parameter
@@ -64,6 +65,7 @@ class Arrangement:
         names: the names of the model's links.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
+        classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
         lower: names of tied parameters that a rank before this one writes and counts.
     """
 
@@ -80,6 +82,7 @@ class Arrangement:
     costs: tuple[LinkCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     lower: frozenset[str] = frozenset()
+    classes: int = 0
 
     @property
     def data_rank(self) -> int:
@@ -127,11 +130,12 @@ def arrange(
     whole = (parameters, order, sum(parameter.size for parameter in model.parameters()))
     with agreed(group):
         shape = None if sample is None else tuple(sample.shape[1:])
-        shard(model, bound.tp, layout.table, shape) if mesh.tp > 1 else None
+        result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else WHOLE
     if mesh.pp == 1:
         arrangement = Arrangement(layout, bound, model, *whole)
     else:
         arrangement = _cut(model, bound, layout, whole, sample, dtype, backend)
+    arrangement = replace(arrangement, classes=result.units)
     _check_memory(arrangement, dtype)
     return arrangement
 

@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, count_correct
+from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, correct_of
 from nnmpi.data.loader import Batch
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
@@ -86,6 +86,7 @@ class Pipelined:
         self._places = {stage: i for i, stage in enumerate(self._numbers)}
         self.fixed = FixedReduction(self.model, mesh.dp, parts, backend) if layout.fixed else None
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
+        self._correct = correct_of(arrangement)
         self._batch: _Running | None = None
         stages = {
             number: Stage(
@@ -181,7 +182,7 @@ class Pipelined:
         loss = running.loss(result, y)
         if not current().again:
             running.losses[microbatch] = loss.data
-            running.correct[microbatch] = count_correct(result, y)
+            running.correct[microbatch] = self._correct(result, y)
         return loss
 
     def _recomputes(self, microbatch: int) -> bool:

@@ -12,7 +12,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, count_correct
+from nnmpi.compose.runner import Correct, Outcome, SumLoss, check_cuts
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
@@ -32,6 +32,7 @@ class Replicas:
         replicas: the ranks that have the same part of the model and share each batch.
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         seed: of the run.
+        correct: counts right answers; called on every rank, as it may communicate.
         counts: whether this rank, of those that share layers, is the one that counts.
         fixed: sum gradients in a fixed order.
         exchanged, allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
@@ -48,6 +49,7 @@ class Replicas:
         evaluation_loss: SumLoss,
         backend: Backend,
         seed: int,
+        correct: Correct,
         counts: bool,
         fixed: bool,
         exchanged: bool,
@@ -57,6 +59,7 @@ class Replicas:
     ) -> None:
         self.model, self.world, self.backend, self.seed = model, world, backend, seed
         self.loss, self.evaluation_loss, self._counts = loss, evaluation_loss, counts
+        self._correct = correct
         self.parallel = DataParallel(
             model, replicas, allreduce, bucket_bytes, overlap, backend, exchanged and not fixed, joint=not fixed
         )
@@ -75,7 +78,7 @@ class Replicas:
             with timeline.span(f"B{cut.number}", "backward"):
                 self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
             loss_sum += loss.item()
-            correct += count_correct(logits, y[cut.start : cut.stop])
+            correct += self._correct(logits, y[cut.start : cut.stop])
         counted = (loss_sum, correct, len(batch.y)) if self._counts else (0.0, 0.0, 0)
         return Outcome(*counted, self.parallel.traffic)
 
@@ -89,7 +92,7 @@ class Replicas:
                 self.parallel.backward(loss, batch.global_rows, last=False)
             fixed.add(0, cut.number)
             losses[cut.number] = loss.item()
-            correct += count_correct(logits, y[cut.start : cut.stop])
+            correct += self._correct(logits, y[cut.start : cut.stop])
         begin = time.perf_counter()
         fixed.finish()
         total = fixed.sum_numbers(losses, self.world)
@@ -102,9 +105,8 @@ class Replicas:
         with no_grad(), evaluation():
             logits = self.model(Tensor(x))
             loss_sum = self.evaluation_loss(logits, y).item()
-        if not self._counts:
-            return 0.0, 0.0, 0
-        return loss_sum, count_correct(logits, y), len(batch.y)
+        correct = self._correct(logits, y)
+        return (loss_sum, correct, len(batch.y)) if self._counts else (0.0, 0.0, 0)
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""

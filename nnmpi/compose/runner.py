@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.exchange import Traffic
+from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
+from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pipeline import PassReport
+from nnmpi.parallel.sharded.cross_entropy import best_classes
+from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+Correct: TypeAlias = Callable[[Tensor, Array], float]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,30 @@ def check_cuts(batch: Batch, fixed: bool) -> None:
             f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals them "
             'for reduction "fixed"; leave whole out'
         )
+
+
+def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumLoss:
+    """Return the sum of the samples' cross-entropies for logits as an arrangement's model gives them.
+
+    That is of this rank's classes alone, where they are shared out: no rank gathers them.
+    """
+    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": label_smoothing}
+    if arrangement is None or not arrangement.classes:
+        return partial(cross_entropy, **options)
+    return partial(sharded_cross_entropy, group=arrangement.mesh.tp, classes=arrangement.classes, **options)
+
+
+def correct_of(arrangement: Arrangement | None) -> Correct:
+    """Return what counts right answers for logits as an arrangement's model gives them."""
+    if arrangement is None or not arrangement.classes:
+        return count_correct
+    group, classes = arrangement.mesh.tp, arrangement.classes
+
+    def count(logits: Tensor, y: Array) -> float:
+        host = getattr(y, "get", lambda: y)()
+        return float((best_classes(logits.data, group, classes) == host).sum())
+
+    return count
 
 
 def count_correct(logits: Tensor, y: Array) -> float:

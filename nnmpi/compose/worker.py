@@ -14,7 +14,6 @@ import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from math import isfinite, nan
 from typing import Any
 
@@ -35,12 +34,11 @@ from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.compose.replicas import Replicas
 from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.runner import Outcome, Runner, SumLoss
+from nnmpi.compose.runner import Outcome, Runner, SumLoss, correct_of, sum_cross_entropy
 from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import check_free
@@ -55,7 +53,8 @@ class Worker:
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
         loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the
-            rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row.
+            rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row. Where
+            `arrangement.classes` are shared out, it gets this rank's logits (see `parallel.sharded.cross_entropy`).
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
         fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
@@ -100,7 +99,7 @@ class Worker:
                 "model.initialize()"
             )
         self.model, self.optimizer, self.group = model, optimizer, group
-        self.loss: SumLoss = partial(cross_entropy, reduction="sum") if loss is None else loss
+        self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
         _refuse_mean(self.loss)
         _refuse_mean(self.evaluation_loss)
@@ -145,6 +144,7 @@ class Worker:
             *losses,
             self.backend,
             self.seed,
+            correct=correct_of(where),
             counts=where is None or where.mesh.place.t == 0,
             fixed=where is not None and where.layout.fixed,
             exchanged=self.fused is None,

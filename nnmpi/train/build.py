@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -14,13 +13,13 @@ from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import Constant, Cosine, Schedule, StepDecay, Warmup, linear_scaling
@@ -160,13 +159,12 @@ def build_worker(
         and len(algorithms) == _count_buckets(model.storage, bucket_bytes)
     ):
         allreduce = algorithms  # with another --bucket-mb than before it begins anew
-    smoothed = partial(cross_entropy, reduction="sum", label_smoothing=options.label_smoothing)
     return Worker(
         model,
         optimizer,
         group,
-        loss=smoothed,
-        evaluation_loss=partial(cross_entropy, reduction="sum"),
+        loss=sum_cross_entropy(where, options.label_smoothing),
+        evaluation_loss=sum_cross_entropy(where),
         allreduce=allreduce,
         bucket_bytes=bucket_bytes,
         overlap=parallel.overlap,
