@@ -62,7 +62,7 @@ def measure(group: Group, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _fill(where: Arrangement) -> Optimizer:
     """Give this rank's part of the model its values, and make the optimizer."""
     where.model.initialize(seed=1)
-    return optim.build("adam", where.model.storage, lr=1e-3)
+    return optim.build("adam", where.model.storage, lr=1e-4)
 
 
 def _warm_up(subject: Subject) -> None:
