@@ -64,6 +64,7 @@ class Loop:
                 while not self._finished:
                     self._run_epoch()
                 self._tracer.finish()
+                self._reporter.say(self._passes.tell())  # a run may end within an epoch
                 report = self._evaluate()
                 self._save()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others

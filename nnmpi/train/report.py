@@ -79,6 +79,10 @@ class Reporter:
         )
         self._pace.restart()
 
+    def say(self, lines: Sequence[str]) -> None:
+        """Print lines below an epoch's."""
+        self._console.say(*(f"  {line}" for line in lines))
+
     def evaluation(self, kind: str, state: State, report: EvalReport) -> None:
         """Record an evaluation: kind "eval" after an epoch, "test" at the end."""
         seconds = max(report.seconds, 1e-9)

@@ -1,0 +1,102 @@
+"""The train command with pipelines and shards: what it prints, records, traces and leaves."""
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.train import session
+from nnmpi.train.metrics import read_metrics
+from nnmpi.train.options import assemble
+from nnmpi.train.progress import Console
+from tests.chrome import arrows, breaches, names, spans
+
+Train = Callable[..., tuple[Path, list[str]]]
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains on the group's ranks and returns the run's folder and what was printed."""
+    base = Path(group.share(str(tmp_path_factory.mktemp("runs"))))
+
+    def run(**options: Any) -> tuple[Path, list[str]]:
+        text = io.StringIO()
+        values = {"out": str(base / f"run{len(list(base.iterdir()))}"), "epochs": 1, "dataset": "digits", **options}
+        folder = Path(group.share(values["out"]))
+        session.run(assemble({**values, "out": str(folder)}), group, Console(quiet=not group.is_root, stream=text))
+        group.barrier()
+        return folder, text.getvalue().splitlines()
+
+    return run
+
+
+def everywhere(group: Group, right: bool) -> None:
+    assert all(group.gather(bool(right)))
+
+
+def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> None:
+    folder, lines = train(pp=group.size, model="resnet", trace=True, trace_steps=2, batch_size=200)
+    right = True
+    if group.is_root and group.size > 1:
+        told = "\n".join(lines)
+        with gzip.open(folder / "trace.json.gz", "rt") as file:
+            trace = json.load(file)
+        recorded = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+        ranks = set(names(trace, "process_name").values())
+        done = [name for _, _, name, _, _ in spans(trace)]
+        last, microbatches = group.size - 1, 4 * group.size
+        checks = [
+            f"pipeline:    1f1b, {group.size} stages, {microbatches} microbatches of" in told,
+            f"stage {last}:     pipeline rank {last}, link" in told,
+            "pipeline pass" in told and "simulated" in told and "bubble and transfers" in told,
+            not breaches(trace),
+            ranks == {f"rank {rank}: d0 p{rank} t0" for rank in range(group.size)},
+            done.count(f"{last}F{microbatches - 1}") == 2,
+            len(arrows(trace)) == 2 * 2 * microbatches * last,
+            all(row["wait_s"] > 0 for row in recorded),
+        ]
+        right = all(checks)
+        assert right, (checks, told)
+    everywhere(group, right)
+
+
+def test_pipedream_records_its_staleness(group: Group, train: Train) -> None:
+    if group.size == 1:
+        return
+    folder, lines = train(pp=group.size, model="resnet", pipeline="pipedream", lr=1e-3, max_steps=3, log_every=1)
+    right = True
+    if group.is_root:
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+        right = all(row["grad_norm"] is None and 0 < row["staleness"] <= group.size - 1 for row in rows)
+        right = right and any("staleness by rank: at most" in line for line in lines)
+    everywhere(group, right)
+
+
+def test_the_layout_does_not_change_the_result(group: Group, train: Train) -> None:
+    """Final losses of the same run under all layouts that the ranks allow, in float64."""
+    options = {"model": "cnn", "dtype": "float64", "batch_size": 50, "max_steps": 4, "microbatches": 3, "clip": 0.5}
+    found = []
+    for axes in ({"dp": group.size}, {"pp": group.size}, {"tp": group.size}, {"pp": group.size, "recompute": "always"}):
+        if group.size == 1 and "recompute" in axes:
+            continue
+        folder, _ = train(**options, **axes)
+        if group.is_root:
+            found.append(read_metrics(folder / "metrics.jsonl")[-1]["loss"])
+    everywhere(group, all(abs(loss - found[0]) < 1e-9 for loss in found))
+
+
+def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) -> None:
+    folder, _ = train(model="mlp", trace=True, max_steps=2, trace_steps=9)
+    right = True
+    if group.is_root:
+        with gzip.open(folder / "trace.json.gz", "rt") as file:
+            trace = json.load(file)
+        done = [name for _, _, name, _, _ in spans(trace)]
+        right = not breaches(trace) and done.count("F0") == 2 * group.size and done.count("update") == 2 * group.size
+    everywhere(group, right)
