@@ -11,6 +11,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"parallel"}),
     frozenset({"compose", "plan"}),
     frozenset({"train"}),
+    frozenset({"verify"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -44,12 +45,13 @@ LATE_IMPORTS = {
     ): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    ("nnmpi/verify/__main__.py", "nnmpi.verify.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
-TALKERS = frozenset({"train"})
+TALKERS = frozenset({"train", "verify"})
 LAST_WORDS = frozenset({"nnmpi/comm/leave.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 

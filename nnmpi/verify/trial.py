@@ -1,0 +1,156 @@
+"""A short training run as values, on any number of ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.random import stream
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.data.catalogue import load
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.train.build import BYTES_PER_MIB, build_model, build_optimizer
+from nnmpi.verify.options import Options
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run did. Arrays are the whole model's, on rank 0 alone.
+
+    Attributes:
+        losses, norms: of each step.
+        gradients: of the first step, by parameter.
+        weights: after the last step, by parameter.
+        statistics: the model's other arrays after the last step.
+        evaluation: loss and accuracy over all samples.
+        layout: how the model lay on the ranks, in lines.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Array]
+    weights: dict[str, Array]
+    statistics: dict[str, Array]
+    evaluation: tuple[float, float]
+    layout: list[str]
+
+
+def load_samples(options: Options) -> Dataset:
+    """Return the samples.
+
+    Raises:
+        UsageError, DataError: when there are none.
+    """
+    if options.shape is None:
+        train, _ = load(options.dataset, seed=options.seed)
+        return train.take(np.arange(min(options.samples, len(train))))
+    draws = stream(options.seed, "verify")
+    x = draws.standard_normal((options.samples, *options.shape), dtype=np.float32)
+    return Dataset("random samples", x, draws.integers(0, options.classes, options.samples), options.classes)
+
+
+def run(options: Options, dataset: Dataset, group: Group, layout: Layout) -> Trial:
+    """Train the model under a layout of the group's ranks. Collective.
+
+    Raises:
+        LayoutError, UsageError: on all ranks, when the layout does not fit.
+        CommError: on all ranks, when copies of a weight differ after a step.
+    """
+    worker = _build(options, dataset, group, layout)
+    where = worker.arrangement
+    assert where is not None
+    losses, norms, gradients = [], [], dict[str, Array]()
+    for batch in islice(_batches(options, dataset, where), options.steps):
+        report = worker.step(batch)
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+        if len(losses) == 1:
+            gradients = _gather_gradients(worker, where)
+    evaluated = worker.evaluate(_loader(options, dataset, where, 1, training=False).epoch(0))
+    arrays = worker.state()[0].to_dict()
+    weights = {name: arrays[name] for name in where.parameters if name in arrays}
+    statistics = {name: array for name, array in arrays.items() if name not in weights}
+    worker.release()
+    where.mesh.free()
+    evaluation = (evaluated.loss, evaluated.accuracy)
+    return Trial(losses, norms, gradients, weights, statistics, evaluation, _describe(where))
+
+
+def _build(options: Options, dataset: Dataset, group: Group, layout: Layout) -> Worker:
+    with agreed(group):
+        model = build_model(options.model, dataset.sample_shape, dataset.classes)
+    rows = -(-_batch_size(options, dataset) // microbatches(options, dataset))
+    where = arrange(model, group, layout, dataset.rows(np.arange(rows), options.dtype), options.dtype)
+    with agreed(group):
+        where.model.initialize(seed=options.seed, dtype=options.dtype)
+        optimizer = build_optimizer(options.optimization, where.model.storage)
+    bucket_mb = options.parallel.bucket_mb
+    return Worker(
+        where.model,
+        optimizer,
+        group,
+        loss=partial(cross_entropy, reduction="sum"),
+        allreduce=options.parallel.allreduce,
+        bucket_bytes=BUCKET_BYTES if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
+        check=True,
+        clip=options.optimization.clip,
+        seed=options.seed,
+        arrangement=where,
+        synchronous=True,
+    )
+
+
+def _batches(options: Options, dataset: Dataset, where: Arrangement) -> Iterator[Batch]:
+    """Yield a rank's parts of the batches, epoch after epoch."""
+    loader = _loader(options, dataset, where, microbatches(options, dataset), training=True)
+    for epoch in count():
+        yield from loader.epoch(epoch)
+
+
+def _loader(options: Options, dataset: Dataset, where: Arrangement, parts: int, training: bool) -> Loader:
+    return Loader(
+        dataset,
+        _batch_size(options, dataset),
+        seed=options.seed,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=parts,
+        whole=where.layout.fixed and training,
+        shuffle=training,
+        dtype=options.dtype,
+    )
+
+
+def _batch_size(options: Options, dataset: Dataset) -> int:
+    wanted = options.optimization.batch_size
+    return len(dataset) if wanted == "full" else min(wanted, len(dataset))
+
+
+def microbatches(options: Options, dataset: Dataset) -> int:
+    """Return the number of parts of each batch: as asked for, but not more than its samples."""
+    return min(options.microbatches, _batch_size(options, dataset))
+
+
+def _gather_gradients(worker: Worker, where: Arrangement) -> dict[str, Array]:
+    """Return the gradients that the last step used, on rank 0."""
+    entries = []
+    for name, parameter in worker.model.named_parameters():
+        owned = where.mesh.place.d == 0 and where.counts(name, parameter)
+        assert parameter.buffer is not None
+        entries.append(Entry.of(name, parameter.buffer, parameter.region, owned))
+    return LayoutState(entries, where.parameters, worker.group).to_dict()
+
+
+def _describe(where: Arrangement) -> list[str]:
+    return [f"layout {where.mesh.mesh}", *describe_stages(where)]

@@ -1,0 +1,91 @@
+"""The verify command on several ranks: equal, not equal, and refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.pipelined import Pipelined
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.verify.cli import main
+
+pytestmark = pytest.mark.mpi
+
+OWN = """
+from nnmpi.nn.activation import Tanh
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.sharding import Sharding
+
+def build(sample_shape, classes):
+    model = Sequential(Linear(sample_shape[0], 9), Tanh(), Linear(9, 7), Tanh(), Linear(7, 7), Tanh(), Linear(7, 6),
+                       Tanh(), Linear(6, classes))
+    model.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW}
+    return model
+"""
+
+
+def layouts(size: int) -> list[str]:
+    """Return a layout of each kind, in words."""
+    found = [f"--dp {size}", f"--pp {size}", f"--tp {size}"]
+    return found + ([f"--dp {size // 4} --pp 2 --tp 2"] if size % 4 == 0 else [])
+
+
+def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of random samples; every rank gets the answer, and the first one prints the table."""
+    file = tmp_path / "net.py"
+    file.write_text(OWN)
+    for layout in layouts(group.size):
+        words = f"--model {file}:build --shape 5 --classes 3 --samples 31 --batch-size 14 --steps 3 {layout}"
+        assert main(words.split(), group)
+        out = capsys.readouterr().out
+        assert ("gradients of step 1" in out and "equal" in out.splitlines()[-1]) == group.is_root
+        assert bool(out) == group.is_root
+
+
+def test_fixed_sums_are_the_serial_run_to_the_last_bit(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+    pp = 2 if group.size % 2 == 0 else 1
+    words = f"--model mlp --hidden 12 8 7 --dp {group.size // pp} --pp {pp} --reduction fixed --dtype float32 --steps 3"
+    assert main(words.split(), group)
+    assert not group.is_root or capsys.readouterr().out.splitlines()[-1] == "equal to the last bit"
+
+
+def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if group.size == 1:
+        return
+    right = Pipelined._seeds
+    monkeypatch.setattr(Pipelined, "_seeds", lambda self, running: [2 * seed for seed in right(self, running)])
+    words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
+    assert not main(words.split(), group)
+    if group.is_root:
+        out = capsys.readouterr().out
+        assert "NOT EQUAL: gradients of step 1" in out
+        assert "DIFFERS" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "text"),
+    [
+        ("--dp 99", LayoutError, "not dp 99"),
+        ("--dataset iris", UsageError, "model cnn needs images"),
+        ("--model mlp --dp {size} --split 2 --clip 0", UsageError, "--clip"),
+        ("--model nowhere.py:build --dp {size}", UsageError, "there is no file nowhere.py"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence_on_all_ranks(group: Group, words: str, error: Any, text: str) -> None:
+    with pytest.raises(error) as caught:
+        main(words.format(size=group.size).split(), group)
+    assert text in str(caught.value)
+    assert len(set(group.gather(str(caught.value)))) == 1
+
+
+def test_more_stages_than_layers_are_refused(group: Group) -> None:
+    if group.size > 1:
+        with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
+            main(f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2".split(), group)
+
+
+def test_help_is_printed_once(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"], group)
+    assert ("mpirun -n 8 python -m nnmpi.verify" in capsys.readouterr().out) == group.is_root
