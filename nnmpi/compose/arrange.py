@@ -238,6 +238,7 @@ def _tie(
         for parameter in Part(model, links).parameters():
             where.setdefault(id(parameter), []).append(number)
     _refuse_ties(layout, model, where)
+    _refuse_shared_buffers(model, stages)
     own = dict(part.named_parameters())
     ties: list[Tie] = []
     lower: set[str] = set()
@@ -269,6 +270,21 @@ def _refuse_ties(layout: Layout, model: Module, where: Mapping[int, Sequence[int
             raise LayoutError(
                 f"{name} stands in the stages {', '.join(map(str, stages))}, which does not go with {asked}; cut the "
                 f"model so that all layers that have it share a stage, or leave {asked} out"
+            )
+
+
+def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[Link]]) -> None:
+    """Refuse a layer with running statistics that stands in several stages: each would follow its own microbatches."""
+    where: dict[int, tuple[str, set[int]]] = {}
+    for number, links in enumerate(stages):
+        for name, buffer in Part(model, links).named_buffers():
+            where.setdefault(id(buffer), (name, set()))[1].add(number)
+    for name, numbers in where.values():
+        if len(numbers) > 1:
+            raise LayoutError(
+                f"the layer of {name} stands in the stages {', '.join(map(str, sorted(numbers)))}, which would update "
+                "its running statistics in another order than the serial run; make a layer for each place, or cut the "
+                "model so that both places share a stage"
             )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite, nan
 from typing import Any
 
@@ -106,7 +106,6 @@ class Worker:
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         self.arrangement = arrangement
-        # the bits of a product may depend on the number of threads, of which a rank has fewer the more ranks there are
         self._one_thread = arrangement is not None and arrangement.layout.fixed
         self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
         _check_pairs(model, arrangement, fused_update, clip)
@@ -180,11 +179,12 @@ class Worker:
             self.optimizer.lr = lr
         self.model.storage.zero_grad()
         step = self.optimizer.steps
-        with threadpool_limits(1, "blas") if self._one_thread else nullcontext(), self._meter.running():
+        with self._threads(), self._meter.running():
             outcome = self.runner.run(batch, step)
         traffic = outcome.traffic.plus(self._meter.traffic)
         waited = time.perf_counter()
-        loss_sum, correct, rows = self.group.sum_floats([outcome.loss_sum, outcome.correct, outcome.rows])
+        with timeline.span("other ranks", "waiting", timeline.WAITING):
+            loss_sum, correct, rows = self.group.sum_floats([outcome.loss_sum, outcome.correct, outcome.rows])
         spent_s = time.perf_counter() - waited
         if self.group.size > 1:
             traffic = traffic.plus(predict_traffic(self.group, 3 * np.float64().nbytes, spent_s))
@@ -194,7 +194,8 @@ class Worker:
                 f"{batch.global_rows}; give Loader the rank and world of the replica ({self._replica()})"
             )
         waited = time.perf_counter()
-        norm = nan if self.runner.updates else self._norm()
+        with self._threads():
+            norm = nan if self.runner.updates else self._norm()
         if self.fused is not None:
             predicted_s = predict(self.group, SHARED, self._gradient_bytes)  # which writes more, and reads as much
             spent_s = time.perf_counter() - waited
@@ -283,6 +284,13 @@ class Worker:
 
     def _slots(self) -> dict[str, Array]:
         return slots(self.model.storage, self.optimizer)
+
+    def _threads(self) -> AbstractContextManager[object]:
+        """Return a context in which BLAS has one thread, where bits count.
+
+        Those of a product or a sum of squares may depend on how many there are: the fewer, the more ranks a node has.
+        """
+        return threadpool_limits(1, "blas") if self._one_thread else nullcontext()
 
     def _norm(self) -> float:
         """Return the length of the gradient, which the fused update sums only here."""

@@ -9,8 +9,11 @@ their number alone (see `comm.fixed`):
     3 replicas          0 + 1  |  2  |  3               the tree stays
 
 It covers every number of replicas (those beyond the number of microbatches have nothing to do), of stages and of
-microbatches, as long as no parameter stands in two stages. The bits are those of one processor type and BLAS with one
-thread. Running statistics take in the microbatches in order, too; batch statistics are those of a microbatch.
+microbatches, as long as no parameter stands in two stages and no batch norm in two places. Runs have the same bits if
+they have the same microbatches: give their number. It covers what training makes (losses, gradients, their length,
+weights, running statistics), not the loss of an evaluation, whose batches are cut by the layout. The bits are those of
+one processor type and one BLAS library, with one thread. Running statistics take in the microbatches in order, too;
+batch statistics are those of a microbatch.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from functools import partial
 
 import numpy as np
 
+from nnmpi import timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.fixed import Tree, sum_fixed
@@ -76,6 +80,12 @@ class FixedReduction:
 
     def finish(self) -> None:
         """Write the sums into the storage's gradients, and update running statistics. Collective."""
+        with timeline.span("gradients", "collective", timeline.REDUCE):
+            self._sum()
+        for norm, seen in zip(self._norms, self._seen, strict=True):
+            self._take_in(norm, seen)
+
+    def _sum(self) -> None:
         for part, trees in enumerate(self._trees):
             for buffer, tree in trees.items():
                 place = self._slice(part, buffer)
@@ -86,8 +96,6 @@ class FixedReduction:
             for number in self._parts[part]:
                 parameter = self.storage.spans[number].parameter
                 parameter.grad = parameter.buffer
-        for norm, seen in zip(self._norms, self._seen, strict=True):
-            self._take_in(norm, seen)
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Return the sum of one number per microbatch, in the same tree; collective.
@@ -118,6 +126,11 @@ class FixedReduction:
             norm.observe = None
 
     def _observe(self, number: int, mean: Array, variance: Array) -> None:
+        if self.microbatch in self._seen[number]:
+            raise UsageError(
+                "a batch normalization normalizes twice in one microbatch, as it stands in two places of the model; "
+                "make a layer for each place, or leave --reduction fixed out"
+            )
         self._seen[number][self.microbatch] = (mean, variance)
 
     def _take_in(self, norm: BatchNorm, seen: dict[int, tuple[Array, Array]]) -> None:

@@ -13,6 +13,7 @@ from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, DataConfig
 
 MICROBATCHES_PER_STAGE = 4
+FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
     if parts > batch_size:
         option = "--microbatches" if microbatches else "--grad-accum"
         raise UsageError(f"{option} {parts} is more parts than the {batch_size} samples of a batch; give less")
-    if stages > 1 and microbatches is None and accumulated == 1:
-        return min(MICROBATCHES_PER_STAGE * stages, batch_size)
-    return parts
+    if microbatches is not None or accumulated > 1:
+        return parts
+    if config.parallel.reduction == "fixed":
+        return min(FIXED_MICROBATCHES, batch_size)
+    return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else parts
 
 
 def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:

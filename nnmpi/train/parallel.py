@@ -23,14 +23,15 @@ class ParallelConfig:
     virtual_stages: int = 1
     """For --pipeline interleaved: stages on each rank."""
     microbatches: int | None = None
-    """Parts in which a batch goes through the pipeline (default: 4 for each of its ranks)."""
+    """Parts in which a batch goes through the pipeline (default: 4 for each of its ranks; with --reduction fixed 16,
+    whatever the layout)."""
     split: str = "auto"
     """Where the pipeline is cut: auto balances measured times; or the number of links in each stage, such as 5,4,3."""
     recompute: Literal["never", "always", "except-last"] = "never"
     """Keep only the input of each stage, and compute its activations again for the backward pass: less memory."""
     reduction: Literal["fast", "fixed"] = "fast"
     """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
-    such layout gives the same bits."""
+    such layout gives the same bits, for the same number of --microbatches."""
     memory_limit: str | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB."""
     allreduce: Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] = "auto"

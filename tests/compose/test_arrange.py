@@ -127,3 +127,19 @@ def test_the_profile_sees_the_heavy_layer() -> None:
     assert max(costs, key=lambda cost: cost.seconds).name == "3"
     assert [cost.elements for cost in costs] == [0, 64 * 1500 + 1500, 0, 1500 * 1500 + 1500, 15010]
     assert not hasattr(model[3].weight, "data") or model[3].weight.grad is None
+
+
+@pytest.mark.mpi
+def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
+    """Its running statistics would be others on each; within one stage they are the serial run's."""
+
+    def shared() -> Module:
+        norm = nn.BatchNorm(8)
+        return nn.Sequential(nn.Linear(64, 8), norm, nn.Linear(8, 8), norm, *(nn.ReLU() for _ in range(group.size)))
+
+    if group.size == 1:
+        return
+    ones = (1,) * (group.size - 2)
+    apart, together = Layout(pp=group.size, split=(2, 4, *ones)), Layout(pp=group.size, split=(5, 1, *ones))
+    refuse(group, apart, "the layer of 1.running_mean stands in the stages 0, 1, which would", model=shared())
+    assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))

@@ -48,6 +48,17 @@ def test_the_bits_do_not_depend_on_the_ranks(group: Group, microbatches: int, re
     assert all(group.gather(bool(all(right)) and total == expected_total))
 
 
+def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
+    """Only one of its two statistics would be taken in."""
+    norm = nn.BatchNorm(2)
+    model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm).initialize()
+    fixed = FixedReduction(model, group, [range(len(model.storage.spans))], numpy_backend())
+    fixed.begin(1)
+    with nn.training(), pytest.raises(UsageError, match="normalizes twice in one microbatch"):
+        model(np.ones((3, 2), np.float32))
+    fixed.release()
+
+
 def test_parameters_of_two_parts_are_refused(group: Group) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).initialize()
     with pytest.raises(UsageError, match="some stand in two stages"):

@@ -14,7 +14,7 @@ from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
-from nnmpi.train.inputs import load_inputs
+from nnmpi.train.inputs import count_microbatches, load_inputs
 from nnmpi.train.options import assemble
 from nnmpi.train.report import Extent
 
@@ -94,6 +94,20 @@ def test_the_loaders_get_their_options(group: Group) -> None:
     assert inputs(normalize=False).train_loader.transform is None
     assert inputs(batch_size=5000).batch_size == 1438
     assert inputs(augment="shift", shift_pixels=3).train_loader.transform.transforms[0].pixels == 3
+
+
+def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
+    """Or it would not have the same bits."""
+    for options, stages, wanted in (
+        ({}, 1, 1),
+        ({}, 2, 8),
+        ({"reduction": "fixed"}, 1, 16),
+        ({"reduction": "fixed"}, 8, 16),
+        ({"reduction": "fixed", "microbatches": 6}, 8, 6),
+        ({"reduction": "fixed", "grad_accum": 3}, 2, 3),
+    ):
+        assert count_microbatches(assemble(options), stages, 32) == wanted
+    assert count_microbatches(assemble({"reduction": "fixed"}), 2, 5) == 5
 
 
 def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
