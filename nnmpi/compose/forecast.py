@@ -3,8 +3,8 @@
     measured    F and B of every stage, medians over the last steps     -->  simulate(schedule)  -->  makespan, bubble
                 the whole pass, from the first instruction to the last                                beside each other
 
-The difference is what the model leaves out: messages (taken as free inside a node unless a fit says otherwise), ranks
-that share a core, and the interpreter's own time between instructions.
+The difference is what the simulation leaves out: messages and updates, which it takes as free, ranks that share a core,
+and the interpreter's own time between instructions.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class Pipelined:
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
         self._correct = correct_of(arrangement)
         self._batch: _Running | None = None
+        self._traffic = Traffic()  # of the updates within a pass
         stages = {
             number: Stage(
                 number,
@@ -119,12 +120,13 @@ class Pipelined:
         if self.fixed is not None:
             self.fixed.begin(batch.microbatches)
         self._waiting = self._holders()
+        self._traffic = Traffic()
         report = self.pipeline.train(running.inputs, self._seeds(running)) if batch.cuts else None
         begin = time.perf_counter()
         losses: dict[int, float] = {m: float(loss) for m, loss in running.losses.items()}
         numbered = {batch.cuts[m].number: loss for m, loss in losses.items()} if self._counts else {}
         total = sum(numbered.values())
-        traffic = self._finish()
+        traffic = self._traffic if self.updates else self._finish()
         if self.fixed is not None:
             total = self.fixed.sum_numbers(numbered, self.arrangement.mesh.world)
             total = total if self.arrangement.mesh.world.is_root else 0.0
@@ -191,11 +193,11 @@ class Pipelined:
 
     def _seeds(self, running: _Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: 1 / the samples that an update's mean is over."""
-        batch, dtype = running.batch, self.model.storage.data[0].dtype if self.model.storage.data else running.x.dtype
+        batch = running.batch
         rows = [len(part) for part in split(batch.global_rows, batch.microbatches)]
         counts = [rows[cut.number] if self.updates else batch.global_rows for cut in batch.cuts]
         xp = namespace(running.x)
-        return [xp.asarray(1 / max(count, 1), dtype=dtype) for count in counts]
+        return [xp.asarray(1 / max(count, 1)) for count in counts]  # `backward` converts them to the loss's dtype
 
     # ---- what the pipeline calls: see parallel.pipeline.Sink ----
 
@@ -220,7 +222,7 @@ class Pipelined:
         """See `Sink.step`: sum over the replicas, and update a new copy of the weights."""
         running = self._batch
         assert running is not None and microbatch is not None
-        self._finish()
+        self._traffic = self._traffic.plus(self._finish())
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were

@@ -4,13 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from nnmpi import data, models, optim
+from nnmpi import data, models, nn, optim
 from nnmpi.comm.group import Group
+from nnmpi.compose import worker as worker_module
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch, Cut, Loader
 from nnmpi.errors import CommError, UsageError
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
@@ -77,4 +79,49 @@ def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> No
         found = ""
     except CommError as error:
         found = str(error)
-    assert all(group.gather(found == "" if group.size == 1 else "of its tensor group" in found))
+    assert all(group.gather(found == "" if group.size == 1 else "of the tensor group" in found))
+
+
+def test_a_fixed_order_has_one_thread_for_the_gradients_length_too(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a long dot product depend on their number."""
+    threads: list[int] = []
+
+    def counted(*inputs: Any) -> float:
+        threads.extend(each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas")
+        return 1.0
+
+    monkeypatch.setattr(worker_module, "gradient_norm", counted)
+    train, _ = data.load("digits")
+    worker, _ = make(group, Layout(reduction="fixed"))
+    with threadpool_limits(2, "blas"):
+        worker.step(next(iter(Loader(train, 32, microbatches=2, whole=True).epoch(0))))
+    assert set(threads) <= {1}
+
+
+@pytest.mark.mpi
+def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
+    train, _ = data.load("digits")
+    pp = 2 if group.size % 2 == 0 else 1
+    worker, where = make(group, Layout(pp=pp, tp=1, schedule="pipedream"))
+    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=4)
+    report = worker.step(next(iter(loader.epoch(0))))
+    updates = 4 if pp > 1 else 1
+    sums = updates * len(worker.parallel.exchange.buckets) if where.data_ranks > 1 else 0
+    assert all(group.gather(report.traffic.calls == sums + (group.size > 1)))
+
+
+@pytest.mark.mpi
+def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group: Group) -> None:
+    """The loss's seed is a fraction, whatever the input's dtype is."""
+    if group.size != 2:
+        return
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh())
+    where = arrange(model, group, Layout(pp=2, split=(1, 1)))
+    where.model.initialize(seed=0)
+    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
+    x, y = np.array([0, 1, 2, 4]), np.array([0, 1, 2, 0])
+    cuts = (Cut(0, 2, 0, 0), Cut(2, 4, 2, 1))
+    report = worker.step(Batch(x, y, np.arange(4), cuts, 4, 0, 0, 2))
+    assert all(group.gather(report.grad_norm > 0.01))
