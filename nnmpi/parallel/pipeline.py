@@ -209,6 +209,8 @@ class _Pass:
         waited = time.perf_counter()
         self._messages.drain()
         end = time.perf_counter()
+        if self._timeline is not None:
+            self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
         self._report.wait_s += end - waited
         self._report.total_s = end - begin
         return self._report
