@@ -120,21 +120,22 @@ class Part(Module):
 
     def __init__(self, model: Module, links: Sequence[Link]) -> None:
         self._links = tuple(links)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._whole = list(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._whole}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the links' modules with their full names."""
-        seen: set[int] = set()
+        """Yield the links' modules with their full names; one that stands in several places by each of them."""
         for link in self._links:
-            for name, module in link.members:
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield name, module
+            yield from link.members
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters by their names in the whole model, also those that it shares with other parts."""
         for _, parameter in super().named_parameters():
             yield self._names[id(parameter)], parameter
+
+    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the whole model's parameters. See `Module.whole_parameters`."""
+        yield from self._whole
 
     def name_modules(self) -> None:
         """Leave the names as `open_chain` gave them."""

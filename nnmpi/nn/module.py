@@ -125,6 +125,10 @@ class Module:
         """Yield all buffers with their full names, in order of definition."""
         yield from self._leaves(Buffer)
 
+    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the parameters of the model that this one is a part of, with their full names; by default its own."""
+        yield from self.named_parameters()
+
     def parameters(self) -> list[Parameter]:
         """Return all parameters in order of definition."""
         return [parameter for _, parameter in self.named_parameters()]
@@ -175,6 +179,8 @@ class Module:
         for _, buffer in self.named_buffers():
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
         self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group, values.dtype)
+        if group is not None:
+            self.storage.known_groups |= {group(name, parameter) for name, parameter in self.whole_parameters()}
         return self
 
     def name_modules(self) -> None:

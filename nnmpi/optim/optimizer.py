@@ -5,7 +5,7 @@ the next update is then, bit for bit, the one that a run without a break would h
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -42,7 +42,9 @@ class Optimizer(ABC):
         self.lr = non_negative("lr", lr)
         self.steps = 0
         self.storage = storage
-        self.weight_decay = _decay_by_buffer(weight_decay, storage.groups)
+        self.weight_decay = _decay_by_buffer(
+            weight_decay, storage.groups, getattr(storage, "known_groups", storage.groups)
+        )
         self._slots = {name: [_zeros_like(data) for data in storage.data] for name in slots}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves: int = getattr(storage, "moves", 0)
@@ -181,12 +183,14 @@ def _zeros_like(data: Array) -> Array:
     return zeros
 
 
-def _decay_by_buffer(weight_decay: float | Mapping[str, float], groups: Sequence[str]) -> tuple[float, ...]:
+def _decay_by_buffer(
+    weight_decay: float | Mapping[str, float], groups: Sequence[str], known_groups: Collection[str]
+) -> tuple[float, ...]:
     if not isinstance(weight_decay, Mapping):
         return (non_negative("weight_decay", weight_decay),) * len(groups)
     for name, value in weight_decay.items():
-        if name not in groups:
-            known = ", ".join(sorted(set(groups))) or "none"
+        if name not in known_groups:  # a stage of a pipeline need not have all groups of the model
+            known = ", ".join(sorted(set(known_groups))) or "none"
             raise UsageError(f"weight_decay names the group {name!r}, which does not exist; choose from: {known}")
         non_negative(f"weight_decay of {name!r}", value)
     return tuple(float(weight_decay.get(group, 0.0)) for group in groups)

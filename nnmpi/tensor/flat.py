@@ -44,6 +44,7 @@ class FlatStorage:
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
         groups: the group name of each.
+        known_groups: these, and those that only other parts of the model have.
         spans: where each parameter lies, in registration order.
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
@@ -80,6 +81,7 @@ class FlatStorage:
         for length in lengths:
             self.data.append(allocate(length, dtype))
             self.grads.append(allocate(length, dtype))
+        self.known_groups = set(self.groups)
         self._bind(parameters, values)
 
     def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:

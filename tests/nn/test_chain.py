@@ -14,7 +14,9 @@ from nnmpi.nn.chain import Part, cut_chain, kept_at, open_chain, run_links
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.skip import Pop, Stash
+from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -118,3 +120,22 @@ def test_cuts_go_through_all_links() -> None:
     links = open_chain(skips())
     with pytest.raises(UsageError, match="each with at least one"):
         cut_chain(links, [range(3), range(3, 3), range(3, len(links))])
+
+
+def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
+    norm = BatchNorm(3)
+    model = Sequential(Linear(3, 3), norm, Linear(3, 3), norm)
+    part = Part(model, open_chain(model))
+    assert [name for name, _ in part.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert len(part.parameters()) == len(model.parameters())
+
+
+def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
+    model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
+    first, last = (Part(model, links) for links in cut_chain(open_chain(model), [range(2), range(2, 3)]))
+    for part, own in ((first, "body"), (last, "head")):
+        part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
+        assert part.storage.groups == [own]
+        SGD(part.storage, lr=0.1, weight_decay={"head": 0.1, "body": 0.2})
+        with pytest.raises(UsageError, match="'tail', which does not exist; choose from: body, head"):
+            SGD(part.storage, lr=0.1, weight_decay={"tail": 0.1})
