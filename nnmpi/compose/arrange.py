@@ -292,7 +292,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     """Refuse a layout whose largest part is above the limit; collective."""
     layout, mesh = arrangement.layout, arrangement.mesh
     own = sum(prod(parameter.declared) for parameter in arrangement.model.parameters())
-    own *= np.dtype(dtype).itemsize * (2 + layout.state_arrays)
+    stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0  # older versions of the weights
+    own *= np.dtype(dtype).itemsize * (2 + stashed + layout.state_arrays)
     needs = [int(need) for need in mesh.world.gather(own)]
     if layout.memory_limit is None or max(needs) <= layout.memory_limit:
         return

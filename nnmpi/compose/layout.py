@@ -32,7 +32,8 @@ class Layout:
             backward.
         reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see `parallel.fixed`).
         table: how layers are shared out over tp; by default the model's own.
-        memory_limit: bytes that a rank may use for parameters, gradients and optimizer state; None for any.
+        memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of them), gradients and
+            optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
 
     Raises:

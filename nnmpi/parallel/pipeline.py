@@ -1,8 +1,8 @@
 """Pipeline parallelism: a chain of stages on the ranks of a group, fed microbatch after microbatch.
 
-    rank 0   F0 F1 F2 F3 .  .  .  B0 .  B1 ...       what is done when is the schedule's business (see `schedule`);
-    rank 1      F0 F1 F2 .  .  B0 .  B1 .  ...       here its instructions are carried out, one after the other
-    rank 2         F0 F1 B0 F2 B1 F3 B2 .  ...
+    rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- ...       what is done when is the schedule's business (see
+    rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 ...          `schedule`; this is 1F1B); here its instructions are carried
+    rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 ...       out, one after the other
 
 Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on
 GPU clusters using Megatron-LM", 2021. Receives are posted one ahead, sends are on their way while the rank computes,

@@ -1,5 +1,6 @@
 """Spreading a model: what each rank gets, and what is refused with what would work."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,20 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
     if group.size in (2, 3):
         again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
         assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
+
+
+@pytest.mark.mpi
+def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) -> None:
+    """Of the first stage here, which has most of the model."""
+    if group.size != 2:
+        return
+    split = (8, len(open_chain(deep())) - 8)
+    where = place(group, Layout(pp=2, split=split))
+    limit = max(group.gather(4 * 4 * sum(math.prod(parameter.declared) for parameter in where.model.parameters())))
+    assert place(group, Layout(pp=2, split=split, memory_limit=limit)).stages
+    refuse(
+        group, Layout(pp=2, split=split, memory_limit=limit, schedule="pipedream"), "rank 0 needs", error=DeviceError
+    )
 
 
 @pytest.mark.mpi
