@@ -226,7 +226,7 @@ class _Pass:
             report.peak_live = max(report.peak_live, sum(stage.live for stage in self._stages.values()))
         elif one.kind not in (Kind.REDUCE, Kind.STEP):
             report.wait_s += end - begin
-        if self._timeline is not None:
+        if self._timeline is not None and (one.kind is not Kind.STEP or one.microbatch is not None):
             category, track = _LOOKS[one.kind]
             sends, takes = self._arrow(one)
             self._timeline.add(str(one), category, track, begin, end, None, sends, takes)

@@ -68,9 +68,9 @@ def _measure(link: Link, value: Any, kept: Kept, backend: Backend) -> tuple[floa
     for _ in range(REPEATS):
         backend.synchronize()
         begin = time.perf_counter()
-        around = {name: _leaf(each) for name, each in kept.items()}
+        around = {name: _cut_off(each) for name, each in kept.items()}
         with training():
-            result = link.run(_map(value, _leaf), around)
+            result = link.run(_map(value, _cut_off), around)
         tensors, _ = pack(result, around, 0)
         needing = [tensor for tensor in tensors if tensor.requires_grad]
         if needing:
@@ -82,12 +82,9 @@ def _measure(link: Link, value: Any, kept: Kept, backend: Backend) -> tuple[floa
     return best, (_map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()})
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return Tensor(tensor.data, requires_grad=tensor.data.dtype.kind == "f")
-
-
 def _cut_off(tensor: Tensor) -> Tensor:
-    return tensor.detach()
+    """Return a leaf of these values. Nobody wants the gradient of the input, nor of what depends on it alone."""
+    return Tensor(tensor.data, requires_grad=tensor.requires_grad)
 
 
 def _map(value: Any, work: Callable[[Tensor], Tensor]) -> Any:

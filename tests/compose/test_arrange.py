@@ -16,6 +16,7 @@ from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.profile import profile
+from nnmpi.tensor.tensor import Tensor
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -158,3 +159,18 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     apart, together = Layout(pp=group.size, split=(2, 4, *ones)), Layout(pp=group.size, split=(5, 1, *ones))
     refuse(group, apart, "the layer of 1.running_mean stands in the stages 0, 1, which would", model=shared())
     assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))
+
+
+def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
+    """A pipeline takes none either, and a first convolution's would be a third of its time."""
+    wanted: list[bool] = []
+
+    class Look(Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wanted.append(x.requires_grad)
+            return x
+
+    model = nn.Sequential(nn.Flatten(), Look(), nn.Linear(64, 10), Look())
+    profile(model, open_chain(model), SAMPLE, "float32", numpy_backend())
+    assert set(wanted[: len(wanted) // 2]) == {False}
+    assert set(wanted[len(wanted) // 2 :]) == {True}
