@@ -165,6 +165,15 @@ class Exchange:
             self._sync_s += now - begin
             self._left = now if self._flying else None
 
+    def progress(self) -> None:
+        """Move on what is launched, if anything is; for callers with work to do between gradients."""
+        if self._flying:
+            begin = self._come_back()
+            self._poll()
+            now = time.perf_counter()
+            self._sync_s += now - begin
+            self._left = now if self._flying else None
+
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
         begin = self._come_back()

@@ -218,6 +218,10 @@ class Pipelined:
                 final.append(number)
         self.parallel.reduce(sorted(final, reverse=True))
 
+    def progress(self) -> None:
+        """See `Sink.progress`."""
+        self.parallel.exchange.progress()
+
     def step(self, stage: int, microbatch: int | None) -> None:
         """See `Sink.step`: sum over the replicas, and update a new copy of the weights."""
         running = self._batch

@@ -19,7 +19,7 @@ class StepReport:
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         compute_s: seconds in which this rank computed.
         traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
-        wait_s: seconds in which it waited for other stages of its pipeline, or sent to them: bubble and transfers.
+        wait_s: seconds in which it waited for other stages of its pipeline; sending to them is in `traffic`.
         passed: what the pass through the pipeline was on this rank; None without a pipeline.
         staleness: see `compose.runner.Outcome`.
     """

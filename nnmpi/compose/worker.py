@@ -38,6 +38,7 @@ from nnmpi.compose.runner import Outcome, Runner, SumLoss, correct_of, sum_cross
 from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.nn.chain import Part
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
@@ -182,6 +183,9 @@ class Worker:
         with self._threads(), self._meter.running():
             outcome = self.runner.run(batch, step)
         traffic = outcome.traffic.plus(self._meter.traffic)
+        if outcome.report is not None and outcome.report.messages:
+            sent = outcome.report
+            traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
         waited = time.perf_counter()
         with timeline.span("other ranks", "waiting", timeline.WAITING):
             loss_sum, correct, rows = self.group.sum_floats([outcome.loss_sum, outcome.correct, outcome.rows])
@@ -324,6 +328,11 @@ class Worker:
 def _check_pairs(model: Module, arrangement: Arrangement | None, fused_update: bool, clip: float | None) -> None:
     """Refuse options that do not go together."""
     if arrangement is None:
+        if isinstance(model, Part) or any(parameter.region is not None for parameter in model.parameters()):
+            raise UsageError(
+                "this rank has a part of the model alone, which the other ranks do not share; give the Worker the "
+                "arrangement that made it: arrangement=where"
+            )
         return
     layout, mesh = arrangement.layout, arrangement.mesh.mesh
     if model is not arrangement.model:

@@ -25,7 +25,7 @@ from nnmpi.comm.messages import Messages
 from nnmpi.parallel.crossing import Crossing, Key, Values
 from nnmpi.parallel.stage import Stage
 from nnmpi.schedule.check import check
-from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind, parts
+from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
@@ -42,6 +42,9 @@ class Sink(Protocol):
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """Those of a stage are final (of one microbatch, where each is an update): begin their sum; do not wait."""
 
+    def progress(self) -> None:
+        """Let sums that are under way move on; called after every item of the program."""
+
     def step(self, stage: int, microbatch: int | None) -> None:
         """Update a stage's parameters; called only where the schedule updates after every microbatch."""
 
@@ -54,7 +57,8 @@ class PassReport:
         microbatches: how many went through.
         samples: what was computed, and how many seconds each took.
         compute_s: seconds in which it computed.
-        wait_s: seconds in which it sent, or waited for messages.
+        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that take their time.
+        transfer_s: seconds in which it sent, or waited for its last messages to leave.
         sent_bytes: bytes of activations and gradients that it sent.
         messages: how many arrays that were.
         peak_live: the most microbatches whose activations it held at once.
@@ -65,6 +69,7 @@ class PassReport:
     samples: list[tuple[Instruction, float]] = field(default_factory=list)
     compute_s: float = 0.0
     wait_s: float = 0.0
+    transfer_s: float = 0.0
     sent_bytes: int = 0
     messages: int = 0
     peak_live: int = 0
@@ -203,19 +208,23 @@ class _Pass:
         for kind, stage in self._coming:
             self._post_next(kind, stage)
         for item in self._program:
-            for one in sorted(parts(item), key=_sends_last):  # sends return at once, so they come before any wait
+            for one in parts(item):
                 self._do(one)
             self._messages.progress()
+            self._sink.progress()
         waited = time.perf_counter()
         self._messages.drain()
         end = time.perf_counter()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
-        self._report.wait_s += end - waited
+        self._report.transfer_s += end - waited
         self._report.total_s = end - begin
         return self._report
 
     def _do(self, one: Instruction) -> None:
+        """Carry out one instruction; what it works on is waited for here, however early its receive stands."""
+        if one.kind in _USES and one.microbatch is not None:
+            self._arrive(_USES[one.kind], one.stage, one.microbatch)
         begin = time.perf_counter()
         self._actions[one.kind](one.stage, one.microbatch)
         end = time.perf_counter()
@@ -224,12 +233,16 @@ class _Pass:
             report.samples.append((one, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, sum(stage.live for stage in self._stages.values()))
-        elif one.kind not in (Kind.REDUCE, Kind.STEP):
-            report.wait_s += end - begin
-        if self._timeline is not None and (one.kind is not Kind.STEP or one.microbatch is not None):
+        elif one.kind in SENDS:
+            report.transfer_s += end - begin
+        if one.kind not in RECEIVES and (one.kind is not Kind.STEP or one.microbatch is not None):
+            self._show(one, begin, end)
+
+    def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
+        if self._timeline is not None:
             category, track = _LOOKS[one.kind]
             sends, takes = self._arrow(one)
-            self._timeline.add(str(one), category, track, begin, end, None, sends, takes)
+            self._timeline.add(str(one), category, track, begin_s, end_s, None, sends, takes)
 
     # ---- computing ----
 
@@ -281,33 +294,50 @@ class _Pass:
         self._report.messages += len(grads)
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
-        self._values[stage, microbatch] = self._take(Kind.RECV_ACT, stage, microbatch)
+        self._receive(Kind.RECV_ACT, stage, microbatch)
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
-        self._grads[stage, microbatch] = self._take(Kind.RECV_GRAD, stage, microbatch)
+        self._receive(Kind.RECV_GRAD, stage, microbatch)
 
-    def _take(self, kind: Kind, stage: int, microbatch: int) -> Any:
+    def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Make sure that a receive is posted, and the next one of its channel; the first of its shape is waited for."""
+        if (kind, stage, microbatch) not in self._posted:
+            self._coming[kind, stage].popleft()
+            known = self._crossing(kind, stage).is_agreed(self._keys[microbatch])
+            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+            if not known:
+                self._arrive(kind, stage, microbatch)
+        self._post_next(kind, stage)
+
+    def _arrive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Wait for what a receive brings, if it is still on its way."""
         wait = self._posted.pop((kind, stage, microbatch), None)
         if wait is None:
-            self._coming[kind, stage].popleft()
-            wait = self._expect(kind, stage, microbatch)
+            return
+        begin = time.perf_counter()
         result = wait()
-        self._post_next(kind, stage)
-        return result
+        end = time.perf_counter()
+        self._report.wait_s += end - begin
+        self._show(kind.at(stage, microbatch), begin, end)
+        if kind is Kind.RECV_ACT:
+            self._values[stage, microbatch] = result
+        else:
+            self._grads[stage, microbatch] = result
 
     def _post_next(self, kind: Kind, stage: int) -> None:
         """Post the next receive of a channel, unless what it will look like is not known yet."""
         coming = self._coming[kind, stage]
-        crossing = self._crossings[stage - 1 if kind is Kind.RECV_ACT else stage]
-        if coming and crossing.is_agreed(self._keys[coming[0]]):
+        if coming and self._crossing(kind, stage).is_agreed(self._keys[coming[0]]):
             microbatch = coming.popleft()
             self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
 
+    def _crossing(self, kind: Kind, stage: int) -> Crossing:
+        """Return this end of the boundary that a stage receives through."""
+        return self._crossings[stage - 1 if kind is Kind.RECV_ACT else stage]
+
     def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], Any]:
-        key = self._keys[microbatch]
-        if kind is Kind.RECV_ACT:
-            return self._crossings[stage - 1].expect(key)
-        return self._crossings[stage].expect_back(key)
+        crossing, key = self._crossing(kind, stage), self._keys[microbatch]
+        return crossing.expect(key) if kind is Kind.RECV_ACT else crossing.expect_back(key)
 
     def _arrow(self, one: Instruction) -> tuple[str, str]:
         """Return the names of the messages that an instruction sends and takes, for the trace."""
@@ -319,10 +349,7 @@ class _Pass:
         return (name, "") if is_send else ("", name)
 
 
-def _sends_last(one: Instruction) -> bool:
-    return one.kind in (Kind.RECV_ACT, Kind.RECV_GRAD)
-
-
+_USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
 _ENDS = {
     Kind.SEND_ACT: (True, False),
     Kind.RECV_ACT: (False, False),

@@ -17,7 +17,7 @@ class Totals:
         comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
         predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
         predicted_steps: the number of those steps.
-        wait_s: seconds of waiting for other stages of a pipeline, and of sending to them.
+        wait_s: seconds of waiting for other stages of a pipeline: its bubble.
         wall_s: seconds from the start of each step to its end.
     """
 
@@ -93,7 +93,7 @@ class Totals:
             ("input", self.input_s),
         )
         if self.wait_s:
-            parts = (parts[0], ("bubble and transfers", self.wait_s), *parts[1:])
+            parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
         rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
         words = [
             f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"

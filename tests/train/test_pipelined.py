@@ -54,7 +54,7 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
         checks = [
             f"pipeline:    1f1b, {group.size} stages, {microbatches} microbatches of" in told,
             f"stage {last}:     pipeline rank {last}, link" in told,
-            "pipeline pass" in told and "simulated" in told and "bubble and transfers" in told,
+            "pipeline pass" in told and "simulated" in told and "waiting for stages" in told,
             not breaches(trace),
             ranks == {f"rank {rank}: d0 p{rank} t0" for rank in range(group.size)},
             done.count(f"{last}F{microbatches - 1}") == 2,
