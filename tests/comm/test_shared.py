@@ -221,3 +221,21 @@ def test_starting_again_and_again_takes_no_more_memory(group: Group) -> None:
         right.append(bool((array == sum(range(group.size)) + group.size * base).all()))
     assert group.gather(all(right)) == [True] * group.size
     assert group.size == 1 or len(group.memory()._windows) < 40
+
+
+@pytest.mark.mpi
+def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
+    """Arrays stay; what is left to MPI's end could there hold ranks of several groups up for ever."""
+    whole = group.duplicate()
+    memory = whole.memory()
+    kept = memory.allocate(5, "float64")
+    before = memory.allocations
+    twin = memory.twin(whole)
+    for nbytes in (10, 3000):  # the smaller one is kept beside
+        twin.staging("pieces", 0, nbytes)
+    assert memory.allocations == before + 2
+    twin.close()
+    assert memory.allocations == before
+    assert memory.holds(kept)
+    memory.free()
+    whole.comm.Free()

@@ -17,9 +17,9 @@ def test_defaults_are_a_small_contract() -> None:
 def test_every_word_has_its_place() -> None:
     text = (
         "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --steps 2 "
-        "--optimizer adamw --lr 0.1 --weight-decay 0.2 --clip 1 --dtype float32 --seed 4 --dp 2 --pp 3 --tp 1 --pipeline interleaved "
-        "--virtual-stages 2 --microbatches 5 --split 1,2,3 --recompute always --reduction fixed --memory-limit 2MiB "
-        "--allreduce ring --bucket-mb 0.5"
+        "--optimizer adamw --lr 0.1 --weight-decay 0.2 --clip 1 --dtype float32 --seed 4 --dp 2 --pp 3 --tp 1 "
+        "--pipeline interleaved --virtual-stages 2 --microbatches 5 --split 1,2,3 --recompute always --reduction fixed "
+        "--memory-limit 2MiB --allreduce ring --bucket-mb 0.5"
     )
     options = parse(text.split())
     assert (options.model.model, options.shape, options.classes, options.samples) == ("a/b.py:build", (8, 8, 3), 7, 20)

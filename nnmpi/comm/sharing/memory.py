@@ -97,6 +97,7 @@ class SharedMemory:
         self._flags = Flags(watch, ordered)
         self._barriers: dict[int, Barrier] = {}
         self._staging: dict[tuple[str, int], list[Buffer]] = {}
+        self._staged: list[int] = []  # their allocations, which are this object's own even if it is a twin
         self._turns: dict[int, int] = {}
         self._windows: dict[int, Window] = {}  # by allocation number; twins have the same
         self._folder: Path | None = SHM
@@ -138,6 +139,7 @@ class SharedMemory:
         if (use, tag) not in self._staging or self._staging[use, tag][0].size < nbytes:
             # A smaller one of before stays: it may be in use. In powers of 2 there are few of them.
             self._staging[use, tag] = list(self._make(1 << max(nbytes - 1, 0).bit_length()).parts)
+            self._staged.append(self.allocations - 1)
         return [part[:nbytes] for part in self._staging[use, tag]]
 
     def next_turn(self, tag: int) -> int:
@@ -225,11 +227,18 @@ class SharedMemory:
         for window in self._windows.values():
             window.free()
         self._windows.clear()
-        self._staging.clear()
+        self._staged.clear()
         self.close()
 
     def close(self) -> None:
-        """Give back the barriers and communicators alone: what a `twin` has for itself."""
+        """Give back the barriers, communicators and staging arrays alone: what a `twin` has for itself.
+
+        Windows that are left to MPI's end are freed there in an order that may differ between ranks of several groups,
+        and then they wait for one another for ever.
+        """
+        self.drop_allocations(self._staged)
+        self._staged.clear()
+        self._staging.clear()
         self._flags.free()
         if self.across != MPI.COMM_SELF:
             self.across.Free()

@@ -1,0 +1,103 @@
+"""A run that changes its layout halfway, by the state of the whole model, goes on as the serial run does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import CheckpointError
+from tests.equivalence import own
+from tests.equivalence.cover import kinds, meshes, spread
+from tests.equivalence.reference import Setup, batches, build, release, tolerance
+
+pytestmark = pytest.mark.mpi
+
+BEFORE, STEPS = 2, 5  # steps under the first layout, and altogether
+SETUPS = {
+    "tied": Setup(own.tied, microbatches=2),
+    "noisy": Setup(own.noisy, microbatches=2, optimizer="adamw", optimizer_options={"weight_decay": 0.1}),
+    "resnet": Setup(models.resnet, {"width": 3}, microbatches=2, optimizer="sgd", optimizer_options={"momentum": 0.9}),
+}
+
+
+def steps(setup: Setup, worker: Worker, first: int, last: int) -> list[float]:
+    """Do these steps of the run, and return their losses."""
+    return [worker.step(batch).loss for batch in islice(batches(setup, worker), first, last)]
+
+
+def arrays(worker: Worker) -> dict[str, Array]:
+    """Return the whole model's arrays and the optimizer's, on rank 0."""
+    model, optimizer = worker.state()
+    return model.to_dict() | {f"optimizer {name}": array for name, array in optimizer.to_dict().items()}
+
+
+def move(old: Worker, new: Worker) -> None:
+    """Give one worker's state to another, through the whole arrays on rank 0."""
+    for mine, theirs in zip(old.state(), new.state(), strict=True):
+        whole: dict[str, Array] = {}
+        mine.pull(lambda name, array, into=whole: into.update({name: array.copy()}))
+        theirs.push(whole.__getitem__)
+    new.optimizer.steps = old.optimizer.steps
+
+
+@pytest.mark.parametrize("name", sorted(SETUPS))
+def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, name: str) -> None:
+    """Each kind of layout is once the first and once the second; the second starts with other weights."""
+    setup = SETUPS[name]
+    serial = build(setup, alone)
+    losses = steps(setup, serial, 0, STEPS)
+    expected = arrays(serial)
+    limit = tolerance(setup.dtype, STEPS, setup.optimizer)
+    chosen = kinds(group.size, setup)
+    for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
+        before = build(setup, group, first)
+        found = steps(setup, before, 0, BEFORE)
+        after = build(setup, group, second)
+        for parameter in after.model.parameters():
+            parameter.data[...] = 9.0
+        move(before, after)
+        release(before)
+        found += steps(setup, after, BEFORE, STEPS)
+        assert np.allclose(found, losses, rtol=limit, atol=0)
+        mine = arrays(after)
+        release(after)
+        wrong = [key for key, array in mine.items() if not np.allclose(array, expected[key], rtol=limit, atol=limit)]
+        wrong += sorted(mine.keys() ^ expected.keys()) if group.is_root else []
+        assert not any(group.gather(wrong)), (first, second)
+
+
+def test_under_fixed_sums_it_goes_on_with_the_same_bits(group: Group, alone: Group) -> None:
+    setup = replace(SETUPS["noisy"], microbatches=3, dtype="float32")
+    serial = build(setup, alone, Layout(reduction="fixed"))
+    losses = steps(setup, serial, 0, STEPS)
+    chosen = [spread(setup, mesh, "gpipe", reduction="fixed") for mesh in meshes(group.size) if mesh[2] == 1]
+    for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
+        before, after = build(setup, group, first), build(setup, group, second)
+        found = steps(setup, before, 0, BEFORE)
+        move(before, after)
+        assert found + steps(setup, after, BEFORE, STEPS) == losses
+        release(before)
+        release(after)
+
+
+def test_another_models_state_is_refused_on_all_ranks_and_changes_nothing(group: Group) -> None:
+    for layout in kinds(group.size, SETUPS["noisy"])[-2:]:
+        worker = build(SETUPS["noisy"], group, layout)
+        before = [parameter.data.copy() for parameter in worker.model.parameters()]
+        whole: dict[str, Any] = dict(worker.state()[0].to_dict())
+        if group.is_root:
+            whole["13.bias" if "13.bias" in whole else "13.weight"] = np.zeros(4)
+        with pytest.raises(CheckpointError):
+            worker.state()[0].push(whole.__getitem__)
+        same = [np.array_equal(p.data, old) for p, old in zip(worker.model.parameters(), before, strict=True)]
+        assert all(map(all, group.gather(same)))
+        release(worker)
