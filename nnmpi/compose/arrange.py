@@ -168,6 +168,7 @@ def _cut(
             raise LayoutError(
                 f"the model has {len(links)} layers to cut between, fewer than {count} stages "
                 f"({ranks} ranks x {layout.virtual_stages}); give at most {len(links)} stages, or a deeper model"
+                f"{_why_closed(links)}"
             )
     costs, cuts = _choose(model, mesh, layout, links, count, sample, dtype, backend)
     stages = cut_chain(links, cuts)
@@ -217,6 +218,12 @@ def _choose(
         # the ranks of "interleaved" hold several stages each, so each may take its share of the limit
         limit = None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
+
+
+def _why_closed(links: Sequence[Link]) -> str:
+    """Return what to do about a model that cannot be cut at all."""
+    kinds = [type(module).__name__ for link in links for _, module in link.members]
+    return f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}" if len(links) == 1 and kinds else ""
 
 
 def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...]:
@@ -299,11 +306,12 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         return
     worst = needs.index(max(needs))
     whole = sum(needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size))
-    ways = -(-whole // layout.memory_limit)
+    ways = max(-(-whole // layout.memory_limit), mesh.pp.size * mesh.tp.size + 1)
+    even = ", or cut it more evenly, as split auto does" if arrangement.cuts and layout.split != AUTO else ""
     raise DeviceError(
         f"rank {worst} needs {name_bytes(needs[worst])} for parameters, gradients and optimizer state under "
         f"{mesh.mesh}, more than the limit of {name_bytes(layout.memory_limit)}; spread the model over at least "
-        f"{ways} ranks with pp x tp, such as pp {ways} or tp {ways}"
+        f"{ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}"
     )
 
 

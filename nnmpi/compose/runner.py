@@ -77,12 +77,18 @@ def check_cuts(batch: Batch, fixed: bool) -> None:
     """Refuse a batch that was dealt to the replicas in another way than they sum gradients.
 
     Raises:
-        UsageError: for whole microbatches without a fixed order of sums: layers that communicate would not meet.
+        UsageError: for whole microbatches without a fixed order of sums, as layers that communicate would not meet; and
+            for parts of them with one.
     """
     if not fixed and len(batch.cuts) != batch.microbatches:
         raise UsageError(
             f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals them "
             'for reduction "fixed"; leave whole out'
+        )
+    if fixed and len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
+        raise UsageError(
+            f'this rank has a part of each of {batch.microbatches} microbatches, but with reduction "fixed" each is '
+            "one replica's alone; give Loader(whole=True)"
         )
 
 

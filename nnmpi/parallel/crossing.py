@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -145,11 +145,17 @@ class Crossing:
 
         Raises:
             ShapeError: when it does not look like those before it of the same input shape.
+            UsageError: when gradients are needed of other tensors than before.
         """
         found = Signature.of(values)
         agreed = self._agreed.setdefault(key, found)
         if agreed is found:
             self._messages.send(found.encode(key), self._peer, self._header_tag)
+        elif replace(agreed, needs=found.needs) == found != agreed:
+            raise UsageError(
+                f"stage {self.stage} needs other gradients from the next stage than before, as parameters were frozen "
+                "or set free since; release the Worker and make a new one after changing requires_grad"
+            )
         elif agreed != found:
             raise ShapeError(
                 f"stage {self.stage} gave {_look(found)} for an input of shape {key[0]}, where {_look(agreed)} was "

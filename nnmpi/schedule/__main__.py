@@ -46,15 +46,17 @@ def main(words: Sequence[str]) -> str:
     check(schedule)
     found = simulate(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
+    file = given.png
     try:
         if given.png:
             draw(schedule, found, given.png)
             lines.append(f"drawn in {given.png}")
+        file = given.trace
         if given.trace:
             write_chrome(given.trace, to_chrome(events(found)))
             lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be written ({error.strerror}); give another file") from None
+        raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None
     return "\n".join(lines)
 
 

@@ -86,7 +86,8 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
         layout = build_layout(config.parallel, config.optimization.optimizer, config.optimization.momentum)
     mesh = find_mesh(group, layout)
     idle = config.parallel.describe_idle()
-    if idle is not None and mesh.pp == 1:
+    resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
+    if idle is not None and mesh.pp == 1 and not resuming:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
     return layout, mesh
 

@@ -137,6 +137,26 @@ def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
     assert all(group.gather(all(right))), sentences
 
 
+@pytest.mark.mpi
+def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
+    class Net(nn.Sequential):
+        pass
+
+    if group.size > 1:
+        model = Net(nn.Flatten(), nn.Linear(64, 10))
+        refuse(group, Layout(pp=group.size), "only nn.Sequential and nn.Residual are cut open, not a Net", model=model)
+
+
+@pytest.mark.mpi
+def test_a_limit_that_a_cut_by_hand_does_not_keep_is_not_told_to_cut_as_often(group: Group) -> None:
+    if group.size != 2:
+        return
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))  # 17,408 bytes with gradients and Adam's state
+    layout = Layout(pp=2, split=(1, 3), memory_limit=9000)
+    wanted = "at least 3 ranks with pp x tp, such as pp 3 or tp 3, or cut it more evenly, as split auto does"
+    refuse(group, layout, wanted, DeviceError, model=model)
+
+
 def test_the_profile_sees_the_heavy_layer() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10))
     costs = profile(model, open_chain(model), np.zeros((64, 8, 8, 1), np.float32), "float32", numpy_backend())

@@ -20,6 +20,8 @@ from nnmpi.errors import UsageError
         ({"virtual_stages": 2}, "belong to schedule interleaved; 1f1b has one per rank"),
         ({"split": (3, 0)}, "has a stage without layers"),
         ({"split": ()}, "has a stage without layers"),
+        ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of links such as"),
+        ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
         ({"tp": 2, "reduction": "fixed"}, "covers dp and pp; sharded layers add in parts"),
         ({"schedule": "pipedream", "reduction": "fixed"}, "reduction fixed does not go with pipedream"),
         ({"schedule": "pipedream", "recompute": "always"}, "recompute does not go with pipedream"),

@@ -62,9 +62,51 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     try:
         fixed.step(next(iter(shared.epoch(0))))
         found = ""
-    except CommError as error:
+    except UsageError as error:
         found = str(error)
-    assert all(group.gather(found == "" if group.size == 1 else "push each leaf on one rank" in found))
+    assert all(group.gather(found == "" if group.size == 1 else "give Loader(whole=True)" in found))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> None:
+    """Without it, rank 0's part would be everybody's."""
+    _, where = make(group, Layout(**{"dp": 1, axis: group.size}))
+    if group.size == 1:
+        return
+    with pytest.raises(UsageError, match="give the Worker the arrangement that made it"):
+        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group)
+
+
+@pytest.mark.mpi
+def test_stages_with_groups_of_their_own_have_the_models_weight_decay(group: Group) -> None:
+    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, Layout(pp=group.size), SAMPLE)
+    where.model.initialize(seed=0, group=lambda name, _: "head" if name.startswith("17") else "body")
+    decays = {"head": 0.1, "body": 0.2}
+    optimizer = optim.SGD(where.model.storage, lr=0.1, weight_decay=decays)
+    right = optimizer.weight_decay == tuple(decays[name] for name in where.model.storage.groups)
+    assert all(group.gather(right))
+
+
+@pytest.mark.mpi
+def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
+    """What crosses between two stages was agreed once; the first stage's rank notices."""
+    train, _ = data.load("digits")
+    worker, where = make(group, Layout(pp=group.size, dp=1))
+    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=4)
+    if group.size != 2:
+        return
+    batch = next(iter(loader.epoch(0)))
+    worker.step(batch)
+    for parameter in where.model.parameters():
+        parameter.requires_grad = False
+    found = ""
+    if group.rank == 0:
+        try:
+            worker.step(batch)
+        except UsageError as error:
+            found = str(error)
+    assert group.rank or "make a new one after changing requires_grad" in found
 
 
 @pytest.mark.mpi
@@ -109,7 +151,8 @@ def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
     report = worker.step(next(iter(loader.epoch(0))))
     updates = 4 if pp > 1 else 1
     sums = updates * len(worker.parallel.exchange.buckets) if where.data_ranks > 1 else 0
-    assert all(group.gather(report.traffic.calls == sums + (group.size > 1)))
+    messages = 0 if report.passed is None else report.passed.messages
+    assert all(group.gather(report.traffic.calls == sums + messages + (group.size > 1)))
 
 
 @pytest.mark.mpi

@@ -99,7 +99,10 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path) -> None
 def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --schedule constant"
     assert train(tmp_path, f"{words} --max-steps 9 --out whole").status == 0
-    assert train(tmp_path, f"{words} --max-steps 3 --pp 2 --out moved", ranks=2).status == 0
+    pipeline = (
+        "--pp 2 --pipeline interleaved --virtual-stages 2"  # which stay among its options, and do nothing without
+    )
+    assert train(tmp_path, f"{words} --max-steps 3 {pipeline} --out moved", ranks=2).status == 0
     ending = train(tmp_path, "--resume moved --max-steps 6 --pp 1 --tp 2", ranks=2)
     assert ending.status == 0
     assert "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding" in ending.output
