@@ -49,11 +49,14 @@ def pipeline(group: Group, setup: Setup, schedule: str = "gpipe", **options: Any
     return spread(setup, (group.size // 2, 2, 1) if group.size % 2 == 0 else (1, group.size, 1), schedule, **options)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_one_receive_buffer_for_all_microbatches(
     group: Group, found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    """ShallowSpeed's: a layer still holds the input of one microbatch when the next is received over it."""
+    """ShallowSpeed's: a layer still holds the input of one microbatch when the next is received over it.
+
+    (The last stage of a 1F1B pipeline holds only one at a time, and could have one buffer.)
+    """
     if group.size == 1:
         return
     setup = SETUPS["mlp"]
