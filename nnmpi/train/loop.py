@@ -49,7 +49,7 @@ class Loop:
         self._evaluated: tuple[int, EvalReport] | None = None
         self._last: StepReport | None = None
         self._passes = Passes(parts.worker)
-        self._tracer = Tracer(parts)
+        self._tracer = Tracer(parts, reporter.say)
 
     def run(self) -> EvalReport:
         """Train until the last step, save, and return the evaluation of the final weights on the test data.

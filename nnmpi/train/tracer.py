@@ -1,8 +1,9 @@
 """The trace of a run's first steps: recording them, and writing the file when they are over."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.timeline import Timeline, recording
 from nnmpi.train.parts import Parts
 from nnmpi.train.trace import write_trace
@@ -11,10 +12,14 @@ TRACE_FILE = "trace.json.gz"
 
 
 class Tracer:
-    """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing."""
+    """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    Args:
+        say: prints lines; a file that cannot be written costs the trace, not the run.
+    """
+
+    def __init__(self, parts: Parts, say: Callable[[Sequence[str]], None]) -> None:
+        self._parts, self._say = parts, say
         self._timeline = Timeline() if parts.options.trace else None
         self._left = parts.options.trace_steps
 
@@ -37,5 +42,10 @@ class Tracer:
         where, group = self._parts.worker.arrangement, self._parts.group
         mesh = None if where is None else where.mesh.mesh
         names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
-        write_trace(self._parts.folder.path / TRACE_FILE, self._timeline, group, names)
-        self._timeline = None
+        timeline, self._timeline = self._timeline, None
+        try:
+            write_trace(self._parts.folder.path / TRACE_FILE, timeline, group, names)
+        except (UsageError, CommError):
+            raise
+        except NnmpiError as error:
+            self._say([f"no trace: {error}"])

@@ -100,3 +100,16 @@ def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) 
         done = [name for _, _, name, _, _ in spans(trace)]
         right = not breaches(trace) and done.count("F0") == 2 * group.size and done.count("update") == 2 * group.size
     everywhere(group, right)
+
+
+def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group: Group, train: Train) -> None:
+    base = train(max_steps=1)[0]
+    group.barrier()
+    taken = base.parent / "taken"
+    if group.is_root:
+        (taken / "trace.json.gz").mkdir(parents=True)
+    group.barrier()
+    folder, lines = train(max_steps=3, trace=True, trace_steps=2, out=str(taken))
+    told = "\n".join(lines)
+    right = not group.is_root or ("  no trace: the trace cannot be written to " in told and "3 steps in" in told)
+    everywhere(group, right and (folder / "checkpoints" / "latest").exists())
