@@ -121,6 +121,29 @@ def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
 
 
 @pytest.mark.mpi
+def test_what_is_kept_may_be_popped_at_once(group: Group) -> None:
+    """x + shortcut(x) of features that are cut, and two pops in a row: both sides must lie alike all the same."""
+
+    def build() -> Module:
+        return nn.Sequential(
+            nn.Linear(4, 7),
+            nn.Stash("a"),
+            nn.Pop("a", nn.Linear(7, 7)),
+            nn.Tanh(),
+            nn.Stash("a"),
+            nn.Linear(7, 7),
+            nn.Stash("b"),
+            nn.Pop("b"),
+            nn.Pop("a"),
+            nn.Linear(7, 3),
+        )
+
+    ours = check_equal(group, build, (4,), table={"0": C, "5": C})
+    names = [name for name, _ in build().named_parameters()]
+    assert all(group.gather([name for name, _ in ours.named_parameters()] == names))
+
+
+@pytest.mark.mpi
 def test_residual_rows(group: Group) -> None:
     """Blocks on image rows: what both branches give lies alike anyway."""
 

@@ -31,7 +31,7 @@ from nnmpi.parallel.sharded.parts import Parts
 from nnmpi.parallel.sharded.rules import RULES, assumed_layout
 from nnmpi.parallel.sharded.shapes import Shape, shape_after
 from nnmpi.parallel.sharded.site import Placed, Site
-from nnmpi.parallel.sharded.wrap import Exchange, Exchanged
+from nnmpi.parallel.sharded.wrap import Exchange, Exchanged, ExchangedPop
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class Walk:
         if other.layout != place.layout:
             if not other.layout.is_whole:
                 pop.shortcut = self._whole_after(pop.shortcut, other)
-            place = self._make_whole(sequence, i, place, kept)
+            if not place.layout.is_whole:
+                sequence.layers[i] = ExchangedPop(pop, self._gather(place))
+            place = Place(WHOLE, place.shape)
         return place
 
     def _residual(self, block: Residual, name: str, place: Place) -> tuple[Module, Place]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nnmpi.nn.module import Module
+from nnmpi.nn.skip import Pop
+from nnmpi.tensor.tensor import Tensor
 
 
 class Exchanged(Module):
@@ -40,6 +42,23 @@ class Exchanged(Module):
         """Return the inner module's result, exchanged."""
         y = self.inner(x if self._before is None else self._before(x))
         return y if self._after is None else self._after(y)
+
+
+class ExchangedPop(Pop):
+    """pop(before(x), kept): the exchange is in the link itself, as what comes to a Pop may be what was kept, too.
+
+    Args:
+        pop: the whole model's.
+        before: what happens to its first input.
+    """
+
+    def __init__(self, pop: Pop, before: Callable[[Any], Any]) -> None:
+        super().__init__(pop.name, pop.shortcut)
+        self._before = before
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        """Return the sum."""
+        return super().forward(self._before(x), kept)
 
 
 class Exchange(Module):
