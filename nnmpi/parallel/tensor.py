@@ -53,8 +53,8 @@ def shard(
         return WHOLE
     if not table:
         raise LayoutError(
-            f"the model has no table that says how its layers are shared out over {group.size} ranks; give shard() "
-            'one, such as {"0": Sharding.COLUMN}, or use a tensor group of 1'
+            f"the model has no table that says how its layers are shared out over {group.size} ranks; give it "
+            'one, such as model.sharding = {"0": Sharding.COLUMN}, or leave tp at 1'
         )
     parts = Parts(group)
     layout = Walk(parts, table).model(model, sample, classes_apart)

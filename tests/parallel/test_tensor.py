@@ -312,7 +312,7 @@ def tied(one: nn.Linear, other: nn.Linear) -> Module:
 
 REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: models.mlp((4,), 3), {"9": C}, "'9' names no module"),
-    (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no table"),
+    (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no table that .*; give it one, such as model.sharding"),
     (lambda: nn.Linear(2, 2), {"*": C}, "single layer"),
     (lambda: nn.Sequential(nn.Linear(2, 2)), {"0": H}, "'0' is a Linear and has no image rows"),
     (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": H}, "shape of a sample"),
