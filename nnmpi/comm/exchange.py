@@ -41,7 +41,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Staging:
     """How a bucket gets from a device into its host buffer and back; both return when the copy is done.
 
     Attributes:
@@ -108,7 +108,7 @@ class Exchange:
         algorithm: str | Sequence[str] = AUTO,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
-        stage: Stage | None = None,
+        stage: Staging | None = None,
     ) -> None:
         with agreed(group):
             itemsizes = [check_buffer(buffer).itemsize for buffer in buffers]

@@ -29,7 +29,7 @@ from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import Link, Part, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.profile import LinkCost, profile
-from nnmpi.parallel.sharded.layout import WHOLE
+from nnmpi.parallel.sharded.placement import WHOLE
 from nnmpi.parallel.tensor import shard
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.parameter import Parameter
@@ -83,6 +83,12 @@ class Arrangement:
     ties: tuple[Tie, ...] = ()
     lower: frozenset[str] = frozenset()
     classes: int = 0
+
+    def free(self) -> None:
+        """Give the groups back to MPI, after the worker's `release`; for programs that make many. Collective."""
+        for tie in {id(tie.group): tie for tie in self.ties}.values():
+            tie.group.free()
+        self.mesh.free()
 
     @property
     def data_rank(self) -> int:

@@ -103,6 +103,22 @@ def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 
     return partial(sharded_cross_entropy, group=arrangement.mesh.tp, classes=arrangement.classes, **options)
 
 
+def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
+    """Refuse a loss that would see this rank's classes alone and take them for all.
+
+    Raises:
+        UsageError: naming what to do.
+    """
+    if arrangement is None or not arrangement.classes:
+        return
+    if getattr(loss, "func", None) is not sharded_cross_entropy:
+        raise UsageError(
+            f"the {arrangement.classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so "
+            "this loss would see a part of them alone; take compose.runner.sum_cross_entropy(arrangement), or "
+            "Sharding.COLUMN, after which the logits are whole"
+        )
+
+
 def correct_of(arrangement: Arrangement | None) -> Correct:
     """Return what counts right answers for logits as an arrangement's model gives them."""
     if arrangement is None or not arrangement.classes:

@@ -34,7 +34,7 @@ from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.compose.replicas import Replicas
 from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.runner import Outcome, Runner, SumLoss, correct_of, sum_cross_entropy
+from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, correct_of, sum_cross_entropy
 from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
@@ -55,7 +55,7 @@ class Worker:
         group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
         loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the
             rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row. Where
-            `arrangement.classes` are shared out, it gets this rank's logits (see `parallel.sharded.cross_entropy`).
+            `arrangement.classes` are shared out, it must be `compose.runner.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
         fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
@@ -102,8 +102,9 @@ class Worker:
         self.model, self.optimizer, self.group = model, optimizer, group
         self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
-        _refuse_mean(self.loss)
-        _refuse_mean(self.evaluation_loss)
+        for each in (self.loss, self.evaluation_loss):
+            _refuse_mean(each)
+            check_loss(each, arrangement)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         self.arrangement = arrangement

@@ -22,7 +22,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.buckets import Bucket
 from nnmpi.comm.choose import SHARED_BYTES
-from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Stage, Traffic, predict_traffic
+from nnmpi.comm.exchange import BUCKET_BYTES, Exchange, Staging, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.nn.module import Module
@@ -221,7 +221,7 @@ class DataParallel:
             self.storage.move(grads=arrays)
         return arrays
 
-    def _staging(self) -> tuple[Stage | None, list[Array]]:
+    def _staging(self) -> tuple[Staging | None, list[Array]]:
         """Return how gradients reach host memory, and the host arrays that are summed."""
         grads = self.storage.grads
         if all(isinstance(grad, np.ndarray) for grad in grads):
@@ -236,7 +236,7 @@ class DataParallel:
             part = slice(bucket.start, bucket.stop)
             grads[bucket.buffer][part] = self.backend.asarray(host[bucket.buffer][part])
 
-        return Stage(to_host, from_host), host
+        return Staging(to_host, from_host), host
 
     def _share_state(self) -> None:
         """Give all ranks rank 0's parameters and buffers."""

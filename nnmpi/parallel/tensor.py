@@ -5,7 +5,7 @@
         x whole -> Flatten -> ColumnLinear -> features shared out -> ReLU -> RowLinear -> whole
 
 `shard` goes through the model in the order of computation and keeps track of how the activation lies on the ranks (see
-`sharded.layout`). Each layer's rule says what takes its place and how its result lies; where a layer needs the
+`sharded.placement`). Each layer's rule says what takes its place and how its result lies; where a layer needs the
 activation otherwise, an exchange comes before it. What a layer needs of the other ranks is in the module that stands in
 its place, so the model can be cut into stages afterwards, anywhere. Parameters keep their names and the values that the
 whole model would draw; a part knows its `region`. What stays whole has the same bits on every rank, and so has its
@@ -18,15 +18,15 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, Table, find
-from nnmpi.parallel.sharded.layout import WHOLE, Layout
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import WHOLE, Placement
 from nnmpi.parallel.sharded.shapes import Shape
 from nnmpi.parallel.sharded.walk import Walk
 
 
 def shard(
     model: Module, group: Group, table: Table | None = None, sample: Shape | None = None, classes_apart: bool = False
-) -> Layout:
+) -> Placement:
     """Replace a model's layers by this rank's parts of them, and return how the model's result lies on the ranks.
 
     Not collective; initialize the model afterwards. On a group of one rank the model stays as it is.
@@ -57,9 +57,9 @@ def shard(
             'one, such as model.sharding = {"0": Sharding.COLUMN}, or leave tp at 1'
         )
     parts = Parts(group)
-    layout = Walk(parts, table).model(model, sample, classes_apart)
+    placement = Walk(parts, table).model(model, sample, classes_apart)
     parts.check(model)
-    return layout
+    return placement
 
 
 def _check_table(model: Module, table: Table) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.buckets import Bucket, Span
-from nnmpi.comm.exchange import Exchange, Stage
+from nnmpi.comm.exchange import Exchange, Staging
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, UsageError
 
@@ -132,7 +132,7 @@ def test_device_gradients_are_staged_through_the_host(group: Group, overlap: boo
         copied.append(f"from {bucket.index}")
         device[bucket.buffer][bucket.start : bucket.stop] = host[bucket.buffer][bucket.start : bucket.stop]
 
-    exchange = Exchange(group, host, spans, "tree", 5000, overlap, Stage(to_host, from_host))
+    exchange = Exchange(group, host, spans, "tree", 5000, overlap, Staging(to_host, from_host))
     right = []
     for step in range(2):
         copied.clear()

@@ -12,6 +12,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
+from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
 from nnmpi.timeline import Timeline, recording
 
@@ -35,6 +36,7 @@ def train(group: Group, layout: Layout, smoothing: float) -> tuple[dict[str, Any
     numbers |= {"losses": [r.loss for r in reports], "hits": [r.accuracy for r in reports]}
     numbers |= worker.state()[0].to_dict(everywhere=True)
     worker.release()
+    where.free()
     return numbers, sum(event.name == "all-gather" for event in timeline.events)
 
 
@@ -51,3 +53,19 @@ def test_classes_apart_give_the_serial_run(group: Group, pp: int, smoothing: flo
     ]
     assert not any(group.gather(different)), different
     assert group.gather(gathered) == [0] * group.size
+
+
+@pytest.mark.mpi
+def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))
+    model.sharding = {"1": Sharding.VOCAB}
+    where = arrange(model, group, Layout(dp=1, tp=group.size), np.zeros((2, 4)))
+    where.model.initialize()
+    optimizer = optim.SGD(where.model.storage, lr=0.1)
+    try:
+        Worker(where.model, optimizer, group, loss=lambda x, y: (x * x).sum(), arrangement=where).release()
+        found = ""
+    except UsageError as error:
+        found = str(error)
+    where.free()
+    assert all(group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found))

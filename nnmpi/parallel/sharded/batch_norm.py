@@ -12,8 +12,8 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.sharded.exchange import all_sum, copy
-from nnmpi.parallel.sharded.layout import Layout
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.tensor.tensor import Tensor
 
@@ -24,15 +24,15 @@ class PartBatchNorm(BatchNorm):
     Args:
         layer: the whole layer.
         parts: cuts its parameters and running statistics.
-        layout: how its input lies on the ranks.
+        placement: how its input lies on the ranks.
     """
 
-    def __init__(self, layer: BatchNorm, parts: Parts, layout: Layout) -> None:
+    def __init__(self, layer: BatchNorm, parts: Parts, placement: Placement) -> None:
         self.momentum, self.eps = layer.momentum, layer.eps
-        self.weight = parts.cut(layer.weight, layout, axis=0)
-        self.bias = parts.cut(layer.bias, layout, axis=0)
-        self.running_mean = parts.cut_buffer(layer.running_mean, layout)
-        self.running_variance = parts.cut_buffer(layer.running_variance, layout)
+        self.weight = parts.cut(layer.weight, placement, axis=0)
+        self.bias = parts.cut(layer.bias, placement, axis=0)
+        self.running_mean = parts.cut_buffer(layer.running_mean, placement)
+        self.running_variance = parts.cut_buffer(layer.running_variance, placement)
         self.all_reduce, self.observe = layer.all_reduce, layer.observe
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class RowsBatchNorm(BatchNorm):
 def place_batch_norm(layer: BatchNorm, site: Site) -> Placed:
     """Return the layer for what lies before it."""
     channels = layer.weight.size
-    if site.layout.is_whole or site.sharding is Sharding.REPLICATED:
+    if site.placement.is_whole or site.sharding is Sharding.REPLICATED:
         return site.on_whole(layer, channels)
-    if site.layout.has_rows:
-        return RowsBatchNorm(layer, site.group), site.layout
-    layout = site.layout.resolve(channels)
-    return PartBatchNorm(layer, site.parts, layout), layout
+    if site.placement.has_rows:
+        return RowsBatchNorm(layer, site.group), site.placement
+    placement = site.placement.resolve(channels)
+    return PartBatchNorm(layer, site.parts, placement), placement

@@ -14,8 +14,8 @@ from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.conv import conv2d
 from nnmpi.parallel.sharded.exchange import add_up
-from nnmpi.parallel.sharded.layout import WHOLE, Layout, features
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
 from nnmpi.parallel.sharded.rows_conv import place_rows_conv
 from nnmpi.parallel.sharded.site import Exchange, Placed, Site
 from nnmpi.tensor.tensor import Tensor
@@ -56,7 +56,7 @@ class RowConv2d(Conv2d):
         enter: leaves this rank its part of the input.
     """
 
-    def __init__(self, layer: Conv2d, parts: Parts, cut: Layout, enter: Exchange) -> None:
+    def __init__(self, layer: Conv2d, parts: Parts, cut: Placement, enter: Exchange) -> None:
         self.stride, self.padding, self.dilation, self.groups = layer.stride, layer.padding, layer.dilation, 1
         self.weight = parts.cut(layer.weight, cut, axis=2)
         self.bias = layer.bias
@@ -81,15 +81,15 @@ def place_conv(layer: Conv2d, site: Site) -> Placed:
             raise site.refuse(
                 f"has {layer.groups} groups, whose input channels are not added up over ranks; choose Sharding.COLUMN"
             )
-        ready = not site.layout.is_whole and not site.layout.has_rows
-        cut = site.layout if ready else features(inputs)
+        ready = not site.placement.is_whole and not site.placement.has_rows
+        cut = site.placement if ready else features(inputs)
         return RowConv2d(layer, site.parts, cut.resolve(inputs), site.to_parts(cut)), WHOLE
     if site.sharding is Sharding.VOCAB:
         raise site.refuse("is a convolution and has no vocabulary; choose Sharding.COLUMN, ROW, ROWS or REPLICATED")
     return site.on_whole(layer, inputs)
 
 
-def _outputs(layer: Conv2d) -> Layout:
+def _outputs(layer: Conv2d) -> Placement:
     """Return how the output channels are dealt out: one by one, or all of a group to one rank."""
     outputs = layer.weight.shape[3]
     return features(outputs) if layer.groups == 1 else features(layer.groups, outputs // layer.groups)

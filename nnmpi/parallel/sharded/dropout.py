@@ -14,7 +14,7 @@ from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
-from nnmpi.parallel.sharded.layout import Layout
+from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.shard import Region
 from nnmpi.tensor.tensor import Tensor
@@ -26,12 +26,12 @@ class PartDropout(Dropout):
     Args:
         layer: the whole layer.
         group: the ranks that share its input.
-        layout: how that lies on them.
+        placement: how that lies on them.
     """
 
-    def __init__(self, layer: Dropout, group: Group, layout: Layout) -> None:
+    def __init__(self, layer: Dropout, group: Group, placement: Placement) -> None:
         self.rate = layer.rate
-        self._group, self._layout = group, layout
+        self._group, self._placement = group, placement
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
@@ -39,10 +39,10 @@ class PartDropout(Dropout):
         if not mode.training or self.rate == 0:
             return x
         key = key_pair("dropout", mode.seed, mode.step, self.path)
-        return dropout(x, self.rate, key, mode.first_row, places(self._group, self._layout, x.shape[1:]))
+        return dropout(x, self.rate, key, mode.first_row, places(self._group, self._placement, x.shape[1:]))
 
 
-def places(group: Group, layout: Layout, row: tuple[int, ...]) -> Array:
+def places(group: Group, placement: Placement, row: tuple[int, ...]) -> Array:
     """Return the numbers, in a whole row, of the elements that this rank has of it: uint32, in order.
 
     Args:
@@ -50,18 +50,18 @@ def places(group: Group, layout: Layout, row: tuple[int, ...]) -> Array:
     """
     if prod(row) == 0:
         return np.empty(0, np.uint32)
-    if layout.has_rows:
-        layout = Layout(layout.units, prod(row[1:]))
+    if placement.has_rows:
+        placement = Placement(placement.units, prod(row[1:]))
     else:  # pixels before the last axis, and repeats within it, come one after another
-        layout = replace(layout, repeats=prod(row) // layout.width(group.size, group.rank))
-    total = layout.units * layout.unit * (layout.repeats or 1)
-    region: Region = layout.cut(total, group.size, group.rank)
+        placement = replace(placement, repeats=prod(row) // placement.width(group.size, group.rank))
+    total = placement.units * placement.unit * (placement.repeats or 1)
+    region: Region = placement.cut(total, group.size, group.rank)
     numbers: Array = region.take(np.arange(total, dtype=np.uint32))
     return numbers
 
 
 def place_dropout(layer: Dropout, site: Site) -> Placed:
     """Return the layer for the part that lies before it."""
-    if site.layout.is_whole or site.sharding is Sharding.REPLICATED:
+    if site.placement.is_whole or site.sharding is Sharding.REPLICATED:
         return site.on_whole(layer)
-    return PartDropout(layer, site.group, site.layout), site.layout
+    return PartDropout(layer, site.group, site.placement), site.placement

@@ -14,8 +14,8 @@ from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.sharded.exchange import add_up
-from nnmpi.parallel.sharded.layout import WHOLE, features
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import WHOLE, features
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -104,7 +104,7 @@ def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
 
 def place_embedding(layer: Embedding, site: Site) -> Placed:
     """Return the layer as the table wants it."""
-    if not site.layout.is_whole:
+    if not site.placement.is_whole:
         raise site.refuse("is an Embedding, but its indices lie on several ranks; it must come before what is cut")
     if site.sharding is Sharding.VOCAB:
         return VocabularyEmbedding(layer, site.parts), WHOLE

@@ -25,7 +25,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.comm.uneven import gather_parts, sum_parts
 from nnmpi.errors import ShapeError
-from nnmpi.parallel.sharded.layout import Layout
+from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -62,19 +62,19 @@ def sum_in_place(group: Group, array: Array) -> Array:
 class _Regions:
     """Where the ranks' parts lie in an activation, given one of its forms."""
 
-    def __init__(self, group: Group, layout: Layout, shape: tuple[int, ...], is_whole: bool) -> None:
+    def __init__(self, group: Group, placement: Placement, shape: tuple[int, ...], is_whole: bool) -> None:
         self.group = group
-        axis = layout.axis % len(shape)
+        axis = placement.axis % len(shape)
         if not is_whole:
-            shape = (*shape[:axis], _whole_length(group, layout, shape[axis]), *shape[axis + 1 :])
-        elif layout.repeats is not None and shape[axis] != layout.units * layout.unit * layout.repeats:
+            shape = (*shape[:axis], _whole_length(group, placement, shape[axis]), *shape[axis + 1 :])
+        elif placement.repeats is not None and shape[axis] != placement.units * placement.unit * placement.repeats:
             raise ShapeError(
                 f"an activation of shape {shape} came where the model was sharded for one with "
-                f"{layout.units * layout.unit * layout.repeats} in dimension {axis}; shard the model for the samples "
-                "that it gets"
+                f"{placement.units * placement.unit * placement.repeats} in dimension {axis}; shard the model for the "
+                "samples that it gets"
             )
         self.whole = shape
-        self.parts: list[Region] = [layout.region(shape, axis, group.size, rank) for rank in range(group.size)]
+        self.parts: list[Region] = [placement.region(shape, axis, group.size, rank) for rank in range(group.size)]
         self.own = self.parts[group.rank]
 
     @property
@@ -113,12 +113,12 @@ class _Regions:
         return result
 
 
-def _whole_length(group: Group, layout: Layout, own: int) -> int:
+def _whole_length(group: Group, placement: Placement, own: int) -> int:
     """Return how long the cut axis is altogether, given this rank's part of it."""
-    width = layout.width(group.size, group.rank)
-    layout.check_known(group.size)
-    repeats = own // width if layout.repeats is None else layout.repeats
-    return layout.units * layout.unit * repeats
+    width = placement.width(group.size, group.rank)
+    placement.check_known(group.size)
+    repeats = own // width if placement.repeats is None else placement.repeats
+    return placement.units * placement.unit * repeats
 
 
 class Copy(Function):
@@ -160,13 +160,13 @@ class AddUp(Function):
 class _Cut(Function):
     """What the others share: how the activation is cut."""
 
-    __slots__ = ("group", "layout")
+    __slots__ = ("group", "placement")
 
-    def __init__(self, group: Group, layout: Layout) -> None:
-        self.group, self.layout = group, layout
+    def __init__(self, group: Group, placement: Placement) -> None:
+        self.group, self.placement = group, placement
 
     def _regions(self, x: Array, is_whole: bool) -> _Regions:
-        regions = _Regions(self.group, self.layout, x.shape, is_whole)
+        regions = _Regions(self.group, self.placement, x.shape, is_whole)
         self.saved = (regions,)
         return regions
 
@@ -228,31 +228,31 @@ def add_up(x: Tensor, group: Group, bias: Tensor | None = None, fresh: bool = Fa
     return AddUp(group, fresh)(x, bias)
 
 
-def scatter(x: Tensor, group: Group, layout: Layout) -> Tensor:
+def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return this rank's part of x, whole on every rank."""
-    return x if group.size == 1 or layout.is_whole else Scatter(group, layout)(x)
+    return x if group.size == 1 or placement.is_whole else Scatter(group, placement)(x)
 
 
-def gather(x: Tensor, group: Group, layout: Layout) -> Tensor:
+def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return all ranks' parts together, whole on every rank.
 
     Raises:
-        ShapeError: when x is not the part that the layout says.
+        ShapeError: when x is not the part that the placement says.
     """
-    return x if group.size == 1 or layout.is_whole else Gather(group, layout)(x)
+    return x if group.size == 1 or placement.is_whole else Gather(group, placement)(x)
 
 
-def spread(x: Tensor, group: Group, layout: Layout) -> Tensor:
+def spread(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return all ranks' parts together, for a computation that is another on every rank: its gradients are summed.
 
     Raises:
-        ShapeError: when x is not the part that the layout says.
+        ShapeError: when x is not the part that the placement says.
     """
     if group.size == 1:
         return x
-    return copy(x, group) if layout.is_whole else Spread(group, layout)(x)
+    return copy(x, group) if placement.is_whole else Spread(group, placement)(x)
 
 
-def add_up_parts(x: Tensor, group: Group, layout: Layout) -> Tensor:
+def add_up_parts(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return this rank's part of the sum over the ranks of x, all of one shape."""
-    return x if group.size == 1 else AddUpParts(group, layout)(x)
+    return x if group.size == 1 else AddUpParts(group, placement)(x)

@@ -15,8 +15,8 @@ from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.norm import layer_norm
 from nnmpi.parallel.sharded.exchange import all_sum, copy, sum_in_place
-from nnmpi.parallel.sharded.layout import Layout
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import real, same_dtype
@@ -65,14 +65,14 @@ class PartLayerNorm(LayerNorm):
     Args:
         layer: the whole layer, over one axis.
         parts: cuts its parameters.
-        layout: how its input lies on the ranks.
+        placement: how its input lies on the ranks.
     """
 
-    def __init__(self, layer: LayerNorm, parts: Parts, layout: Layout) -> None:
+    def __init__(self, layer: LayerNorm, parts: Parts, placement: Placement) -> None:
         self.eps = layer.eps
         self._group, self._features = parts.group, layer.weight.size
-        self.weight = parts.cut(layer.weight, layout, axis=0)
-        self.bias = parts.cut(layer.bias, layout, axis=0)
+        self.weight = parts.cut(layer.weight, placement, axis=0)
+        self.bias = parts.cut(layer.bias, placement, axis=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's features, normalized by the mean and variance of all."""
@@ -101,10 +101,10 @@ class RowsLayerNorm(LayerNorm):
 def place_layer_norm(layer: LayerNorm, site: Site) -> Placed:
     """Return the layer for what lies before it; over axes that are cut and others, it gets whole activations."""
     shape = layer.weight.shape
-    whole = site.layout.is_whole or site.sharding is Sharding.REPLICATED
-    if not whole and site.layout.has_rows and len(shape) < 3:
-        return RowsLayerNorm(layer, site.group), site.layout
-    if not whole and not site.layout.has_rows and len(shape) == 1:
-        layout = site.layout.resolve(shape[0])
-        return PartLayerNorm(layer, site.parts, layout), layout
+    whole = site.placement.is_whole or site.sharding is Sharding.REPLICATED
+    if not whole and site.placement.has_rows and len(shape) < 3:
+        return RowsLayerNorm(layer, site.group), site.placement
+    if not whole and not site.placement.has_rows and len(shape) == 1:
+        placement = site.placement.resolve(shape[0])
+        return PartLayerNorm(layer, site.parts, placement), placement
     return site.on_whole(layer, shape[0] if len(shape) == 1 else None)

@@ -15,8 +15,8 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.linear import linear
 from nnmpi.parallel.sharded.exchange import add_up
-from nnmpi.parallel.sharded.layout import WHOLE, Layout, features
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
 from nnmpi.parallel.sharded.site import Exchange, Placed, Site
 from nnmpi.tensor.tensor import Tensor
 
@@ -51,7 +51,7 @@ class RowLinear(Linear):
         enter: leaves this rank its part of the input.
     """
 
-    def __init__(self, layer: Linear, parts: Parts, cut: Layout, enter: Exchange) -> None:
+    def __init__(self, layer: Linear, parts: Parts, cut: Placement, enter: Exchange) -> None:
         self.weight = parts.cut(layer.weight, cut, axis=0)
         self.bias = layer.bias
         self._group, self._enter = parts.group, enter
@@ -68,8 +68,8 @@ def place_linear(layer: Linear, site: Site) -> Placed:
         column = ColumnLinear(layer, site.parts, site.to_each(inputs))
         return column, column.result
     if site.sharding is Sharding.ROW:
-        ready = not site.layout.is_whole and not site.layout.has_rows
-        cut = site.layout if ready else features(inputs)
+        ready = not site.placement.is_whole and not site.placement.has_rows
+        cut = site.placement if ready else features(inputs)
         return RowLinear(layer, site.parts, cut.resolve(inputs), site.to_parts(cut)), WHOLE
     if site.sharding is Sharding.ROWS:
         raise site.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.parallel.sharded.layout import Layout
+from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
 
@@ -21,13 +21,13 @@ class Parts:
         self.group = group
         self._cut: dict[int, tuple[Parameter, Parameter]] = {}  # the whole one is kept, so that its id stays its own
 
-    def cut(self, whole: Parameter, layout: Layout, axis: int) -> Parameter:
+    def cut(self, whole: Parameter, placement: Placement, axis: int) -> Parameter:
         """Return this rank's part of a parameter of which one axis goes with the cut axis of an activation.
 
         Raises:
             LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut in another way.
         """
-        region = self._region(whole.shape, layout, axis)
+        region = self._region(whole.shape, placement, axis)
         if id(whole) not in self._cut:
             part = Parameter(region.local_shape, whole.init, region)
             part.requires_grad = whole.requires_grad
@@ -40,13 +40,13 @@ class Parts:
             )
         return part
 
-    def cut_buffer(self, whole: Buffer, layout: Layout) -> Buffer:
+    def cut_buffer(self, whole: Buffer, placement: Placement) -> Buffer:
         """Return this rank's part of a buffer (channels,) that goes with the cut axis of an activation.
 
         Raises:
             LayoutError: when it cannot be cut so.
         """
-        region = self._region(whole.shape, layout, 0)
+        region = self._region(whole.shape, placement, 0)
         return Buffer(region.local_shape, whole.value, region)
 
     def check(self, model: Module) -> None:
@@ -62,5 +62,5 @@ class Parts:
                     "places shardings that cut the same axis, or Sharding.REPLICATED"
                 )
 
-    def _region(self, shape: tuple[int, ...], layout: Layout, axis: int) -> Region:
-        return layout.region(shape, axis, self.group.size, self.group.rank)
+    def _region(self, shape: tuple[int, ...], placement: Placement, axis: int) -> Region:
+        return placement.region(shape, axis, self.group.size, self.group.rank)

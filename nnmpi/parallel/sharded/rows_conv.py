@@ -12,7 +12,7 @@ from nnmpi.nn.conv import Conv2d
 from nnmpi.ops.conv import Conv2d as Convolve
 from nnmpi.parallel.sharded.exchange import copy
 from nnmpi.parallel.sharded.halo import Frame, halo
-from nnmpi.parallel.sharded.layout import rows
+from nnmpi.parallel.sharded.placement import rows
 from nnmpi.parallel.sharded.site import Exchange, Placed, Site
 from nnmpi.tensor.operand import same_dtype
 from nnmpi.tensor.tensor import Tensor

@@ -12,7 +12,7 @@ from nnmpi.ops.pool import AvgPool2d as Average
 from nnmpi.ops.pool import MaxPool2d as Largest
 from nnmpi.parallel.sharded.exchange import add_up
 from nnmpi.parallel.sharded.halo import Frame, halo
-from nnmpi.parallel.sharded.layout import WHOLE, rows
+from nnmpi.parallel.sharded.placement import WHOLE, rows
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.tensor.operand import real
 from nnmpi.tensor.tensor import Tensor
@@ -69,10 +69,10 @@ def place_pool(layer: MaxPool2d | AvgPool2d, site: Site) -> Placed:
     """Return the layer for what lies before it: channels are pooled alone, rows with their neighbours'."""
     if site.sharding is Sharding.REPLICATED:
         return site.on_whole(layer)
-    if not (site.layout.has_rows or site.sharding is Sharding.ROWS):
-        return layer, site.layout
+    if not (site.placement.has_rows or site.sharding is Sharding.ROWS):
+        return layer, site.placement
     height, _, _ = site.sample()
-    if not site.layout.has_rows:
+    if not site.placement.has_rows:
         raise site.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
     kernel, padding = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0)
     stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
@@ -87,7 +87,7 @@ def place_global_pool(layer: GlobalAvgPool2d, site: Site) -> Placed:
     """Return the layer for what lies before it."""
     if site.sharding is Sharding.REPLICATED:
         return site.on_whole(layer)
-    if site.layout.has_rows:
+    if site.placement.has_rows:
         height, _, _ = site.sample()
         return RowsGlobalAvgPool2d(site.group, height), WHOLE
-    return layer, site.layout
+    return layer, site.placement

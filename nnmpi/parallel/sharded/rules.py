@@ -21,8 +21,8 @@ from nnmpi.parallel.sharded.conv import place_conv
 from nnmpi.parallel.sharded.dropout import place_dropout
 from nnmpi.parallel.sharded.embedding import place_embedding
 from nnmpi.parallel.sharded.layer_norm import place_layer_norm
-from nnmpi.parallel.sharded.layout import WHOLE, Layout, features
 from nnmpi.parallel.sharded.linear import place_linear
+from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
 from nnmpi.parallel.sharded.plain import place_elementwise, place_flatten, place_softmax
 from nnmpi.parallel.sharded.rows_pool import place_global_pool, place_pool
 from nnmpi.parallel.sharded.site import Placed, Site
@@ -47,7 +47,7 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 )
 
 
-def assumed_layout(layer: Module, sharding: Sharding) -> Layout:
+def assumed_placement(layer: Module, sharding: Sharding) -> Placement:
     """Return how the input of a layer lies in a module whose forward nobody knows, by what the table says."""
     if sharding is Sharding.ROW and isinstance(layer, Linear):
         return features(layer.weight.shape[0])

@@ -12,13 +12,13 @@ from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.sharded.exchange import gather, scatter, spread
-from nnmpi.parallel.sharded.layout import WHOLE, Layout
 from nnmpi.parallel.sharded.parts import Parts
+from nnmpi.parallel.sharded.placement import WHOLE, Placement
 from nnmpi.parallel.sharded.wrap import Exchanged
 from nnmpi.tensor.tensor import Tensor
 
 Exchange: TypeAlias = Callable[[Tensor], Tensor]
-Placed: TypeAlias = tuple[Module, Layout]
+Placed: TypeAlias = tuple[Module, Placement]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Site:
 
     Attributes:
         name: its full name in the model.
-        layout: how the activation lies that comes to it.
+        placement: how the activation lies that comes to it.
         shape: of a whole sample of that activation, without the batch; None when it is not known.
         sharding: what the table says of the layer; None when it says nothing.
         parts: cuts parameters for this rank.
     """
 
     name: str
-    layout: Layout
+    placement: Placement
     shape: tuple[int, ...] | None
     sharding: Sharding | None
     parts: Parts
@@ -50,30 +50,30 @@ class Site:
         Args:
             features: the length of their last axis, where the layer knows it.
         """
-        if self.layout.is_whole:
+        if self.placement.is_whole:
             return module, WHOLE
         return Exchanged(module, before=self.to_whole(features)), WHOLE
 
     def to_whole(self, features: int | None = None) -> Exchange:
         """Return what makes the activation whole, for a computation that is the same on every rank."""
-        return partial(gather, group=self.group, layout=self._known(features))
+        return partial(gather, group=self.group, placement=self._known(features))
 
     def to_each(self, features: int | None = None) -> Exchange:
         """Return what makes the activation whole, for a computation that is another on every rank."""
-        return partial(spread, group=self.group, layout=self._known(features))
+        return partial(spread, group=self.group, placement=self._known(features))
 
-    def _known(self, features: int | None) -> Layout:
-        if features is not None and self.layout.repeats is None:
-            return self.layout.resolve(features)
-        self.layout.check_known(self.group.size)
-        return self.layout
+    def _known(self, features: int | None) -> Placement:
+        if features is not None and self.placement.repeats is None:
+            return self.placement.resolve(features)
+        self.placement.check_known(self.group.size)
+        return self.placement
 
-    def to_parts(self, layout: Layout) -> Exchange:
-        """Return what leaves each rank its part of the activation, in that layout."""
-        if layout == self.layout:
+    def to_parts(self, placement: Placement) -> Exchange:
+        """Return what leaves each rank its part of the activation, in that placement."""
+        if placement == self.placement:
             return _same
-        cut = partial(scatter, group=self.group, layout=layout)
-        if self.layout.is_whole:
+        cut = partial(scatter, group=self.group, placement=placement)
+        if self.placement.is_whole:
             return cut
         whole = self.to_whole()
         return lambda x: cut(whole(x))

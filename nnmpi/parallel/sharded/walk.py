@@ -26,9 +26,9 @@ from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, find
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.parallel.sharded.exchange import gather
-from nnmpi.parallel.sharded.layout import WHOLE, Layout
 from nnmpi.parallel.sharded.parts import Parts
-from nnmpi.parallel.sharded.rules import RULES, assumed_layout
+from nnmpi.parallel.sharded.placement import WHOLE, Placement
+from nnmpi.parallel.sharded.rules import RULES, assumed_placement
 from nnmpi.parallel.sharded.shapes import Shape, shape_after
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.parallel.sharded.wrap import Exchange, Exchanged, ExchangedPop
@@ -38,7 +38,7 @@ from nnmpi.parallel.sharded.wrap import Exchange, Exchanged, ExchangedPop
 class Place:
     """How the activation lies before or after a module, and a whole sample's shape."""
 
-    layout: Layout
+    placement: Placement
     shape: Shape | None
 
 
@@ -54,9 +54,9 @@ class Walk:
     parts: Parts
     table: Table
     said: dict[int, tuple[Module, Sharding]] = field(default_factory=dict)  # what the table says of a module
-    seen: dict[tuple[int, Layout], Placed] = field(default_factory=dict)  # what took a layer's place, by its input
+    seen: dict[tuple[int, Placement], Placed] = field(default_factory=dict)  # what took a layer's place, by its input
 
-    def model(self, model: Module, sample: Shape | None, classes_apart: bool) -> Layout:
+    def model(self, model: Module, sample: Shape | None, classes_apart: bool) -> Placement:
         """Shard the whole model; return how its result lies."""
         for name, module in model.named_modules():
             found = find(self.table, name)
@@ -65,12 +65,12 @@ class Walk:
         start = Place(WHOLE, None if sample is None else tuple(sample))
         last = _last_layer(model)
         module, end = self.place(model, "", start)
-        if not end.layout.is_whole and not (classes_apart and self._sharding(last) is Sharding.VOCAB):
+        if not end.placement.is_whole and not (classes_apart and self._sharding(last) is Sharding.VOCAB):
             module = self._whole_after(module, end)
             end = Place(WHOLE, end.shape)
         if module is not model:
             raise LayoutError("the model itself would have to be replaced; put it into a Sequential")
-        return end.layout
+        return end.placement
 
     def place(self, module: Module, name: str, place: Place) -> tuple[Module, Place]:
         """Return what stands in a module's place, and how its result lies."""
@@ -79,23 +79,23 @@ class Walk:
         if type(module) is Residual:
             return self._residual(module, name, place)
         if type(module) in RULES:
-            placed, layout = self._layer(module, name, place)
-            return placed, Place(layout, shape_after(module, place.shape))
+            placed, placement = self._layer(module, name, place)
+            return placed, Place(placement, shape_after(module, place.shape))
         return self._foreign(module, name, place)
 
     def _layer(self, module: Module, name: str, place: Place) -> Placed:
         """Return what takes a layer's place; where one stands in several places, so does that."""
-        site = Site(name, place.layout, place.shape, self._sharding(module), self.parts)
+        site = Site(name, place.placement, place.shape, self._sharding(module), self.parts)
         placed = RULES[type(module)](module, site)
         if placed[0] is module:
             return placed
-        elsewhere = [key for key in self.seen if key[0] == id(module) and key[1] != place.layout]
+        elsewhere = [key for key in self.seen if key[0] == id(module) and key[1] != place.placement]
         if elsewhere and isinstance(module, BatchNorm | Dropout):
             raise site.refuse(
                 "stands in several places of the model, where its input lies on the ranks in different ways; make a "
                 "layer for each place"
             )
-        return self.seen.setdefault((id(module), place.layout), placed)
+        return self.seen.setdefault((id(module), place.placement), placed)
 
     def _sequence(self, sequence: Sequential, name: str, place: Place) -> Place:
         kept: dict[str, Place] = {}
@@ -120,10 +120,10 @@ class Walk:
             return place  # the sequence refuses it when it runs
         around = kept.pop(pop.name)
         pop.shortcut, other = self._branch(pop.shortcut, _join(name, "shortcut"), around)
-        if other.layout != place.layout:
-            if not other.layout.is_whole:
+        if other.placement != place.placement:
+            if not other.placement.is_whole:
                 pop.shortcut = self._whole_after(pop.shortcut, other)
-            if not place.layout.is_whole:
+            if not place.placement.is_whole:
                 sequence.layers[i] = ExchangedPop(pop, self._gather(place))
             place = Place(WHOLE, place.shape)
         return place
@@ -134,11 +134,11 @@ class Walk:
             return Exchanged(block, before=self._gather(place)), end
         block.body, body = self.place(block.body, _join(name, "body"), place)
         block.shortcut, around = self._branch(block.shortcut, _join(name, "shortcut"), place)
-        if body.layout == around.layout:
+        if body.placement == around.placement:
             return block, body
-        if not body.layout.is_whole:
+        if not body.placement.is_whole:
             block.body = self._whole_after(block.body, body)
-        if not around.layout.is_whole:
+        if not around.placement.is_whole:
             block.shortcut = self._whole_after(block.shortcut, around)
         return block, Place(WHOLE, body.shape)
 
@@ -154,18 +154,18 @@ class Walk:
                 sharding = self._sharding(child)
                 if sharding is None:
                     continue
-                placed, _ = self._layer(child, inside, Place(assumed_layout(child, sharding), None))
+                placed, _ = self._layer(child, inside, Place(assumed_placement(child, sharding), None))
             else:
                 placed, end = self.place(child, inside, Place(WHOLE, None))
-                placed = placed if end.layout.is_whole else self._whole_after(placed, end)
+                placed = placed if end.placement.is_whole else self._whole_after(placed, end)
             if placed is not child:
                 module.set_child(child_name, placed)
         result = Place(WHOLE, None)
-        return module if place.layout.is_whole else Exchanged(module, before=self._gather(place)), result
+        return module if place.placement.is_whole else Exchanged(module, before=self._gather(place)), result
 
     def _passes(self, block: Residual, name: str, place: Place) -> bool:
         """Return whether a block's branches, from such an activation, end alike; from a whole one they are made to."""
-        if place.layout.is_whole:
+        if place.placement.is_whole:
             return True
         shortcut = place
         try:
@@ -174,12 +174,12 @@ class Walk:
                 shortcut = self._foresee(block.shortcut, _join(name, "shortcut"), place)
         except LayoutError:
             return False
-        return body.layout == shortcut.layout
+        return body.placement == shortcut.placement
 
     def _foresee(self, module: Module, name: str, place: Place) -> Place:
         """Return how a module's result would lie, and change nothing."""
         if type(module) in RULES:
-            site = Site(name, place.layout, place.shape, self._sharding(module), Parts(self.parts.group))
+            site = Site(name, place.placement, place.shape, self._sharding(module), Parts(self.parts.group))
             return Place(RULES[type(module)](module, site)[1], shape_after(module, place.shape))
         if type(module) is Residual:
             end = self._foresee(module.body, _join(name, "body"), place)
@@ -196,7 +196,7 @@ class Walk:
         before = i - 1
         while before >= 0 and isinstance(sequence.layers[before], Stash):
             before -= 1
-        if place.layout.is_whole or before < 0 or isinstance(sequence.layers[before], Pop):
+        if place.placement.is_whole or before < 0 or isinstance(sequence.layers[before], Pop):
             return place
         for stash in sequence.layers[before + 1 : i]:
             kept[stash.name] = whole  # all of these are stashes
@@ -213,8 +213,8 @@ class Walk:
         return Exchanged(module, after=self._gather(place))
 
     def _gather(self, place: Place) -> Callable[[Any], Any]:
-        place.layout.check_known(self.parts.group.size)
-        return partial(gather, group=self.parts.group, layout=place.layout)
+        place.placement.check_known(self.parts.group.size)
+        return partial(gather, group=self.parts.group, placement=place.placement)
 
     def _sharding(self, module: Module) -> Sharding | None:
         found = self.said.get(id(module))

@@ -83,9 +83,9 @@ def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
 
     x, y = images(7, (4,), "float64", classes=5)
     whole, ours = build().initialize(seed=2, dtype="float64"), build()
-    layout = shard(ours, group, {"0": Sharding.ROW, "2": Sharding.VOCAB}, classes_apart=True)
+    placement = shard(ours, group, {"0": Sharding.ROW, "2": Sharding.VOCAB}, classes_apart=True)
     ours.initialize(seed=2, dtype="float64")
-    assert all(group.gather(layout.is_whole == (group.size == 1)))
+    assert all(group.gather(placement.is_whole == (group.size == 1)))
     expected = train(whole, x, y)[0]
     found = train(ours, x, y, loss=lambda logits, labels: cross_entropy(logits, labels, group, 5))[0]
     assert all(group.gather(bool(np.allclose(found, expected, rtol=0, atol=1e-12)))), (found, expected)

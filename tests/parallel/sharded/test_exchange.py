@@ -11,7 +11,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.parallel.sharded import exchange
 from nnmpi.parallel.sharded.halo import Frame, halo
-from nnmpi.parallel.sharded.layout import Layout, features, rows
+from nnmpi.parallel.sharded.placement import Placement, features, rows
 from nnmpi.parallel.sharded.transfer import receive, send
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
@@ -19,12 +19,12 @@ from nnmpi.tensor.tensor import Tensor
 WHOLE, PARTS, OWN = "whole", "parts", "own"  # of a vector: the same on all ranks, cut, another one on each rank
 
 
-def draw(group: Group, space: str, shape: tuple[int, ...], layout: Layout, seed: int) -> Array:
+def draw(group: Group, space: str, shape: tuple[int, ...], placement: Placement, seed: int) -> Array:
     """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one, or its own."""
     generator = np.random.default_rng([seed, group.rank if space == OWN else 99])
     values: Array = generator.integers(-9, 10, shape).astype(np.float64)
     if space == PARTS:
-        values = np.ascontiguousarray(layout.region(shape, layout.axis, group.size, group.rank).take(values))
+        values = np.ascontiguousarray(placement.region(shape, placement.axis, group.size, group.rank).take(values))
     return values
 
 
@@ -56,15 +56,15 @@ LAYOUTS = [
     ((3, 5), features(5)),
     ((2, 12), features(2, 6)),
     ((2, 3, 4, 7), features(7)),
-    ((3, 30), Layout(5, 2, 3)),
-    ((4, 14), Layout(7, 1, 2)),
+    ((3, 30), Placement(5, 2, 3)),
+    ((4, 14), Placement(7, 1, 2)),
     ((2, 9, 3, 2), rows(9)),
     ((2, 1, 3, 2), rows(1)),
 ]
 
-EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Layout], Tensor]]] = {
-    "copy": (WHOLE, OWN, lambda x, group, layout: exchange.copy(x, group)),
-    "add_up": (OWN, WHOLE, lambda x, group, layout: exchange.add_up(x, group)),
+EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor]]] = {
+    "copy": (WHOLE, OWN, lambda x, group, placement: exchange.copy(x, group)),
+    "add_up": (OWN, WHOLE, lambda x, group, placement: exchange.add_up(x, group)),
     "scatter": (WHOLE, PARTS, exchange.scatter),
     "gather": (PARTS, WHOLE, exchange.gather),
     "spread": (PARTS, OWN, exchange.spread),
@@ -77,27 +77,27 @@ EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Layout], Tensor]]]
 def test_adjoint(group: Group, name: str) -> None:
     """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
     source, target, function = EXCHANGES[name]
-    for shape, layout in LAYOUTS:
-        x, y = draw(group, source, shape, layout, seed=1), draw(group, target, shape, layout, seed=2)
-        check_adjoint(group, (source, target), x, y, lambda leaf, layout=layout: function(leaf, group, layout))
+    for shape, placement in LAYOUTS:
+        x, y = draw(group, source, shape, placement, seed=1), draw(group, target, shape, placement, seed=2)
+        check_adjoint(group, (source, target), x, y, lambda leaf, placement=placement: function(leaf, group, placement))
 
 
 @pytest.mark.mpi
 def test_results(group: Group) -> None:
     """What comes out is what the picture says."""
     problems = []
-    for shape, layout in LAYOUTS:
-        whole = draw(group, WHOLE, shape, layout, seed=3)
-        own = Tensor(draw(group, PARTS, shape, layout, seed=3))
-        region = layout.region(shape, layout.axis, group.size, group.rank)
+    for shape, placement in LAYOUTS:
+        whole = draw(group, WHOLE, shape, placement, seed=3)
+        own = Tensor(draw(group, PARTS, shape, placement, seed=3))
+        region = placement.region(shape, placement.axis, group.size, group.rank)
         results = {
-            "gather": (exchange.gather(own, group, layout), whole),
-            "spread": (exchange.spread(own, group, layout), whole),
-            "scatter": (exchange.scatter(Tensor(whole), group, layout), own.data),
+            "gather": (exchange.gather(own, group, placement), whole),
+            "spread": (exchange.spread(own, group, placement), whole),
+            "scatter": (exchange.scatter(Tensor(whole), group, placement), own.data),
             "add_up": (exchange.add_up(Tensor(whole), group), group.size * whole),
-            "add_up_parts": (exchange.add_up_parts(Tensor(whole), group, layout), group.size * region.take(whole)),
+            "add_up_parts": (exchange.add_up_parts(Tensor(whole), group, placement), group.size * region.take(whole)),
         }
-        problems += [f"{name} {layout}" for name, (a, b) in results.items() if not np.array_equal(a.data, b)]
+        problems += [f"{name} {placement}" for name, (a, b) in results.items() if not np.array_equal(a.data, b)]
     assert not any(group.gather(problems)), problems
 
 
@@ -129,12 +129,12 @@ def test_sum_with_a_bias(group: Group) -> None:
 )
 def test_halo(group: Group, frame: Frame) -> None:
     """Whatever the windows are: rows come from where they are, and gradients go back there."""
-    shape, layout = (2, frame.height, 2, 3), rows(frame.height)
-    x = draw(group, PARTS, shape, layout, seed=4)
+    shape, placement = (2, frame.height, 2, 3), rows(frame.height)
+    x = draw(group, PARTS, shape, placement, seed=4)
     needed = frame.needed(group.size, group.rank)
-    y = draw(group, OWN, (2, len(needed), 2, 3), layout, seed=5)
+    y = draw(group, OWN, (2, len(needed), 2, 3), placement, seed=5)
     check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
-    whole = draw(group, WHOLE, shape, layout, seed=4)
+    whole = draw(group, WHOLE, shape, placement, seed=4)
     padded = np.pad(whole, ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)), constant_values=7)
     seen = halo(Tensor(x), group, frame, value=7.0).data
     if part(frame.outputs, group.size, group.rank):

@@ -16,7 +16,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.sharded.dropout import PartDropout
-from nnmpi.parallel.sharded.layout import Layout, features, rows
+from nnmpi.parallel.sharded.placement import Placement, features, rows
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
@@ -97,14 +97,14 @@ def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("layout", [features(7), Layout(3, 1, None), Layout(4, 3), rows(5)])
-def test_dropout_drops_what_the_whole_layer_drops(group: Group, layout: Layout) -> None:
+@pytest.mark.parametrize("placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)])
+def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Placement) -> None:
     """Bit for bit."""
-    shape = (4, 5, 3, 2) if layout.has_rows else (4, 12) if layout.units != 7 else (4, 3, 7)
-    axis = 1 if layout.has_rows else -1
+    shape = (4, 5, 3, 2) if placement.has_rows else (4, 12) if placement.units != 7 else (4, 3, 7)
+    axis = 1 if placement.has_rows else -1
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    region = layout.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
-    whole, own = nn.Dropout(0.4), PartDropout(nn.Dropout(0.4), group, layout)
+    region = placement.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
+    whole, own = nn.Dropout(0.4), PartDropout(nn.Dropout(0.4), group, placement)
     whole.path = own.path = "2.drop"
     with training(seed=3, step=4, first_row=17):
         expected, found = whole(x).data, own(np.ascontiguousarray(region.take(x))).data

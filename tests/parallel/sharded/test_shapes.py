@@ -1,4 +1,4 @@
-"""Shapes told without running the model are those that it gives; layouts refuse what does not fit."""
+"""Shapes told without running the model are those that it gives; placements refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from nnmpi import nn
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.sharded.layout import WHOLE, Layout, features, rows
+from nnmpi.parallel.sharded.placement import WHOLE, Placement, features, rows
 from nnmpi.parallel.sharded.shapes import shape_after
 
 LAYERS: list[tuple[Module, tuple[int, ...]]] = [
@@ -40,11 +40,16 @@ def test_embedding_and_what_does_not_fit() -> None:
 
 def test_layouts() -> None:
     """The parts of all ranks make up the whole, each element once."""
-    for layout, total in ((features(7), 7), (features(3, 4), 12), (Layout(5, 2, 3), 30), (Layout(3, 1, None), 12)):
+    for placement, total in (
+        (features(7), 7),
+        (features(3, 4), 12),
+        (Placement(5, 2, 3), 30),
+        (Placement(3, 1, None), 12),
+    ):
         for size in (1, 2, 3, 8):
             found = np.zeros(total)
             for rank in range(size):
-                region = layout.cut(total, size, rank)
+                region = placement.cut(total, size, rank)
                 region.put(found, region.take(np.arange(total) + 1.0))
             assert np.array_equal(found, np.arange(total) + 1)
     assert WHOLE.is_whole and not rows(4).is_whole and rows(4).has_rows

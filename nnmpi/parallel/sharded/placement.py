@@ -1,10 +1,10 @@
-"""Layout: how an activation lies on the ranks of a tensor group.
+"""Placement: how an activation lies on the ranks of a tensor group.
 
     whole        every rank has all of it, the same bits
     features     each rank has some of the last axis       (batch, h, w, c)  ->  (batch, h, w, part of c)
     rows         each rank has some rows of the images     (batch, h, w, c)  ->  (batch, part of h, w, c)
 
-What is dealt out are `units`, as `shard.split` does it. A flattened image keeps its layout in another form: channels
+What is dealt out are `units`, as `shard.split` does it. A flattened image keeps its placement in another form: channels
 that were cut come back once for every pixel (`repeats`), and a row that was dealt out has become w * c features, which
 stay together (`unit`):
 
@@ -24,7 +24,7 @@ FEATURES, ROWS = -1, 1  # the axes that can be cut
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """How an activation lies on the ranks.
 
     Attributes:
@@ -72,8 +72,8 @@ class Layout:
         repeats = self.resolve(whole[axis]).repeats or 1
         return Region(whole, axis % len(whole), own.start * self.unit, own.stop * self.unit, repeats)
 
-    def resolve(self, total: int) -> Layout:
-        """Return the layout with its repeats known, given the length of the whole axis.
+    def resolve(self, total: int) -> Placement:
+        """Return the placement with its repeats known, given the length of the whole axis.
 
         Raises:
             LayoutError: when the axis cannot have that length.
@@ -88,7 +88,7 @@ class Layout:
         return replace(self, repeats=repeats)
 
     def check_known(self, size: int) -> None:
-        """Refuse a layout of unknown repeats of which some rank has nothing: it could never tell how many there are.
+        """Refuse a placement of unknown repeats of which some rank has nothing: it could never tell how many there are.
 
         Raises:
             LayoutError: when it is so.
@@ -104,14 +104,14 @@ class Layout:
         return len(part(self.units, size, rank)) * self.unit
 
 
-WHOLE = Layout()
+WHOLE = Placement()
 
 
-def features(units: int, unit: int = 1) -> Layout:
-    """Return the layout of an activation whose last axis is dealt out in `units` pieces."""
-    return Layout(units, unit)
+def features(units: int, unit: int = 1) -> Placement:
+    """Return the placement of an activation whose last axis is dealt out in `units` pieces."""
+    return Placement(units, unit)
 
 
-def rows(height: int) -> Layout:
-    """Return the layout of images whose rows are dealt out."""
-    return Layout(height, axis=ROWS)
+def rows(height: int) -> Placement:
+    """Return the placement of images whose rows are dealt out."""
+    return Placement(height, axis=ROWS)
