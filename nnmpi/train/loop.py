@@ -169,6 +169,7 @@ class Loop:
         number = self._stop.asked(step_s)
         if number:
             self._save()
+            self._tracer.finish()
             name = signal.Signals(number).name
             raise Stopped(f"stopped by {name} after step {self.state.step}; {self._way_on()}", number)
 
