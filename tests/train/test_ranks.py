@@ -48,7 +48,9 @@ def test_wrong_options_are_the_same_error_on_every_rank(group: Group, words: str
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
-    with pytest.raises(LayoutError, match=f"--dp {group.size + 1} does not fit the {group.size} rank"):
+    with pytest.raises(
+        LayoutError, match=f"not dp {group.size + 1} x pp 1 x tp 1 = {group.size + 1}; these fit: dp {group.size} "
+    ):
         main(["--dp", str(group.size + 1)], group)
 
 
