@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, islice
 
 import numpy as np
@@ -18,7 +17,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.state import Entry, LayoutState
 from nnmpi.train.build import BYTES_PER_MIB, build_model, build_optimizer
 from nnmpi.verify.options import Options
@@ -100,7 +98,6 @@ def _build(options: Options, dataset: Dataset, group: Group, layout: Layout) -> 
         where.model,
         optimizer,
         group,
-        loss=partial(cross_entropy, reduction="sum"),
         allreduce=options.parallel.allreduce,
         bucket_bytes=BUCKET_BYTES if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
         check=True,

@@ -23,6 +23,11 @@ def build(sample_shape, classes):
                        Tanh(), Linear(6, classes))
     model.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW}
     return model
+
+def apart(sample_shape, classes):
+    model = build(sample_shape, classes)
+    model.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW, "8": Sharding.VOCAB}
+    return model
 """
 
 
@@ -37,7 +42,8 @@ def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsy
     file = tmp_path / "net.py"
     file.write_text(OWN)
     for layout in layouts(group.size):
-        words = f"--model {file}:build --shape 5 --classes 3 --samples 31 --batch-size 14 --steps 3 {layout}"
+        name = "apart" if "--tp" in layout else "build"
+        words = f"--model {file}:{name} --shape 5 --classes 3 --samples 31 --batch-size 14 --steps 3 {layout}"
         assert main(words.split(), group)
         out = capsys.readouterr().out
         assert ("gradients of step 1" in out and "equal" in out.splitlines()[-1]) == group.is_root
