@@ -36,13 +36,40 @@ def explain(
         places = group.gather(_go_backward(model, again))
     for rank, place in enumerate(places):
         if place is not None:
-            return DivergenceError(
-                f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} "
-                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data"
-            )
+            return DivergenceError(tell_place(step, value, place, f"rank {rank}"))
     return DivergenceError(
         f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "
         "gradients are; lower the learning rate"
+    )
+
+
+def find_place(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
+    """Return where the first value that is not finite comes from, in words, or None if all are finite.
+
+    Not collective: for ranks that go on at their own pace. The gradients are those of this computation afterwards.
+
+    Args:
+        x: the input.
+        loss: computes the loss again, in the mode of the failed step and with its weights.
+    """
+    again, place = _go_forward(model, x, loss)
+    return place or _go_backward(model, again)
+
+
+def tell_place(step: int, value: float, place: str | None, who: str) -> str:
+    """Return the sentence for a loss or gradient that is not finite and one worker's own.
+
+    Args:
+        step: the update that failed, counted from 1.
+        value: the loss.
+        place: what `find_place` gave; None if all was finite when it was computed again.
+        who: whose it is: "rank 2", "worker 2".
+    """
+    if place is None:
+        return f"step {step}: the loss is {value:g} or its gradient is not finite on {who}; lower the learning rate"
+    return (
+        f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} on {who}; "
+        "lower the learning rate, clip the gradients, or check the data"
     )
 
 

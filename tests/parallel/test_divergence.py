@@ -1,0 +1,55 @@
+"""One worker alone finds where its first value that is not finite comes from."""
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn
+from nnmpi.backend.array import Array
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.divergence import find_place, tell_place
+from nnmpi.tensor.tensor import Tensor
+
+LABELS = np.array([0, 2, 1])
+
+
+def place_of(model: Module, x: Array) -> str | None:
+    with np.errstate(all="ignore"), nn.training(0, 0):
+        return find_place(model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum"))
+
+
+@pytest.mark.parametrize("place", ["", "the input", "the weights '3.bias'", "the output of layer '3' (Linear)"])
+def test_the_place_is_found(place: str) -> None:
+    model = models.mlp((4,), 3, hidden=(5,)).initialize(0)
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    if place == "the input":
+        x[1, 2] = np.nan
+    elif place.startswith("the weights"):
+        model.load_state({**model.state(), "3.bias": np.array([0, np.inf, 0], np.float32)})
+    elif place:
+        model.load_state({name: np.abs(values) * 1e30 for name, values in model.state().items()})
+    assert place_of(model, np.abs(x)) == (place or None)
+
+
+def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
+    """Going forward, the root of 0 is 0."""
+
+    class Steep(Module):
+        def __init__(self) -> None:
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.last((hidden * hidden) ** 0.5)
+
+    model = Steep().initialize(0)
+    for name, parameter in model.named_parameters():
+        if name.startswith("first"):
+            parameter.data[...] = 0  # the root has no derivative at 0
+    assert place_of(model, np.ones((3, 4), np.float32)) == "the gradient of 'first.bias'"
+
+
+def test_the_sentence_names_worker_place_and_step() -> None:
+    told = tell_place(7, float("nan"), "the input", "worker 3")
+    assert told.startswith("step 7: the loss is nan; the first values that are not finite are in the input on worker 3")
+    assert "gradient is not finite on rank 1" in tell_place(7, 2.5, None, "rank 1")
