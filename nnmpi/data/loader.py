@@ -1,5 +1,6 @@
 """Loader: the batches of one rank, prepared by background threads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,8 +132,20 @@ class Loader:
             ahead=self.prefetch,
         )
 
-    def _batch(self, epoch_order: NDArray[np.int64], epoch: int, number: int) -> Batch:
-        where = (number, self.rank, self.world, self.microbatches, self.whole)
+    def parts(self, epoch: int) -> Callable[[int, int, int], Batch]:
+        """Return a function of (batch number, part, parts) that makes any part of any batch of an epoch, at once.
+
+        For ranks that learn which part is theirs when they have done the one before (see `parallel.server`). The parts
+        of a batch are those that as many ranks would get.
+        """
+        epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
+        return lambda number, part, parts: self._batch(epoch_order, epoch, number, (part, parts))
+
+    def _batch(
+        self, epoch_order: NDArray[np.int64], epoch: int, number: int, share: tuple[int, int] | None = None
+    ) -> Batch:
+        rank, world = (self.rank, self.world) if share is None else share
+        where = (number, rank, world, self.microbatches, self.whole)
         ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
         indices = np.concatenate([epoch_order[:0], *(epoch_order[mine.start : mine.stop] for mine in ranges.values())])
         x = self.dataset.rows(indices, self.dtype)

@@ -88,7 +88,7 @@ class DataParallel:
         stage, buffers = self._staging() if exchanged else (None, [])
         spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if exchanged else []
         self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap, stage)
-        self._share_state()
+        share_state(model, group, self.backend)
         if group.size > 1 and hooked:
             for number, span in enumerate(self.storage.spans):
                 span.parameter.hook = self._hook(number)
@@ -238,13 +238,6 @@ class DataParallel:
 
         return Staging(to_host, from_host), host
 
-    def _share_state(self) -> None:
-        """Give all ranks rank 0's parameters and buffers."""
-        for array in [*self.storage.data, *(buffer.data for _, buffer in self.model.named_buffers())]:
-            host = np.ascontiguousarray(self.backend.to_host(array))
-            self.group.broadcast(host)
-            array[...] = self.backend.asarray(host)
-
     def _sum_statistics(self, array: Array) -> Array:
         """Return the sum over the ranks of a small float64 array."""
         begin = time.perf_counter()
@@ -254,6 +247,14 @@ class DataParallel:
         self._statistics = self._statistics.plus(predict_traffic(self.group, host.nbytes, spent_s))
         result: Array = namespace(array).asarray(host)
         return result
+
+
+def share_state(model: Module, group: Group, backend: Backend) -> None:
+    """Give all ranks rank 0's parameters and buffers; collective."""
+    for array in [*model.storage.data, *(buffer.data for _, buffer in model.named_buffers())]:
+        host = np.ascontiguousarray(backend.to_host(array))
+        group.broadcast(host)
+        array[...] = backend.asarray(host)
 
 
 def _digest(array: Array) -> str:

@@ -4,6 +4,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
+from nnmpi.comm.checkup import Checkup
 from nnmpi.comm.group import Group
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -12,18 +13,15 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """Notes SIGTERM and SIGINT while it is entered, and lets the ranks agree to stop.
 
-    A signal may reach one rank or all, at different steps. So the ranks compare notes now and then: about every
-    `interval_s`, at steps that rank 0 chooses from its own step time and the others are told, since ranks that counted
-    by their own clocks would wait for one another.
+    A signal may reach one rank or all, at different steps, so the ranks compare notes now and then.
 
     A second SIGINT raises KeyboardInterrupt at once, for a step that does not end.
     """
 
     def __init__(self, group: Group, interval_s: float = 0.5) -> None:
         """Do nothing yet."""
-        self._group, self._interval_s = group, interval_s
+        self._checkup = Checkup(group, interval_s)
         self._noted: int = 0
-        self._steps_left = 1
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -48,13 +46,12 @@ class Stop:
         Args:
             step_s: how long a step takes here, in seconds.
         """
-        self._steps_left -= 1
-        if self._group.size == 1 or self._steps_left > 0:
-            return self._noted if self._group.size == 1 else 0
-        mine = {"signal": self._noted, "steps": max(1, int(self._interval_s / max(step_s, 1e-9)))}
-        answers = self._group.gather(mine)
-        self._steps_left = int(answers[0]["steps"])
-        return max(int(each["signal"]) for each in answers)
+        answers = self._checkup.meet(self._noted, step_s)
+        return max(int(each) for each in answers) if answers is not None else 0
+
+    def noted(self) -> int:
+        """Return the signal that this rank got, 0 for none (not collective)."""
+        return self._noted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._noted == signal.SIGINT:

@@ -1,0 +1,119 @@
+"""The gradient of one part of a batch, computed by one rank alone: no message is sent for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nnmpi import timeline
+from nnmpi.backend.record import Backend
+from nnmpi.compose.runner import Correct, SumLoss, count_correct
+from nnmpi.data.loader import Batch
+from nnmpi.errors import UsageError
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.optim.clip import coefficient, global_norm, scale
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What computing a gradient gave; the gradient itself is in the model's storage.
+
+    Attributes:
+        loss_sum, correct, rows: over the samples of the part.
+        norm: the length of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
+        compute_s: seconds.
+    """
+
+    loss_sum: float
+    correct: float
+    rows: int
+    norm: float
+    compute_s: float
+
+
+class LocalGradient:
+    """Computes gradients of parts of batches.
+
+    Args:
+        model: initialized, without another strategy.
+        loss: (logits, labels) -> the sum of the samples' losses.
+        backend: where the model lives.
+        seed: of the run; keys dropout masks.
+        clip: the largest length of the gradient of a part's mean loss, or None.
+        poll: called many times while a gradient is computed, by a rank that has something else to look after.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss: SumLoss,
+        backend: Backend,
+        seed: int,
+        clip: float | None = None,
+        poll: Callable[[], None] | None = None,
+        correct: Correct = count_correct,
+    ) -> None:
+        self.model, self.loss, self.backend, self.seed, self.clip = model, loss, backend, seed, clip
+        self._correct = correct
+        self._poll = poll
+        if poll is not None:
+            if any(span.parameter.hook is not None for span in model.storage.spans):
+                raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
+            for span in model.storage.spans:
+                span.parameter.hook = self._final
+
+    def run(self, batch: Batch, step: int) -> Gradient:
+        """Compute the gradient of the part's losses, divided by the rows of the whole batch, into `storage.grads`.
+
+        The gradients of all parts of a batch add up to that of its mean loss.
+
+        Args:
+            step: the number of the batch in the run, which keys dropout: the masks are those of a synchronous run.
+        """
+        begin = time.perf_counter()
+        self.model.storage.zero_grad()
+        loss_sum = correct = 0.0
+        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        for cut in batch.cuts:
+            if cut.stop == cut.start:
+                continue
+            part = slice(cut.start, cut.stop)
+            with timeline.span(f"F{batch.number}", "forward"), training(self.seed, step, cut.first_row):
+                logits = self.model(Tensor(x[part]))
+                loss = self.loss(logits, y[part])
+            self._look_up()
+            with timeline.span(f"B{batch.number}", "backward"):
+                loss.backward(np.full(loss.shape, 1 / max(batch.global_rows, 1)))
+            loss_sum += loss.item()
+            correct += self._correct(logits, y[part])
+        self.model.storage.finish_gradients()
+        rows = len(batch.y)
+        norm = self._clip(batch.global_rows / rows) if rows else 0.0
+        return Gradient(loss_sum, correct, rows, norm, time.perf_counter() - begin)
+
+    def release(self) -> None:
+        """Take everything off the model again."""
+        if self._poll is not None:
+            for span in self.model.storage.spans:
+                span.parameter.hook = None
+
+    def _clip(self, parts: float) -> float:
+        """Return the length of the mean loss's gradient, of which the storage has one of so many parts; clip it."""
+        grads = self.model.storage.grads
+        norm = global_norm(grads) * parts
+        if self.clip is not None:
+            scale(grads, coefficient(norm, self.clip))
+        return norm
+
+    def _final(self, parameter: Parameter) -> None:
+        self._look_up()
+
+    def _look_up(self) -> None:
+        if self._poll is not None:
+            self._poll()

@@ -1,0 +1,75 @@
+"""What ranks do when they meet after a segment: agree on running statistics, tell what they did, and whether it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.errors import DivergenceError
+from nnmpi.nn.module import Module
+
+
+@dataclass
+class Tally:
+    """What one rank did in a segment.
+
+    Attributes:
+        steps: gradients that it computed.
+        rows, loss_sum, correct: over their samples.
+        compute_s, wait_s, input_s: seconds.
+        broken: where the first value that is not finite was found, with the step; else empty.
+        signal: that it got, else 0.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    loss_sum: float = 0.0
+    correct: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    input_s: float = 0.0
+    broken: str = ""
+    signal: int = 0
+    messages: int = 0
+    bytes: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def mean(self, others: Sequence[Tally], name: str) -> float:
+        """Return the seconds of a step, over the steps of all ranks."""
+        steps = sum(other.steps for other in others)
+        return float(sum(getattr(other, name) for other in others)) / max(steps, 1)
+
+
+def exchange(group: Group, own: Tally) -> list[Tally]:
+    """Return every rank's tally. Collective.
+
+    Raises:
+        DivergenceError: on all ranks, when one of them found a value that is not finite.
+    """
+    tallies = [Tally(**values) for values in group.gather(vars(own))]
+    for rank, tally in enumerate(tallies):
+        if tally.broken:
+            raise DivergenceError(
+                f"{tally.broken} on rank {rank}; lower the learning rate, clip the gradients, or check the data"
+            )
+    return tallies
+
+
+def average_buffers(model: Module, group: Group, backend: Backend, steps: int) -> None:
+    """Let running statistics be the mean of all ranks', each counted by the steps that it did. Collective.
+
+    A rank's own statistics have seen its own samples alone; where nobody did a step nothing changes.
+    """
+    total = group.sum_floats([steps])[0]
+    if group.size == 1 or not total:
+        return
+    for _, buffer in model.named_buffers():
+        host = np.asarray(backend.to_host(buffer.data))
+        mean = np.ascontiguousarray(host.reshape(-1) * np.float64(steps / total))
+        group.all_reduce(mean, check=False)
+        buffer.data[...] = backend.asarray(mean.reshape(host.shape).astype(host.dtype))
