@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
 from nnmpi import timeline
+from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.compose.runner import Correct, SumLoss, count_correct
-from nnmpi.data.loader import Batch
+from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -46,7 +48,7 @@ class LocalGradient:
         backend: where the model lives.
         seed: of the run; keys dropout masks.
         clip: the largest length of the gradient of a part's mean loss, or None.
-        poll: called many times while a gradient is computed, by a rank that has something else to look after.
+        correct: counts right answers.
     """
 
     def __init__(
@@ -56,17 +58,23 @@ class LocalGradient:
         backend: Backend,
         seed: int,
         clip: float | None = None,
-        poll: Callable[[], None] | None = None,
         correct: Correct = count_correct,
     ) -> None:
         self.model, self.loss, self.backend, self.seed, self.clip = model, loss, backend, seed, clip
         self._correct = correct
+        self._poll: Callable[[], None] | None = None
+
+    def look_after(self, poll: Callable[[], None]) -> None:
+        """Call this many times from now on while a gradient is computed, for a rank that has something else to do.
+
+        Raises:
+            UsageError: when a strategy has the model's hooks already.
+        """
+        if any(span.parameter.hook is not None for span in self.model.storage.spans):
+            raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
         self._poll = poll
-        if poll is not None:
-            if any(span.parameter.hook is not None for span in model.storage.spans):
-                raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
-            for span in model.storage.spans:
-                span.parameter.hook = self._final
+        for span in self.model.storage.spans:
+            span.parameter.hook = self._final
 
     def run(self, batch: Batch, step: int) -> Gradient:
         """Compute the gradient of the part's losses, divided by the rows of the whole batch, into `storage.grads`.
@@ -84,11 +92,9 @@ class LocalGradient:
             if cut.stop == cut.start:
                 continue
             part = slice(cut.start, cut.stop)
-            with timeline.span(f"F{batch.number}", "forward"), training(self.seed, step, cut.first_row):
-                logits = self.model(Tensor(x[part]))
-                loss = self.loss(logits, y[part])
+            loss, logits = self._forward(x, y, cut, step)
             self._look_up()
-            with timeline.span(f"B{batch.number}", "backward"):
+            with timeline.span(f"B{step}", "backward"):
                 loss.backward(np.full(loss.shape, 1 / max(batch.global_rows, 1)))
             loss_sum += loss.item()
             correct += self._correct(logits, y[part])
@@ -96,6 +102,19 @@ class LocalGradient:
         rows = len(batch.y)
         norm = self._clip(batch.global_rows / rows) if rows else 0.0
         return Gradient(loss_sum, correct, rows, norm, time.perf_counter() - begin)
+
+    def again(self, batch: Batch, step: int) -> tuple[Array, Callable[[], Tensor]]:
+        """Return the input of the part's first rows, and what computes their loss again: for `find_place`."""
+        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        first = next((cut for cut in batch.cuts if not isfinite(self._forward(x, y, cut, step)[0].item())), None)
+        cut = batch.cuts[-1] if first is None else first
+        return x[cut.start : cut.stop], lambda: self._forward(x, y, cut, step)[0]
+
+    def _forward(self, x: Array, y: Array, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
+        part = slice(cut.start, cut.stop)
+        with timeline.span(f"F{step}", "forward"), training(self.seed, step, cut.first_row):
+            logits = self.model(Tensor(x[part]))
+            return self.loss(logits, y[part]), logits
 
     def release(self) -> None:
         """Take everything off the model again."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
+from nnmpi.compose.gradient import Gradient
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 
@@ -22,8 +23,10 @@ class Tally:
         steps: gradients that it computed.
         rows, loss_sum, correct: over their samples.
         compute_s, wait_s, input_s: seconds.
-        broken: where the first value that is not finite was found, with the step; else empty.
+        broken: the sentence about a loss or gradient that was not finite; else empty.
         signal: that it got, else 0.
+        messages, bytes: that it sent.
+        more: what else its way of working has to tell, as JSON values.
     """
 
     steps: int = 0
@@ -39,10 +42,20 @@ class Tally:
     bytes: int = 0
     more: dict[str, Any] = field(default_factory=dict)
 
-    def mean(self, others: Sequence[Tally], name: str) -> float:
-        """Return the seconds of a step, over the steps of all ranks."""
-        steps = sum(other.steps for other in others)
-        return float(sum(getattr(other, name) for other in others)) / max(steps, 1)
+    def add(self, gradient: Gradient, wait_s: float, input_s: float) -> None:
+        """Count one more gradient."""
+        self.steps += 1
+        self.rows += gradient.rows
+        self.loss_sum += gradient.loss_sum
+        self.correct += gradient.correct
+        self.compute_s += gradient.compute_s
+        self.wait_s += wait_s
+        self.input_s += input_s
+
+
+def step_seconds(tallies: Sequence[Tally], name: str) -> float:
+    """Return the seconds of a step by one of the names that end in _s, over the steps of all ranks."""
+    return float(sum(getattr(tally, name) for tally in tallies)) / max(sum(tally.steps for tally in tallies), 1)
 
 
 def exchange(group: Group, own: Tally) -> list[Tally]:
@@ -52,11 +65,9 @@ def exchange(group: Group, own: Tally) -> list[Tally]:
         DivergenceError: on all ranks, when one of them found a value that is not finite.
     """
     tallies = [Tally(**values) for values in group.gather(vars(own))]
-    for rank, tally in enumerate(tallies):
+    for tally in tallies:
         if tally.broken:
-            raise DivergenceError(
-                f"{tally.broken} on rank {rank}; lower the learning rate, clip the gradients, or check the data"
-            )
+            raise DivergenceError(tally.broken)
     return tallies
 
 

@@ -7,6 +7,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.shards import Shard, regions
 from nnmpi.parallel.state import Entry, LayoutState
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
@@ -31,6 +32,25 @@ def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangeme
         entries.append(Entry.of(name, view, parameter.region, owned))
     whole = list(parameters) if arrangement is None else list(arrangement.parameters)
     return LayoutState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
+
+
+def served_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard | None) -> LayoutState:
+    """Return the optimizer's arrays where each server has those of its shard, and other ranks none.
+
+    Args:
+        shard: this rank's.
+    """
+    parameters = list(dict(model.named_parameters()))
+    entries = []
+    if shard is not None:
+        views = slots(model.storage, optimizer)
+        for number, region in regions(model.storage, shard):
+            name = model.storage.spans[number].parameter.name
+            for slot in optimizer.slots():
+                view = views[f"{slot}/{name}"]
+                part = view if region is None else view[region.start : region.stop]
+                entries.append(Entry.of(f"{slot}/{name}", part, region))
+    return LayoutState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in parameters], group)
 
 
 def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:

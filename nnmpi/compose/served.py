@@ -1,0 +1,228 @@
+"""Segments through parameter servers: take a part, compute its gradient, push it, pull the weights, go on.
+
+    server 0   | deals parts, takes gradients, gives weights ...........................|
+    worker 1   | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
+    worker 2   | pull |  gradient of batch 0, part 1         | push | pull | ...
+
+A worker that is a server too looks after its messages between layers, while it waits, and while it is slowed down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import isfinite
+
+from nnmpi import timeline
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.gradient import LocalGradient
+from nnmpi.compose.meeting import Tally, exchange, step_seconds
+from nnmpi.compose.pace import Pace
+from nnmpi.compose.segment import Progress, SegmentReport
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.divergence import find_place, tell_place
+from nnmpi.parallel.push_pull import PushPull
+from nnmpi.parallel.server import ParameterServer, Push
+from nnmpi.parallel.shards import Shard, cut_shards
+from nnmpi.synchrony.desk import Desk
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.sync import Sync
+
+
+class Served:
+    """Runs segments on ranks of which some are servers. Making one is collective.
+
+    Attributes:
+        shard: what this rank's server owns; None on other ranks.
+        steps_done: the gradients that this rank computed in the last segment.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        sync: Sync,
+        gradient: LocalGradient,
+        pace: Pace,
+        backend: Backend,
+        synchronous: bool,
+    ) -> None:
+        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
+        self._gradient, self._pace = gradient, pace
+        self._workers, servers = sync.worker_ranks(group.size), sync.server_ranks(group.size)
+        self._is_worker = group.rank in self._workers
+        shards = cut_shards(model.storage, len(servers))
+        self.server: ParameterServer | None = None
+        self.shard: Shard | None = None
+        if group.rank in servers:
+            number = servers.index(group.rank)
+            self.shard = shards[number]
+            desk = Desk(len(self._workers), sync.backup, deals=number == 0)
+            self.server = ParameterServer(
+                self.shard, model.storage, optimizer, desk, len(self._workers), adapt=sync.adapt
+            )
+        self._note: Callable[[int, Push], None] = lambda worker, push: None
+        self._talk = PushPull(
+            group, sync, model.storage, shards, self.server, self._noted, synchronous, backend=backend
+        )
+        if self.server is not None and self._is_worker:
+            gradient.look_after(self._talk.serve)
+        self._steps = 0  # of this rank, in the whole run
+        self.steps_done = 0
+
+    def run(
+        self,
+        loader: Loader,
+        epoch: int,
+        batches: range,
+        step: int,
+        lr: Callable[[int], float],
+        bsp: bool,
+        progress: Callable[[Progress], None],
+        asked: Callable[[], int],
+        begin: float,
+    ) -> SegmentReport:
+        """Run one segment; see `RelaxedWorker.run`."""
+        tally, taken = Tally(), Tally()
+        own_server = self.server
+
+        def note(worker: int, push: Push) -> None:
+            at_s = time.perf_counter() - begin
+            rows, batch = push.rows, push.unit.batch
+            taken.rows, taken.loss_sum, taken.correct = (
+                taken.rows + rows,
+                taken.loss_sum + push.loss_sum,
+                taken.correct + push.correct,
+            )
+            spent = (push.compute_s, push.wait_s)
+            progress(Progress(batch, worker, rows, push.loss_sum, push.correct, push.norm, *spent, at_s))
+            tally.signal = tally.signal or push.signal or asked()
+            if tally.signal and own_server is not None:
+                own_server.desk.close()
+
+        self._note = note
+        updates = 0 if own_server is None else own_server.updates
+        self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
+        if self._is_worker:
+            self._work(loader, epoch, batches.start, step, lr, asked, tally)
+        self._talk.finish()
+        tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
+        tally.signal = tally.signal or asked()
+        tally.more = self._tell(updates)
+        self.steps_done = tally.steps
+        tallies = exchange(self.group, tally)
+        return self._report(tallies, batches, taken, time.perf_counter() - begin)
+
+    def release(self) -> None:
+        """Take everything off the model again. Collective."""
+        self._gradient.release()
+        self._talk.free()
+
+    def _work(
+        self,
+        loader: Loader,
+        epoch: int,
+        first: int,
+        step: int,
+        lr: Callable[[int], float],
+        asked: Callable[[], int],
+        tally: Tally,
+    ) -> None:
+        """Be a worker until the segment is over."""
+        parts = loader.parts(epoch)
+        while True:
+            begin = time.perf_counter()
+            with timeline.span("pull", "pull", timeline.WAITING):
+                ticket = self._talk.pull()
+            if ticket.over or ticket.unit is None:
+                tally.wait_s += time.perf_counter() - begin
+                return
+            pulled = time.perf_counter()
+            unit = ticket.unit
+            batch = parts(unit.batch, unit.part, len(self._workers))
+            number = step + unit.batch - first
+            started = time.perf_counter()
+            gradient = self._gradient.run(batch, number)
+            self._linger(started)
+            broken = not (isfinite(gradient.loss_sum) and isfinite(gradient.norm))
+            if broken:
+                tally.broken = tally.broken or self._find(batch, number, gradient.loss_sum)
+            spent_s, wait_s = time.perf_counter() - started, pulled - begin
+            tally.add(gradient, wait_s, started - pulled)
+            tally.compute_s += spent_s - gradient.compute_s
+            with timeline.span("push", "push", timeline.SEND):
+                self._talk.push(
+                    Push(
+                        unit,
+                        gradient.rows,
+                        batch.global_rows,
+                        lr(number),
+                        0,
+                        gradient.loss_sum,
+                        gradient.correct,
+                        gradient.norm,
+                        spent_s,
+                        wait_s,
+                        asked(),
+                        broken,
+                    )
+                )
+
+    def _linger(self, started: float) -> None:
+        poll = self._talk.serve if self.server is not None else None
+        with timeline.span("slowed down", "slowdown"):
+            self._pace.linger(started, self.group.rank, self._steps, poll)
+        self._steps += 1
+
+    def _find(self, batch: Batch, number: int, loss_sum: float) -> str:
+        """Return the sentence about a loss or gradient of this rank that is not finite."""
+        place = find_place(self.model, *self._gradient.again(batch, number))
+        value = loss_sum / max(len(batch.y), 1)
+        return tell_place(number + 1, value, place, f"rank {self.group.rank}")
+
+    def _noted(self, worker: int, push: Push) -> None:
+        self._note(worker, push)
+
+    def _tell(self, updates: int) -> dict[str, object]:
+        """Return what this rank's server has to tell of the segment."""
+        server = self.server
+        if server is None:
+            return {}
+        return {
+            "updates": server.updates - updates,
+            "staleness": server.take_staleness().to_json(),
+            "lead": server.desk.longest_lead,
+            "dropped": server.desk.dropped,
+            "undealt": server.desk.undealt,
+            "batches": server.desk.batches_done,
+        }
+
+    def _report(self, tallies: list[Tally], batches: range, taken: Tally, seconds: float) -> SegmentReport:
+        told = [tally.more for tally in tallies if tally.more]
+        staleness = Staleness(len(self._workers))
+        for each in told:
+            staleness.merge(Staleness.from_json(each["staleness"]))
+        rows, loss_sum, correct = self.group.share([taken.rows, taken.loss_sum, taken.correct])
+        first = told[0]
+        return SegmentReport(
+            batches=first["batches"],
+            rows=rows,
+            loss_sum=loss_sum,
+            correct=correct,
+            seconds=self.group.share(seconds),
+            messages=sum(tally.messages for tally in tallies),
+            bytes=sum(tally.bytes for tally in tallies),
+            updates=first["updates"],
+            dropped=first["dropped"],
+            undealt=first["undealt"],
+            staleness=staleness,
+            lead=max(each["lead"] for each in told),
+            signal=max(tally.signal for tally in tallies),
+            compute_s=step_seconds(tallies, "compute_s"),
+            wait_s=step_seconds(tallies, "wait_s"),
+            input_s=step_seconds(tallies, "input_s"),
+        )

@@ -1,0 +1,176 @@
+"""Segments without a server: every worker has its own weights, and averages them with others' now and then.
+
+    local      worker 0   step step step step | mean of all | step step step step | mean of all
+               worker 1   step step step step |             | step step step step |
+    gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
+               worker 1   step | with 0 and 2 | step | with 0 and 2 |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import isfinite
+
+import numpy as np
+
+from nnmpi import timeline
+from nnmpi.backend.record import Backend
+from nnmpi.comm.checkup import Checkup
+from nnmpi.comm.group import Group
+from nnmpi.compose.gradient import LocalGradient
+from nnmpi.compose.meeting import Tally, exchange, step_seconds
+from nnmpi.compose.pace import Pace
+from nnmpi.compose.segment import Progress, SegmentReport
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
+from nnmpi.optim.clip import scale
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.divergence import find_place, tell_place
+from nnmpi.parallel.gossip import Gossip, LocalSGD
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.sync import Sync
+
+
+class Unserved:
+    """Runs segments on ranks that are all workers, each with part `rank` of every batch. Making one is collective.
+
+    Attributes:
+        steps_done: the steps of this rank in the last segment.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        sync: Sync,
+        gradient: LocalGradient,
+        pace: Pace,
+        backend: Backend,
+        seed: int,
+    ) -> None:
+        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
+        self._gradient, self._pace = gradient, pace
+        storage = model.storage
+        self._averaging: LocalSGD | Gossip = (
+            LocalSGD(group, storage, optimizer, sync.local_steps, backend=backend)
+            if sync.mode == "local"
+            else Gossip(group, storage, optimizer, sync.neighbours, seed, backend=backend)
+        )
+        # In a warm-up the mean of all is taken after every step; for plain SGD that is the synchronous run.
+        self._warming = LocalSGD(group, storage, optimizer, 1, backend=backend)
+        self._checkup = Checkup(group)
+        self._steps = 0  # of this rank, in the whole run
+        self.steps_done = 0
+
+    def run(
+        self,
+        loader: Loader,
+        epoch: int,
+        batches: range,
+        step: int,
+        lr: Callable[[int], float],
+        bsp: bool,
+        progress: Callable[[Progress], None],
+        asked: Callable[[], int],
+        begin: float,
+    ) -> SegmentReport:
+        """Run one segment; see `RelaxedWorker.run`."""
+        if (loader.rank, loader.world) != (self.group.rank, self.group.size):
+            raise UsageError(
+                f"the loader gives part {loader.rank} of {loader.world}, but this is rank {self.group.rank} of "
+                f"{self.group.size}; give Loader the rank and world of the group"
+            )
+        averaging = self._warming if bsp else self._averaging
+        averaging.begin()
+        tally, staleness = Tally(), Staleness(self.group.size)
+        done, stop, signal = 0, False, 0
+        with loader.epoch(epoch, start=batches.start) as items:
+            for number in batches:
+                if stop:
+                    break
+                entered = time.perf_counter()
+                batch = next(items)
+                input_s = time.perf_counter() - entered
+                self._step(batch, step + done, lr(step + done), tally, input_s, progress, begin)
+                staleness.add(self.group.rank, averaging.age(step + done))
+                waiting = time.perf_counter()
+                with timeline.span("average", "average", timeline.REDUCE):
+                    averaging.after(step + done, len(batch.y))
+                done += 1
+                step_s = time.perf_counter() - entered
+                notes = self._checkup.meet([asked(), bool(tally.broken)], step_s) if number + 1 < batches.stop else None
+                tally.wait_s += time.perf_counter() - waiting
+                if notes is not None:
+                    signal = max(int(note[0]) for note in notes)
+                    stop = bool(signal) or any(note[1] for note in notes)
+        disagreement = averaging.meet()
+        tally.signal = max(signal, asked())
+        tally.messages, tally.bytes = averaging.messages, averaging.bytes
+        tally.more = {"staleness": staleness.to_json()}
+        self.steps_done = tally.steps
+        return self._report(exchange(self.group, tally), done, disagreement, time.perf_counter() - begin)
+
+    def release(self) -> None:
+        """Take everything off the model again. Collective."""
+        self._gradient.release()
+        self._averaging.release()
+        self._warming.release()
+
+    def _step(
+        self,
+        batch: Batch,
+        number: int,
+        lr: float,
+        tally: Tally,
+        input_s: float,
+        progress: Callable[[Progress], None],
+        begin: float,
+    ) -> None:
+        """Do one update of this rank's own weights with the gradient of its part's mean loss."""
+        started = time.perf_counter()
+        gradient = self._gradient.run(batch, number)
+        if not (isfinite(gradient.loss_sum) and isfinite(gradient.norm)):
+            if not tally.broken:
+                place = find_place(self.model, *self._gradient.again(batch, number))
+                value = gradient.loss_sum / max(len(batch.y), 1)
+                tally.broken = tell_place(number + 1, value, place, f"rank {self.group.rank}")
+        elif gradient.rows:
+            scale(self.model.storage.grads, batch.global_rows / gradient.rows)
+            self.optimizer.lr = lr
+            with timeline.span("update", "update"):
+                self.optimizer.step()
+        else:
+            self.optimizer.steps += 1  # counted alike on all ranks
+        with timeline.span("slowed down", "slowdown"):
+            self._pace.linger(started, self.group.rank, self._steps)
+        self._steps += 1
+        now = time.perf_counter()
+        tally.add(gradient, 0.0, input_s)
+        tally.compute_s += now - started - gradient.compute_s
+        if self.group.is_root:
+            sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
+            progress(Progress(batch.number, 0, *sums, now - started, 0.0, now - begin, input_s))
+
+    def _report(self, tallies: list[Tally], batches: int, disagreement: float, seconds: float) -> SegmentReport:
+        staleness = Staleness(self.group.size)
+        for tally in tallies:
+            staleness.merge(Staleness.from_json(tally.more["staleness"]))
+        return SegmentReport(
+            batches=batches,
+            rows=sum(tally.rows for tally in tallies),
+            loss_sum=float(np.sum([tally.loss_sum for tally in tallies])),
+            correct=float(np.sum([tally.correct for tally in tallies])),
+            seconds=self.group.share(seconds),
+            messages=sum(tally.messages for tally in tallies),
+            bytes=sum(tally.bytes for tally in tallies),
+            updates=batches,
+            staleness=staleness if self.sync.mode == "local" else None,
+            disagreement=disagreement,
+            signal=max(tally.signal for tally in tallies),
+            compute_s=step_seconds(tallies, "compute_s"),
+            wait_s=step_seconds(tallies, "wait_s"),
+            input_s=step_seconds(tallies, "input_s"),
+        )
