@@ -4,7 +4,7 @@
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "shard", "threads", "launcher", "timeline"}),
     frozenset({"backend"}),
-    frozenset({"tensor", "comm", "schedule", "optim", "data"}),
+    frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),
     frozenset({"nn"}),
     frozenset({"models"}),
