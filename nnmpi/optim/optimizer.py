@@ -6,8 +6,9 @@ the next update is then, bit for bit, the one that a run without a break would h
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -116,6 +117,38 @@ class Optimizer(ABC):
         self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut()
 
+    def over(self, storage: Storage, parts: Sequence[slice]) -> Self:
+        """Return one with the same settings for other arrays, which are as long as parts of this one's buffers.
+
+        Its state *is* that part of this one's, seen through views, as long as this one's state does not move. Learning
+        rate and steps are copied.
+
+        Args:
+            storage: the other arrays, one per buffer of this one's.
+            parts: of each buffer, along its first axis.
+
+        Raises:
+            ShapeError: when the arrays' shapes, dtypes or number are not those of the parts.
+            UsageError, DtypeError: see `storage.check`.
+        """
+        check(storage)
+        wanted = [
+            (array.shape, array.dtype) for array in (data[part] for data, part in zip(self._data, parts, strict=False))
+        ]
+        found = [(array.shape, array.dtype) for array in storage.data]
+        if len(parts) != len(self._data) or wanted != found:
+            raise ShapeError(f"arrays of {_outline(found)} are not the parts of this optimizer's, {_outline(wanted)}")
+        other = copy(self)
+        other.storage = storage
+        other._slots = {
+            name: [array[part] for array, part in zip(arrays, parts, strict=True)]
+            for name, arrays in self._slots.items()
+        }
+        other._data, other._grads = tuple(storage.data), tuple(storage.grads)
+        other._moves = getattr(storage, "moves", 0)
+        other._blocks = other.cut()
+        return other
+
     @abstractmethod
     def _update(self, lr: float, blocks: Iterable[Block]) -> None:
         """Update every block; `steps` already counts this update."""
@@ -176,6 +209,11 @@ def factor(block: Block, value: float) -> Array | float:
     NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's.
     """
     return np.array(value, block.data.dtype) if block.xp is np else value
+
+
+def _outline(found: Sequence[tuple[tuple[int, ...], Any]]) -> str:
+    """Return shapes and dtypes in words."""
+    return ", ".join(f"{shape} {dtype}" for shape, dtype in found) or "nothing"
 
 
 def _zeros_like(data: Array) -> Array:

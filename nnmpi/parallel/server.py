@@ -1,0 +1,280 @@
+"""A parameter server: it holds a shard of the weights and of the optimizer's state, and workers push and pull.
+
+    worker  compute | push ----.                   .---> pull | compute ...
+    server                      `-> it waits ... one update -'        (BSP and SSP: when its desk lets somebody go on;
+    worker  compute ..... | push -->'              `---> pull           ASP: at once)
+
+BSP, SSP and ASP are one implementation (Li et al., "Scaling distributed machine learning with the parameter server",
+2014; Ho et al., 2013, see `synchrony.clocks`): gradients wait until somebody may go on; then all that wait make one
+update, in the order of their units, and whoever may go on gets the weights. So nobody sees half an update.
+
+A gradient is that of (sum of the losses of its rows) / (rows of the whole global batch), so that those of a batch add
+up to the batch's. It stands for the share q_i = its rows / the batch's; an update of gradients g_i stands for
+q = sum of q_i, and is done with
+
+    gradient   (sum of g_i) / q        a mean over rows, of the right size for Adam
+    rate       lr * q                  for SGD together: lr * (sum of g_i)
+
+which for a whole batch, q = 1, is bit for bit what an optimizer does with the all-reduced sum. With backup workers the
+first gradients stand for the whole batch: the same mean, with the full rate.
+
+Staleness-aware rate (after Zhang et al., "Staleness-aware async-SGD for distributed deep learning", 2016, who divide
+the rate by tau; here a share of 1/N stands for the usual tau = N - 1 already): a gradient of staleness tau counts by
+f = min(1, (N - 1) / tau) of its gradient and of its share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import CommError
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.storage import Arrays
+from nnmpi.parallel.shards import Shard
+from nnmpi.synchrony.dealer import Unit
+from nnmpi.synchrony.desk import Desk, Grant
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.tensor.flat import FlatStorage
+
+
+@dataclass(frozen=True)
+class Push:
+    """What comes with a gradient.
+
+    Attributes:
+        unit: what it was computed on.
+        rows: of the unit, maybe 0; global_rows: of the whole batch.
+        lr: the learning rate of that batch.
+        version: of this server's weights that it was computed on.
+        loss_sum: the sum of its rows' losses; correct: how many rows were classified correctly.
+        norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports it.
+        compute_s, wait_s: how long the worker computed, and waited before.
+        signal: the number of the signal that the worker got, 0 for none: the segment ends with whole batches.
+        broken: whether the gradient is of no use; the segment ends at once.
+    """
+
+    unit: Unit
+    rows: int
+    global_rows: int
+    lr: float
+    version: int
+    loss_sum: float
+    correct: float
+    norm: float
+    compute_s: float
+    wait_s: float
+    signal: int = 0
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker is told when it may go on; the weights are those in `master` then.
+
+    Attributes:
+        worker: to whom.
+        unit: what to do next, from the server that deals.
+        over: whether the segment is over for it.
+        version: of the weights.
+        slowest: the steps of the slowest worker.
+    """
+
+    worker: int
+    unit: Unit | None
+    over: bool
+    version: int
+    slowest: int
+
+
+class ParameterServer:
+    """The weights and the optimizer's state of one shard, whoever brings the messages.
+
+        server.open(first, stop, bound)
+        send(server.release())                          everybody gets the weights and begins
+        while not server.desk.over:
+            server.push(worker, push, gradient)         one or several that have arrived
+            send(server.release())
+        server.shut()
+
+    Args:
+        shard: what it holds.
+        storage: the model's; its values are taken in `open` and given back in `shut`, and may change meanwhile.
+        optimizer: of the storage's buffers; its state of the shard is updated in place.
+        desk: decides who may go on.
+        workers: how many there are.
+        adapt: whether stale gradients count less.
+
+    Attributes:
+        master: the weights, one array per flat buffer, maybe empty.
+        version: the number of updates since it was made.
+        updates: those of this segment.
+        staleness: of the gradients that were used in this segment.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        storage: FlatStorage,
+        optimizer: Optimizer,
+        desk: Desk,
+        workers: int,
+        adapt: bool = False,
+    ) -> None:
+        self.shard, self.storage, self.desk, self.workers, self.adapt = shard, storage, desk, workers, adapt
+        self.master = _zeros(shard.views(storage.data))
+        self._sums = _zeros(self.master)
+        self._scaled = _zeros(self.master) if adapt else []
+        self._given = optimizer
+        self.optimizer = optimizer.over(Arrays(self.master, self._sums, storage.groups), shard.parts)
+        self._blocks = self.optimizer.cut()
+        self.version = self.updates = 0
+        self.staleness = Staleness(workers)
+        self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
+        self._used = Counter[int]()  # gradients by worker
+        self._unseen = [0] * workers  # how many of the others' were used when the worker read the weights
+
+    def open(self, first: int, stop: int, bound: int | None) -> None:
+        """Begin a segment of batches first..stop-1 with the weights that are in the storage now; see `Desk.open`."""
+        for mine, theirs in zip(self.master, self.shard.views(self.storage.data), strict=True):
+            mine[...] = theirs
+        self.optimizer.steps = self._given.steps
+        self.updates = 0
+        self.staleness = Staleness(self.workers)
+        self._pending.clear()
+        self.desk.open(first, stop, bound)
+
+    def push(self, worker: int, push: Push, grads: Sequence[Array] | None) -> None:
+        """Take a worker's gradient.
+
+        Args:
+            worker: whose.
+            push: what it is; a signal closes the desk, and so does a broken gradient, at once.
+            grads: one array per buffer, as long as the shard's part; they must stay as they are until `release` lets
+                somebody go on. None if it has no rows, or is broken.
+
+        Raises:
+            CommError: for a worker that was not told to go on.
+        """
+        in_time = self.desk.arrive(worker)
+        if push.broken:
+            self.desk.close(at_once=True)
+        elif in_time:
+            self._pending[worker] = (push, [] if grads is None else grads)
+        if push.signal:
+            self.desk.close()
+
+    def release(self) -> list[Reply]:
+        """Return replies to all who may go on now, in the order of workers; before, all that waits makes one update.
+
+        Raises:
+            CommError: when a worker would be further ahead than the bound, or a gradient is too old for it.
+        """
+        grants = self.desk.release()
+        if self.desk.update_due:
+            self._take()
+        return [self._reply(grant) for grant in grants]
+
+    def shut(self) -> None:
+        """End a segment: put the weights into the storage, and the number of steps into the optimizer."""
+        for mine, theirs in zip(self.master, self.shard.views(self.storage.data), strict=True):
+            theirs[...] = mine
+        self._given.steps = self.optimizer.steps
+
+    def _reply(self, grant: Grant) -> Reply:
+        self._unseen[grant.worker] = self._used.total() - self._used[grant.worker]
+        return Reply(grant.worker, grant.unit, grant.over, self.version, self.desk.clocks.slowest)
+
+    def _take(self) -> None:
+        """Make one update of all gradients that wait."""
+        workers = sorted(self._pending, key=lambda worker: self._pending[worker][0].unit)
+        found = [self._pending[worker] for worker in workers]
+        self._pending.clear()
+        weights = []
+        for worker, (push, _) in zip(workers, found, strict=True):
+            stale = self.version - push.version
+            self.staleness.add(worker, stale)
+            weights.append(min(1.0, (self.workers - 1) / stale) if self.adapt and stale else 1.0)
+            self._used[worker] += 1
+        for worker in workers:
+            self._check_age(worker)
+        pushes = [push for push, _ in found]
+        share = _share(pushes, weights)
+        if share > 0:
+            self._add([grads for _, grads in found], pushes, weights)
+            self._update(share, _rate(pushes, weights))
+
+    def _add(self, grads: Sequence[Sequence[Array]], pushes: Sequence[Push], weights: Sequence[float]) -> None:
+        """Let the sums hold the gradients times their weights; those without rows hold nothing."""
+        is_first = True
+        for arrays, push, weight in zip(grads, pushes, weights, strict=True):
+            if not push.rows:
+                continue
+            for i, (total, array) in enumerate(zip(self._sums, arrays, strict=True)):
+                xp = namespace(total)
+                if weight != 1.0:
+                    array = xp.multiply(array, weight, out=self._scaled[i])
+                if is_first:
+                    total[...] = array
+                else:
+                    xp.add(total, array, out=total)
+            is_first = False
+
+    def _update(self, share: float, lr: float) -> None:
+        """Update the weights from the sums, which stand for this share of a batch."""
+        if share != 1.0:
+            for total in self._sums:
+                namespace(total).divide(total, share, out=total)
+        self.optimizer.lr = lr if self.desk.backup else lr * share
+        self.optimizer.update(self._blocks, self._frozen())
+        self.version += 1
+        self.updates += 1
+
+    def _frozen(self) -> list[Array]:
+        """Return what of the weights belongs to parameters that need no gradient now."""
+        found = []
+        for span in self.storage.spans:
+            part = self.shard.parts[span.buffer]
+            if not span.parameter.requires_grad and span.start < part.stop and part.start < span.stop:
+                view = slice(max(0, span.start - part.start), span.stop - part.start)
+                found.append(self.master[span.buffer][view])
+        return found
+
+    def _check_age(self, worker: int) -> None:
+        """Check that not too many gradients of others came between reading the weights and this worker's use of them.
+
+        With a bound S each of the other workers was at most S steps behind when the weights were read, and can have
+        done S + 1 more than this one since: together at most (2S + 1) (N - 1), as in Ho et al. (2013), section 4.
+        """
+        bound = self.desk.bound
+        between = self._used.total() - self._used[worker] - self._unseen[worker]
+        if bound is not None and between > (2 * bound + 1) * (self.workers - 1):
+            raise CommError(
+                f"worker {worker}'s gradient is used after {between} of the others', more than "
+                f"{(2 * bound + 1) * (self.workers - 1)}, which a bound of {bound} steps allows"
+            )
+
+
+def _share(pushes: Sequence[Push], weights: Sequence[float]) -> float:
+    """Return for how much of a batch the gradients stand: exactly 1.0 for a whole one."""
+    if all(weight == 1.0 for weight in weights):
+        rows = Counter[int]()
+        for push in pushes:
+            rows[push.global_rows] += push.rows
+        return float(sum(count / max(1, whole) for whole, count in rows.items()))
+    return float(sum(w * push.rows / max(1, push.global_rows) for push, w in zip(pushes, weights, strict=True)))
+
+
+def _rate(pushes: Sequence[Push], weights: Sequence[float]) -> float:
+    """Return the mean of the learning rates, each weighted by its gradient's share; bit for bit theirs if equal."""
+    rates = {push.lr for push in pushes if push.rows}
+    if len(rates) == 1:
+        return rates.pop()
+    shares = [w * push.rows / max(1, push.global_rows) for push, w in zip(pushes, weights, strict=True)]
+    return sum(push.lr * share for push, share in zip(pushes, shares, strict=True)) / sum(shares)
+
+
+def _zeros(arrays: Sequence[Array]) -> list[Array]:
+    return [namespace(array).zeros(array.shape, array.dtype) for array in arrays]
