@@ -109,9 +109,8 @@ class ParameterServer:
 
     Attributes:
         master: the weights, one array per flat buffer, maybe empty.
-        version: the number of updates since it was made.
-        updates: those of this segment.
-        staleness: of the gradients that were used in this segment.
+        version: of the weights: the number of updates since the server was made.
+        staleness: of the gradients that were used since the last `take_staleness`.
     """
 
     def __init__(
@@ -130,19 +129,27 @@ class ParameterServer:
         self._given = optimizer
         self.optimizer = optimizer.over(Arrays(self.master, self._sums, storage.groups), shard.parts)
         self._blocks = self.optimizer.cut()
-        self.version = self.updates = 0
+        self.version = 0
         self.staleness = Staleness(workers)
         self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
         self._used = Counter[int]()  # gradients by worker
         self._unseen = [0] * workers  # how many of the others' were used when the worker read the weights
+
+    @property
+    def updates(self) -> int:
+        """The number of updates since the server was made."""
+        return self.version
+
+    def take_staleness(self) -> Staleness:
+        """Return how stale gradients were, and count anew from now on."""
+        found, self.staleness = self.staleness, Staleness(self.workers)
+        return found
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
         """Begin a segment of batches first..stop-1 with the weights that are in the storage now; see `Desk.open`."""
         for mine, theirs in zip(self.master, self.shard.views(self.storage.data), strict=True):
             mine[...] = theirs
         self.optimizer.steps = self._given.steps
-        self.updates = 0
-        self.staleness = Staleness(self.workers)
         self._pending.clear()
         self.desk.open(first, stop, bound)
 
@@ -230,7 +237,6 @@ class ParameterServer:
         self.optimizer.lr = lr if self.desk.backup else lr * share
         self.optimizer.update(self._blocks, self._frozen())
         self.version += 1
-        self.updates += 1
 
     def _frozen(self) -> list[Array]:
         """Return what of the weights belongs to parameters that need no gradient now."""

@@ -76,6 +76,11 @@ class Desk:
         return 0 if self.dealer is None else self.dealer.undealt
 
     @property
+    def batches_done(self) -> int:
+        """The batches of this segment that are dealt with, on a desk that deals: all, unless it was closed early."""
+        return 0 if self.dealer is None else self.dealer.stop - self.dealer.first
+
+    @property
     def over(self) -> bool:
         """Whether the segment is over and everybody who waited was told."""
         return self._finished and not any(self._waiting)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from nnmpi.errors import UsageError
+from nnmpi.synchrony.pairs import NEIGHBOURS, RING
 
 MODES = ("bsp", "asp", "ssp", "local", "gossip")
-NEIGHBOURS = ("ring", "random")
 
 DEFAULT_STALENESS = 4
 DEFAULT_LOCAL_STEPS = 8
@@ -42,7 +42,7 @@ class Sync:
     servers: int = 0
     dedicated: bool = False
     backup: int = 0
-    neighbours: str = "ring"
+    neighbours: str = RING
     adapt: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Sync:
         _at_least("--backup", self.backup, 0)
         self._check_used("--staleness", self.staleness, self.staleness != DEFAULT_STALENESS, "ssp")
         self._check_used("--local-steps", self.local_steps, self.local_steps != DEFAULT_LOCAL_STEPS, "local")
-        self._check_used("--neighbours", self.neighbours, self.neighbours != "ring", "gossip")
+        self._check_used("--neighbours", self.neighbours, self.neighbours != RING, "gossip")
         self._check_used("--backup", self.backup, self.backup > 0, "bsp")
         self._check_used("--staleness-lr", "", self.adapt, "asp", "ssp")
         self._check_used("--servers", self.servers, self.servers > 0, "bsp", "asp", "ssp")
@@ -127,7 +127,7 @@ class Sync:
         if self.mode == "local":
             return f"local, the weights averaged every {_count(self.local_steps, 'step')}"
         if self.mode == "gossip":
-            where = "on a ring" if self.neighbours == "ring" else "in random pairs"
+            where = "on a ring" if self.neighbours == RING else "in random pairs"
             return f"gossip, the weights averaged with neighbours {where}"
         if not self.served:
             return "bsp, the gradients summed by all-reduce"
