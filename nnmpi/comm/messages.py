@@ -25,11 +25,37 @@ class Arrival:
     def __init__(self, array: Buffer, requests: list[MPI.Request]) -> None:
         self.array, self._requests = array, requests
 
+    def ready(self) -> bool:
+        """Return whether the message is there, without waiting; then the array may be read."""
+        if self._requests and MPI.Request.Testall(self._requests):
+            self._requests = []
+        return not self._requests
+
     def wait(self) -> Buffer:
         """Return the array when the message is there."""
         MPI.Request.Waitall(self._requests)
         self._requests = []
         return self.array
+
+    def cancel(self) -> None:
+        """Give up a message that will not be sent; the array is free again."""
+        for request in self._requests:
+            request.Cancel()
+        self.wait()
+
+
+class Departure:
+    """A message on its way out of an array, which may be changed once `wait` has returned."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        """Return when the message has left."""
+        MPI.Request.Waitall(self._requests)
+        self._requests = []
 
 
 class Messages:
@@ -40,26 +66,34 @@ class Messages:
     Args:
         synchronous: whether a message leaves only when its receive has been posted: MPI then buffers nothing, which
             tests use to show that nothing depends on it.
+
+    Attributes:
+        sent, sent_bytes: the messages that were sent so far, and their bytes; one that was cut counts once.
     """
 
     def __init__(self, group: Group, synchronous: bool = False) -> None:
         self._comm = group.comm.Dup()
         self._post = self._comm.Issend if synchronous else self._comm.Isend
         self._leaving: list[tuple[MPI.Request, Buffer]] = []
+        self.sent = self.sent_bytes = 0
 
     @property
     def leaving(self) -> int:
         """The number of sends whose arrays are still needed, as far as this rank knows."""
         return len(self._leaving)
 
-    def send(self, array: Buffer, to: int, tag: int) -> None:
-        """Send an array; it must not be changed until `drain` has returned.
+    def send(self, array: Buffer, to: int, tag: int) -> Departure:
+        """Send an array; it must not be changed until `drain`, or the `wait` of what is returned, has come back.
 
         Args:
             array: any shape, numbers, C-contiguous, on the host.
         """
-        for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES):
-            self._leaving.append((self._post([piece, MPI.BYTE], to, tag), piece))
+        posted = [
+            (self._post([piece, MPI.BYTE], to, tag), piece) for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES)
+        ]
+        self._leaving += posted
+        self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
+        return Departure([request for request, _ in posted])
 
     def receive(self, array: Buffer, source: int, tag: int) -> Arrival:
         """Post the receive of a message into an array of its shape and dtype.

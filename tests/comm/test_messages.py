@@ -1,5 +1,7 @@
 """Point-to-point messages: nothing depends on MPI's buffering, order is kept, long ones are cut."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -64,6 +66,84 @@ def test_an_empty_message_arrives(group: Group) -> None:
     messages.drain()
     messages.free()
     assert all(group.gather(found.shape == (0, 4)))
+
+
+@pytest.mark.mpi
+def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> None:
+    """No before it is sent, however often it is asked; then yes, and the values may be read."""
+    messages = Messages(group, synchronous=True)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrival = messages.receive(np.zeros(40_000), before, tag=3)
+    early = any(arrival.ready() for _ in range(100))
+    group.barrier()
+    messages.send(np.arange(40_000.0) + group.rank, after, tag=3)
+    deadline = time.monotonic() + 30
+    while not arrival.ready() and time.monotonic() < deadline:
+        messages.progress()
+    right = arrival.ready() and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
+    right = right and arrival.wait() is arrival.array
+    messages.drain()
+    messages.free()
+    assert all(group.gather(right and not early))
+
+
+@pytest.mark.mpi
+def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was cut is there when its last piece is."""
+    monkeypatch.setattr(messages_module, "MAX_MESSAGE_BYTES", 80)
+    messages = Messages(group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrival = messages.receive(np.empty(20), before, tag=0)
+    messages.send(np.ones(10), after, tag=0)
+    group.barrier()
+    time.sleep(0.02)
+    half = arrival.ready()
+    group.barrier()
+    messages.send(np.ones(10), after, tag=0)
+    deadline = time.monotonic() + 30
+    while not arrival.ready() and time.monotonic() < deadline:
+        messages.progress()
+    whole = arrival.ready()
+    arrival.wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(whole and not half))
+
+
+@pytest.mark.mpi
+def test_a_receive_can_be_given_up(group: Group) -> None:
+    """Its array is not written by a message that comes later; the next receive gets that."""
+    messages = Messages(group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    given_up, wanted = np.zeros(3), np.zeros(3)
+    messages.receive(given_up, before, tag=0).cancel()
+    group.barrier()
+    messages.send(np.full(3, 7.0), after, tag=0)
+    messages.receive(wanted, before, tag=0).wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(not given_up.any() and bool((wanted == 7).all())))
+
+
+@pytest.mark.mpi
+def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
+    """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
+    messages = Messages(group, synchronous=True)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    messages.send(np.zeros(2), after, tag=1)
+    arrival = messages.receive(np.empty(5), before, tag=2)
+    departure = messages.send(np.zeros(5), after, tag=2)
+    group.barrier()
+    departure.wait()
+    messages.progress()
+    left = messages.leaving
+    arrival.wait()
+    group.barrier()
+    messages.receive(np.empty(2), before, tag=1).wait()
+    messages.drain()
+    counted = (messages.sent, messages.sent_bytes)
+    messages.free()
+    assert all(group.gather(left == 1 and counted == (2, 56)))
 
 
 def test_an_array_with_gaps_is_refused() -> None:

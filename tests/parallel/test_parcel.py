@@ -1,0 +1,82 @@
+"""Headers come back as they were written, and a parcel is as long as its header and shard."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.backend.record import numpy_backend
+from nnmpi.errors import CommError
+from nnmpi.parallel.parcel import HEADER, HEADER_BYTES, Parcel, Stamp, read_push, read_reply, write_push, write_reply
+from nnmpi.parallel.server import Push, Reply
+from nnmpi.parallel.shards import Shard
+from nnmpi.synchrony.dealer import Unit
+from tests.device.library import DeviceArray, device_backend
+
+whole = st.integers(0, 2**53)
+number = st.floats(allow_nan=False, width=64)
+stamps = st.builds(Stamp, whole, whole, whole)
+units = st.builds(Unit, whole, whole)
+pushes = st.builds(
+    Push, units, whole, whole, number, whole, number, number, number, number, number, st.integers(0, 64), st.booleans()
+)
+replies = st.builds(Reply, whole, st.none() | units, st.booleans(), whole, whole)
+
+
+@given(stamps, pushes)
+def test_a_push_comes_back(stamp: Stamp, push: Push) -> None:
+    """Every field, whatever was in the header before."""
+    header = np.full(HEADER, np.nan)
+    write_push(header, stamp, push)
+    assert read_push(header) == (stamp, push)
+
+
+@given(stamps, replies)
+def test_a_reply_comes_back(stamp: Stamp, reply: Reply) -> None:
+    """Also one without a unit."""
+    header = np.full(HEADER, np.nan)
+    write_reply(header, stamp, reply)
+    assert read_reply(header) == (stamp, reply)
+
+
+def test_a_push_with_a_loss_that_is_not_finite_comes_back() -> None:
+    header = np.zeros(HEADER)
+    push = Push(Unit(3, 1), 4, 13, 0.1, 7, float("nan"), 0.0, float("inf"), 0.5, 0.25, 15, True)
+    write_push(header, Stamp(1, 2, 0), push)
+    _, found = read_push(header)
+    assert np.isnan(found.loss_sum) and found.norm == np.inf
+    assert (found.unit, found.signal, found.broken) == (push.unit, 15, True)
+
+
+@pytest.mark.parametrize("other", [Stamp(2, 5, 0), Stamp(1, 4, 0), Stamp(1, 5, 1)])
+def test_a_wrong_stamp_is_refused(other: Stamp) -> None:
+    Stamp(1, 5, 0).check(Stamp(1, 5, 0), "a reply")
+    with pytest.raises(CommError, match="a reply has segment 1, gradient 5, shard 0, but segment"):
+        Stamp(1, 5, 0).check(other, "a reply")
+
+
+def test_values_lie_in_one_buffer_behind_the_header() -> None:
+    """What is put into one parcel is in another that has the same bytes; an empty part takes no room."""
+    arrays = [np.arange(10, dtype=np.float32), np.arange(4, dtype=np.float32), np.arange(6, dtype=np.float32)]
+    shard = Shard(0, (slice(3, 10), slice(4, 4), slice(0, 5)))
+    one, two = Parcel(shard, arrays), Parcel(shard, arrays)
+    assert one.buffer.nbytes == HEADER_BYTES + 12 * 4 and one.header.shape == (HEADER,)
+    one.put(shard.views(arrays), numpy_backend())
+    write_reply(one.header, Stamp(1, 2, 0), Reply(0, None, True, 3, 4))
+    two.buffer[...] = one.buffer
+    assert [value.tolist() for value in two.values] == [[3, 4, 5, 6, 7, 8, 9], [], [0, 1, 2, 3, 4]]
+    assert read_reply(two.header)[1].version == 3
+    assert two.on_device(numpy_backend())[0] is two.values[0]
+
+
+def test_device_arrays_are_copied_through_the_host() -> None:
+    backend = device_backend()
+    arrays = [backend.asarray(np.arange(10.0))]
+    shard = Shard(0, (slice(2, 6),))
+    parcel = Parcel(shard, arrays)
+    parcel.put(shard.views(arrays), backend)
+    assert parcel.values[0].tolist() == [2, 3, 4, 5]
+    (found,) = parcel.on_device(backend)
+    assert isinstance(found, DeviceArray) and found.get().tolist() == [2, 3, 4, 5]
