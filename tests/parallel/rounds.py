@@ -45,9 +45,9 @@ def random_delay(seed: int, mean_s: float = 0.002) -> Delay:
     return delay
 
 
-def new_model(backend: Backend | None = None) -> Module:
+def new_model(backend: Backend | None = None, hidden: int = 7) -> Module:
     """Return a small network, the same each time."""
-    return models.mlp((5,), 3, hidden=(7,)).initialize(seed=0, dtype="float64", backend=backend)
+    return models.mlp((5,), 3, hidden=(hidden,)).initialize(seed=0, dtype="float64", backend=backend)
 
 
 def new_optimizer(model: Module) -> optim.Optimizer:
@@ -81,9 +81,9 @@ def gradient_of(model: Module, unit: Unit, parts: int, backend: Backend) -> tupl
     return len(mine), 0.0 if loss is None else float(loss.item())
 
 
-def serial_weights(batches: int) -> list[Array]:
+def serial_weights(batches: int, hidden: int = 7) -> list[Array]:
     """Return the weights after so many updates, each with a whole batch's gradient."""
-    model = new_model()
+    model = new_model(hidden=hidden)
     optimizer = new_optimizer(model)
     for batch in range(batches):
         gradient_of(model, Unit(batch, 0), 1, numpy_backend())
@@ -105,6 +105,7 @@ class Trained:
         weights: the flat arrays at the end, on the host.
         arrivals: (worker, unit) of every gradient in the order in which server 0 got them, by segment; there only.
         tickets: what this rank's worker was told, by segment.
+        waiting_s: the processor time that it took to be told.
         traffic: (messages, bytes) that this rank sent, by segment.
         updates, dropped: of this rank's server in each segment.
     """
@@ -115,6 +116,7 @@ class Trained:
     traffic: list[tuple[int, int]] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    waiting_s: float = 0.0
 
     @property
     def digest(self) -> str:
@@ -169,15 +171,17 @@ def train(
     signal_at: int | None = None,
     break_at: int | None = None,
     synchronous: bool = False,
+    hidden: int = 7,
 ) -> Trained:
     """Train on the batches of the segments, and return what happened.
 
     Args:
         signal_at: before which step, of those of all segments, the group's last rank gets a signal.
         break_at: in which step its gradient is broken.
+        hidden: the size of the model.
     """
     backend = numpy_backend() if backend is None else backend
-    model = new_model(backend)
+    model = new_model(backend, hidden)
     result = Trained()
     talk, server = make(
         group,
@@ -195,7 +199,9 @@ def train(
         result.tickets.append([])
         talk.open(first, stop, sync.bound)
         while group.rank in workers:
+            begin = time.process_time()
             ticket = talk.pull()
+            result.waiting_s += time.process_time() - begin
             result.tickets[-1].append(ticket)
             if ticket.over or ticket.unit is None:
                 break

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.record import numpy_backend
+from nnmpi.comm import messages as messages_module
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError
 from nnmpi.nn.module import Module
@@ -100,6 +101,32 @@ def test_every_unit_is_used_once_and_nobody_is_too_far_ahead(group: Group, sync:
         float(np.abs(array - before).max()) for array, before in zip(run.weights, serial_weights(0), strict=True)
     ]
     assert all(group.gather(max(changed) > 1e-3))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("limit", [100_000, 3_000_000])
+@pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2)], ids=name_of)
+def test_long_messages_do_not_overtake_one_another(
+    group: Group, sync: Sync, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that no MPI buffers, whole and in pieces."""
+    skip_unless_fitting(group, sync)
+    monkeypatch.setattr(messages_module, "MAX_MESSAGE_BYTES", limit)
+    run = train(group, sync, ((0, 4),), random_delay(5), hidden=9000)
+    assert all_equal(group, run)
+    near = [np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(run.weights, serial_weights(4, 9000), strict=True)]
+    assert all(group.gather(all(near)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_worker_sleeps_while_it_waits(group: Group) -> None:
+    """For a worker that takes 0.3 s more; servers that compute as well do, too."""
+
+    def slow(rank: int, step: int) -> float:
+        return 0.3 if rank == group.size - 1 else 0.0
+
+    run = train(group, Sync("bsp", servers=1), ((0, 1),), slow)
+    assert all(group.gather(run.waiting_s < 0.1)), group.gather(run.waiting_s)
 
 
 @pytest.mark.mpi(min_size=2)
