@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.train.metrics import read_metrics
+from nnmpi.train.stale import draw_staleness, sum_staleness
 
 # file name -> (key in the records, axis label, kinds that have it)
 CURVES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -15,6 +16,8 @@ CURVES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "learning_rate.png": ("learning_rate", "learning rate", ("train",)),
     "samples_per_second.png": ("samples_per_second", "samples per second", ("train",)),
 }
+# drawn against virtual time as well, where a run has one
+OVER_TIME: Mapping[str, str] = {"loss_over_time.png": "loss.png", "accuracy_over_time.png": "accuracy.png"}
 TIMES = (("compute_s", "compute"), ("sync_s", "synchronisation"), ("input_s", "input"))
 
 
@@ -33,15 +36,34 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, (key, label, kinds) in CURVES.items():
-        figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
-        axes = figure.add_subplot(xlabel="step", ylabel=label)
-        for kind in kinds:
-            x, y = _points(records, kind, key)
-            axes.plot(x, y, label="test data" if kind == "eval" else "training", marker="." if kind == "eval" else "")
-        files.append(_finish(figure, axes, folder / name))
-    return [*files, _draw_times(figure_type, records, folder / "step_time.png")]
+    files = [_draw_curve(figure_type, records, CURVES[name], folder / name, "global_step", "step") for name in CURVES]
+    if any("virtual_s" in each for each in records):
+        for name, of in OVER_TIME.items():
+            label = "virtual time in seconds"
+            files.append(_draw_curve(figure_type, records, CURVES[of], folder / name, "virtual_s", label))
+    files.append(_draw_times(figure_type, records, folder / "step_time.png"))
+    stale = sum_staleness(records)
+    if stale.count():
+        files.append(draw_staleness(figure_type, stale, folder / "staleness.png"))
+    return files
+
+
+def _draw_curve(
+    figure_type: Any,
+    records: Sequence[Mapping[str, Any]],
+    curve: tuple[str, str, tuple[str, ...]],
+    file: Path,
+    along: str,
+    along_label: str,
+) -> Path:
+    """Draw one key of the records along another."""
+    key, label, kinds = curve
+    figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot(xlabel=along_label, ylabel=label)
+    for kind in kinds:
+        x, y = _points(records, kind, key, along)
+        axes.plot(x, y, label="test data" if kind == "eval" else "training", marker="." if kind == "eval" else "")
+    return _finish(figure, axes, file)
 
 
 def _draw_times(figure_type: Any, records: Sequence[Mapping[str, Any]], file: Path) -> Path:
@@ -61,7 +83,9 @@ def _finish(figure: Any, axes: Any, file: Path) -> Path:
     return file
 
 
-def _points(records: Sequence[Mapping[str, Any]], kind: str, key: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one kind of record, without values that are null (not finite)."""
-    chosen = [each for each in records if each["kind"] == kind and each.get(key) is not None]
-    return [each["global_step"] for each in chosen], [each[key] for each in chosen]
+def _points(
+    records: Sequence[Mapping[str, Any]], kind: str, key: str, along: str = "global_step"
+) -> tuple[list[float], list[float]]:
+    """Return two values of each record of a kind, without those that are null (not finite) or have not got them."""
+    chosen = [each for each in records if each["kind"] == kind and None not in (each.get(key), each.get(along))]
+    return [each[along] for each in chosen], [each[key] for each in chosen]

@@ -6,10 +6,25 @@
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "runtime": ...,
      "samples_per_second": ..., "steps_per_second": ...}
     {"kind": "test", ...}     as eval, once, at the end
+    {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
+     "dropped": ..., "undealt": ..., "disagreement": ..., "messages": ..., "bytes": ...,
+     "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
 
 Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as well: what was summed over the ranks. While
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
 `predicted_sync_s` (null without a fit). `epoch` counts passes over the data, with its fraction.
+
+A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
+staleness is the number of updates that its weights have seen between being read and being updated with it; with local
+SGD, the number of the worker's own steps since the weights were the same everywhere; with gossip there is none ("mean"
+and "max" are null, "workers" is empty).
+
+`lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how often the weights were
+updated, `dropped` the gradients that came too late, `undealt` the parts of batches that nobody had begun when their step
+was over. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to its
+length. `messages` and `bytes` are per step, over all ranks.
+
+In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.
 """
 
 import json

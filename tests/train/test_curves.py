@@ -8,6 +8,7 @@ import pytest
 
 from nnmpi.train.curves import draw
 from nnmpi.train.events import Events
+from nnmpi.train.stale import bars, draw_staleness, sum_staleness
 
 
 def records() -> list[dict[str, Any]]:
@@ -34,6 +35,70 @@ def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text("")
     assert len(draw(tmp_path / "metrics.jsonl", tmp_path / "curves")) == 5
+
+
+def staleness(*workers: list[list[int]]) -> dict[str, Any]:
+    """Return a segment's record with these histograms."""
+    told = [{"worker": worker, "histogram": histogram} for worker, histogram in enumerate(workers)]
+    return {"kind": "staleness", "global_step": 20, "epoch": 1.0, "disagreement": 0.5, "workers": told}
+
+
+def drawn(folder: Path, *more: dict[str, Any]) -> set[str]:
+    """Return the names of the pictures of a run with these records more."""
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in [*records(), *more]))
+    files = draw(metrics, folder / "curves")
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    return {file.name for file in files}
+
+
+def test_staleness_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert "staleness.png" in drawn(tmp_path, staleness([[0, 2], [3, 1]], [[1, 3]]))
+
+
+@pytest.mark.parametrize("workers", [1, 10, 11, 64])
+def test_staleness_of_few_and_many_can_be_drawn(tmp_path: Path, workers: int) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    stale = sum_staleness([staleness(*([[worker % 3, 5], [7 * worker, 1]] for worker in range(workers)))])
+    file = draw_staleness(figure.Figure, stale, tmp_path / "staleness.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_staleness_there_is_no_picture_of_it(tmp_path: Path) -> None:
+    """Gossip has records of the kind, but nothing to count in them."""
+    pytest.importorskip("matplotlib")
+    assert "staleness.png" not in drawn(tmp_path, staleness(), staleness([], []))
+
+
+def test_staleness_is_summed_over_the_run() -> None:
+    """A resumed run may have other numbers of workers."""
+    total = sum_staleness([*records(), staleness([[0, 2], [3, 1]]), staleness([[3, 4]], [[1, 1]]), staleness()])
+    assert [dict(each) for each in total.histograms] == [{0: 2, 3: 5}, {1: 1}]
+    assert sum_staleness(records()).count() == 0
+
+
+@pytest.mark.parametrize("largest", [0, 1, 58, 59, 60, 61, 119, 120, 1000])
+def test_bars_hold_every_gradient_once(largest: int) -> None:
+    """As many bars as can be told apart, and not more values in one than necessary."""
+    total = sum_staleness([staleness([[value, 1 + value] for value in range(largest + 1)], [[largest, 1]])])
+    width, (first, second) = bars(total)
+    assert len(first) == len(second) == largest // width + 1 <= 60
+    assert width == 1 or (largest + 1) / (width - 1) > 60
+    assert first == [
+        sum(1 + value for value in range(start, min(start + width, largest + 1)))
+        for start in range(0, largest + 1, width)
+    ]
+    assert second == [0] * (len(second) - 1) + [1]
+
+
+def test_curves_over_virtual_time(tmp_path: Path) -> None:
+    """Where the records have it; one that has not is left out."""
+    pytest.importorskip("matplotlib")
+    over_time = {"loss_over_time.png", "accuracy_over_time.png"}
+    assert not over_time & drawn(tmp_path)
+    record = {"kind": "eval", "global_step": 30, "loss": 0.1, "accuracy": 0.9, "virtual_s": 12.5}
+    assert over_time < drawn(tmp_path, record)
 
 
 def test_event_files_hold_the_records(tmp_path: Path) -> None:
