@@ -20,9 +20,9 @@ SGD, the number of the worker's own steps since the weights were the same everyw
 and "max" are null, "workers" is empty).
 
 `lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how often the weights were
-updated, `dropped` the gradients that came too late, `undealt` the parts of batches that nobody had begun when their step
-was over. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to its
-length. `messages` and `bytes` are per step, over all ranks.
+updated, `dropped` the gradients that came too late, `undealt` the parts of batches that nobody had begun when their
+step was over. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to
+its length. `messages` and `bytes` are per step, over all ranks.
 
 In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.
 """

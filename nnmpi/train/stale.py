@@ -78,11 +78,12 @@ def draw_staleness(figure_type: Any, stale: Staleness, file: Path) -> Path:
 def _draw_bars(axes: Any, stale: Staleness, colours: Sequence[Any]) -> None:
     """Stack the workers' bars."""
     width, heights = bars(stale)
-    places = [width * number + (width - 1) / 2 for number in range(len(heights[0]))]
-    below = [0] * len(places)
+    edges = [width * number - 0.5 for number in range(len(heights[0]) + 1)]
+    below = [0] * len(heights[0])
     for own, colour in zip(heights, colours, strict=True):
-        axes.bar(places, own, 0.85 * width, bottom=below, color=colour)
-        below = [one + other for one, other in zip(below, own, strict=True)]
+        top = [one + other for one, other in zip(below, own, strict=True)]
+        axes.stairs(top, edges, baseline=below, fill=True, color=colour)  # one shape per worker, not one per bar
+        below = top
     axes.set(xlabel="staleness" if width == 1 else f"staleness, {width} values to a bar", ylabel="gradients")
 
 
