@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from nnmpi.comm.start import start
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.layout import Layout
+    from nnmpi.compose.relaxed import RelaxedWorker
+    from nnmpi.compose.virtual import VirtualWorker
     from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
+    from nnmpi.synchrony.sync import Sync
 
 __version__ = "0.1.0"
 
@@ -37,7 +40,10 @@ __all__ = [
     "Group",
     "Layout",
     "NnmpiError",
+    "RelaxedWorker",
+    "Sync",
     "Tensor",
+    "VirtualWorker",
     "Worker",
     "arrange",
     "backend",
@@ -58,6 +64,9 @@ _NEED_MPI = {
     "DataParallel": "nnmpi.parallel.data",
     "Group": "nnmpi.comm.group",
     "Layout": "nnmpi.compose.layout",
+    "RelaxedWorker": "nnmpi.compose.relaxed",
+    "Sync": "nnmpi.synchrony.sync",
+    "VirtualWorker": "nnmpi.compose.virtual",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
     "start": "nnmpi.comm.start",

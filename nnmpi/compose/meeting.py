@@ -1,4 +1,4 @@
-"""What ranks do when they meet after a segment: agree on running statistics, tell what they did, and whether it failed."""
+"""What ranks do when they meet after a segment: average running statistics, and tell what they did or what failed."""
 
 from __future__ import annotations
 

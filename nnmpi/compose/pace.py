@@ -1,8 +1,8 @@
 """How fast a rank goes: as fast as it can, or slowed down on purpose, so that a laptop shows what a mixed cluster does.
 
-    computed      |======|                                  what the step took here
-    pace          |======|....|                             at least so long, as if the machine were slower
-    factor 3      |======|....|.........|.........|         a straggler waits until three times that have passed
+computed      |======|                                  what the step took here
+pace          |======|....|                             at least so long, as if the machine were slower
+factor 3      |======|....|.........|.........|         a straggler waits until three times that have passed
 """
 
 from __future__ import annotations

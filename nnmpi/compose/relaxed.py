@@ -137,6 +137,7 @@ class RelaxedWorker:
             DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
             UsageError: for a loader of another part than this rank's, where it matters.
         """
+        self.group.barrier()  # so that nobody counts as waiting what others still had to do
         begin = time.perf_counter()
         report = self.runner.run(
             loader, epoch, range(first, stop), step, lr, bsp, progress or (lambda _: None), asked or (lambda: 0), begin
@@ -163,6 +164,11 @@ class RelaxedWorker:
         if isinstance(self.runner, Served):
             return model, served_state(self.model, self.optimizer, self.group, self.runner.shard)
         return model, optimizer_state(self.model, self.optimizer, self.group, None)
+
+    @property
+    def told(self) -> int:
+        """How many calls of `progress` there are for each batch."""
+        return len(self.sync.worker_ranks(self.group.size)) if self.sync.served else 1
 
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""

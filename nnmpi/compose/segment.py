@@ -1,8 +1,8 @@
 """What is told of a segment: the batches between two meetings, in which ranks go on at their own pace.
 
-    worker 0   |--0--|--2--|--4--|--5--|--7--|        |
-    worker 1   |----1-----|----3-----|----6-----|     |  meeting: the same weights everywhere,
-                                                         evaluation, checkpoint, the next segment
+worker 0   |--0--|--2--|--4--|--5--|--7--|        |
+worker 1   |----1-----|----3-----|----6-----|     |  meeting: the same weights everywhere,
+                                                     evaluation, checkpoint, the next segment
 """
 
 from __future__ import annotations

@@ -101,18 +101,17 @@ class Served:
             spent = (push.compute_s, push.wait_s)
             progress(Progress(batch, worker, rows, push.loss_sum, push.correct, push.norm, *spent, at_s))
             tally.signal = tally.signal or push.signal or asked()
-            if tally.signal and own_server is not None:
+            if tally.signal and own_server is not None:  # a server without a worker may be the one that got it
                 own_server.desk.close()
 
         self._note = note
-        updates = 0 if own_server is None else own_server.updates
         self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
         if self._is_worker:
             self._work(loader, epoch, batches.start, step, lr, asked, tally)
         self._talk.finish()
         tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
         tally.signal = tally.signal or asked()
-        tally.more = self._tell(updates)
+        tally.more = self._tell(batches.start)
         self.steps_done = tally.steps
         tallies = exchange(self.group, tally)
         return self._report(tallies, batches, taken, time.perf_counter() - begin)
@@ -187,18 +186,19 @@ class Served:
     def _noted(self, worker: int, push: Push) -> None:
         self._note(worker, push)
 
-    def _tell(self, updates: int) -> dict[str, object]:
+    def _tell(self, first: int) -> dict[str, object]:
         """Return what this rank's server has to tell of the segment."""
         server = self.server
         if server is None:
             return {}
+        dealer = server.desk.dealer
         return {
-            "updates": server.updates - updates,
-            "staleness": server.take_staleness().to_json(),
+            "updates": server.updates,
+            "staleness": server.staleness.to_json(),
             "lead": server.desk.longest_lead,
             "dropped": server.desk.dropped,
             "undealt": server.desk.undealt,
-            "batches": server.desk.batches_done,
+            "batches": 0 if dealer is None else dealer.stop - first,
         }
 
     def _report(self, tallies: list[Tally], batches: range, taken: Tally, seconds: float) -> SegmentReport:

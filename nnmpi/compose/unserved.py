@@ -1,9 +1,9 @@
 """Segments without a server: every worker has its own weights, and averages them with others' now and then.
 
-    local      worker 0   step step step step | mean of all | step step step step | mean of all
-               worker 1   step step step step |             | step step step step |
-    gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
-               worker 1   step | with 0 and 2 | step | with 0 and 2 |
+local      worker 0   step step step step | mean of all | step step step step | mean of all
+           worker 1   step step step step |             | step step step step |
+gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
+           worker 1   step | with 0 and 2 | step | with 0 and 2 |
 """
 
 from __future__ import annotations

@@ -211,6 +211,11 @@ class VirtualWorker:
         for server, steps in zip(servers, state["clocks"], strict=True):
             server.desk.clocks.steps[:] = [int(count) for count in steps]
 
+    @property
+    def told(self) -> int:
+        """How many calls of `progress` there are for each batch."""
+        return 1 if isinstance(self._player, Joint) else self.workers
+
     def release(self) -> None:
         """Take everything off the model again."""
         self._scene.gradient.release()

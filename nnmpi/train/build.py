@@ -13,7 +13,10 @@ from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.pace import Pace
+from nnmpi.compose.relaxed import RelaxedWorker
 from nnmpi.compose.runner import sum_cross_entropy
+from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
@@ -31,6 +34,7 @@ from nnmpi.train.parallel import ParallelConfig
 from nnmpi.train.report import Extent
 
 BYTES_PER_MIB = 2**20
+MS_PER_S = 1000
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
@@ -175,6 +179,51 @@ def build_worker(
         backend=backend,
         arrangement=where,
     )
+
+
+def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend) -> RelaxedWorker | VirtualWorker:
+    """Return the worker of a run whose ranks need not be in step, or of one in virtual time. Collective.
+
+    Raises:
+        UsageError, DeviceError: as in `build_worker`; and for what this number of ranks cannot do.
+    """
+    options, sync = config.optimization, config.sync
+    with agreed(group), enough_memory():
+        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+        optimizer = build_optimizer(options, model.storage)
+    losses = sum_cross_entropy(None, options.label_smoothing), sum_cross_entropy(None)
+    pace = build_pace(config)
+    if sync.virtual_workers:
+        return VirtualWorker(
+            model,
+            optimizer,
+            group,
+            sync.rule,
+            sync.virtual_workers,
+            *losses,
+            clip=options.clip,
+            seed=config.run.seed,
+            backend=backend,
+            pace=pace,
+            network=sync.links,
+        )
+    return RelaxedWorker(
+        model,
+        optimizer,
+        group,
+        sync.rule,
+        *losses,
+        clip=options.clip,
+        seed=config.run.seed,
+        backend=backend,
+        pace=pace,
+    )
+
+
+def build_pace(config: Config) -> Pace:
+    """Return how slow the ranks are on purpose."""
+    return Pace(config.sync.pace_ms / MS_PER_S, config.sync.slowdown(config.run.seed))
 
 
 def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from nnmpi.train.checks import LONG, at_least_one, fraction, not_negative, positive, require
 from nnmpi.train.own import MODELS, is_own
 from nnmpi.train.parallel import ParallelConfig
+from nnmpi.train.synchrony import SyncConfig
 
 
 @dataclass(frozen=True)
@@ -199,4 +200,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        """Check that the sections go together."""
+        self.sync.check(self.parallel)
+        traced = self.run.trace and self.sync.virtual_workers
+        require(not traced, "--trace shows what ranks did, and virtual workers are none; leave it out")

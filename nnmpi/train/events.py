@@ -22,9 +22,9 @@ class Events:
         self._writer = module.SummaryWriter(str(folder), purge_step=first_step if first_step else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add the record's numbers."""
+        """Add the record's numbers; lists are left out."""
         for key, value in record.items():
-            if key not in SKIPPED and value is not None:
+            if key not in SKIPPED and isinstance(value, int | float):
                 self._writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"])
 
     def close(self) -> None:

@@ -13,27 +13,30 @@ from nnmpi.compose.worker import Worker
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.parallel import ParallelConfig
+from nnmpi.train.parts import AnyWorker
 from nnmpi.train.report import Extent
 
 
-def header(config: Config, group: Group, inputs: Inputs, backend: Backend, extent: Extent, worker: Worker) -> list[str]:
+def header(
+    config: Config, group: Group, inputs: Inputs, backend: Backend, extent: Extent, worker: AnyWorker
+) -> list[str]:
     """Return the header. Collective: the ranks tell their nodes."""
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
     shape = " x ".join(map(str, train.sample_shape))
     named = [
-        f"layout: {_layout(worker)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} ({', '.join(nodes[:4])}"
-        f"{', ...' if len(nodes) > 4 else ''})",
-        *_pipeline(inputs, worker),
+        f"layout: {_layout(config, worker)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
+        f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
+        *(_pipeline(inputs, worker) if isinstance(worker, Worker) else []),
+        *_synchrony(config, group),
         f"MPI: {mpi_library()}",
         f"backend: {backend.name} on {backend.device}, {config.run.dtype}; {blas()}",
         f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(worker)}; {_optimizer(options)}",
-        f"all-reduce: {_exchange(config.parallel, worker)}",
-        f"cost model: {_fit(group)}",
+        *_communication(config.parallel, group, worker),
         f"run folder: {config.run.out}",
     ]
     return [_aligned(line) for line in named]
@@ -61,12 +64,41 @@ def count(n: int, singular: str, plural: str = "") -> str:
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
-def _layout(worker: Worker) -> str:
+def _layout(config: Config, worker: AnyWorker) -> str:
     """Return the degrees of parallelism."""
+    if not isinstance(worker, Worker):
+        virtual = config.sync.virtual_workers
+        return f"{virtual} virtual workers in virtual time" if virtual else f"dp {worker.group.size}"
     where = worker.arrangement
     if where is None:
         return f"dp {worker.group.size}"
     return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
+
+
+def _synchrony(config: Config, group: Group) -> list[str]:
+    """Return how far ranks may drift apart, and how slow they are on purpose; nothing for an ordinary run."""
+    sync = config.sync
+    ranks = group.size
+    if sync.virtual_workers:
+        ranks = sync.virtual_workers + (sync.rule.server_count if sync.rule.dedicated else 0)
+    slow, pace = sync.slowdown(config.run.seed).describe(), ""
+    if sync.pace_ms:
+        pace = f"a step takes {'' if sync.virtual_workers else 'at least '}{sync.pace_ms:g} ms"
+    if sync.virtual_workers:
+        pace += f", {sync.links.describe()}"
+    warmup = sync.sync_warmup_epochs
+    begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
+    return [
+        *([f"sync: {sync.rule.describe(ranks)}{begins}"] if sync.in_segments else []),
+        *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
+    ]
+
+
+def _communication(parallel: ParallelConfig, group: Group, worker: AnyWorker) -> list[str]:
+    """Return what sums gradients, and what predicts its time; nothing where none are summed over ranks."""
+    if not isinstance(worker, Worker):
+        return []
+    return [f"all-reduce: {_exchange(parallel, worker)}", f"cost model: {_fit(group)}"]
 
 
 def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
@@ -84,9 +116,9 @@ def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
     ]
 
 
-def _parameters(worker: Worker) -> str:
+def _parameters(worker: AnyWorker) -> str:
     """Return how many parameters the model has, and how many of them this rank."""
-    own, where = worker.model.storage.size, worker.arrangement
+    own, where = worker.model.storage.size, worker.arrangement if isinstance(worker, Worker) else None
     if where is None or where.elements == own:
         return f"{own:,} parameters"
     return f"{where.elements:,} parameters, {own:,} of them on rank 0"

@@ -1,11 +1,12 @@
 """What a run tells, in lines for people and in records for programs; both on rank 0 only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from statistics import fmean
+from typing import Any
 
-from nnmpi.compose.report import EvalReport, StepReport
+from nnmpi.compose.report import EvalReport
+from nnmpi.compose.segment import SegmentReport
 from nnmpi.train.progress import Console, Pace, percent
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.state import State
@@ -37,8 +38,14 @@ class Reporter:
         self._extent, self._console, self._recorder = extent, console, recorder
         self._pace = Pace(print_every_s)
 
-    def steps(self, state: State, last: StepReport, lr: float) -> None:
-        """Tell of the steps in the state's window, of which `last` was the last, with learning rate lr."""
+    def steps(self, state: State, norm: float, lr: float, more: Mapping[str, Any]) -> None:
+        """Tell of the steps in the state's window.
+
+        Args:
+            norm: the length of the last gradient; NaN if there is none.
+            lr: the learning rate of the last step.
+            more: what else the record is to have, or has otherwise.
+        """
         window, passes = state.window, self._extent.passes(state)
         self._recorder.write(
             {
@@ -48,7 +55,7 @@ class Reporter:
                 "loss": window.loss,
                 "accuracy": window.accuracy,
                 "learning_rate": lr,
-                "grad_norm": last.grad_norm if isfinite(last.grad_norm) else None,
+                "grad_norm": norm if isfinite(norm) else None,
                 "samples_per_second": window.samples_per_second,
                 "compute_s": window.per_step(window.compute_s),
                 "sync_s": window.per_step(window.sync_s),
@@ -58,7 +65,7 @@ class Reporter:
                 "comm_bytes": window.per_step(window.comm_bytes),
                 "comm_calls": window.per_step(window.comm_calls),
                 "predicted_sync_s": window.predicted_step_s,
-                **({"staleness": fmean(last.staleness)} if last.staleness else {}),
+                **more,
             }
         )
         if self._pace.due():
@@ -83,6 +90,29 @@ class Reporter:
         """Print lines below an epoch's."""
         self._console.say(*(f"  {line}" for line in lines))
 
+    def segment(self, state: State, report: SegmentReport) -> None:
+        """Record how stale the gradients of a segment were that ends with this state, and what was sent."""
+        batches = max(report.batches, 1)
+        stale = report.staleness
+        told = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()
+        self._recorder.write(
+            {
+                "kind": "staleness",
+                "global_step": state.step,
+                "epoch": self._extent.passes(state),
+                "mean": told["mean"],
+                "max": told["max"],
+                "lead": report.lead,
+                "updates": report.updates,
+                "dropped": report.dropped,
+                "undealt": report.undealt,
+                "disagreement": report.disagreement,
+                "messages": report.messages / batches,
+                "bytes": report.bytes / batches,
+                "workers": told["workers"],
+            }
+        )
+
     def evaluation(self, kind: str, state: State, report: EvalReport) -> None:
         """Record an evaluation: kind "eval" after an epoch, "test" at the end."""
         seconds = max(report.seconds, 1e-9)
@@ -96,5 +126,6 @@ class Reporter:
                 "runtime": report.seconds,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
+                **({} if state.virtual_s is None else {"virtual_s": state.virtual_s}),
             }
         )

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Coordinates, Mesh
@@ -19,6 +20,7 @@ from nnmpi.parallel.pieces import Outline
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, load_checkpoint
 from nnmpi.train.draft import Draft
 from nnmpi.train.folder import RunFolder
+from nnmpi.train.parts import AnyWorker
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.root import on_root
 from nnmpi.train.state import State
@@ -64,7 +66,7 @@ class Kept:
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
 
-def save(worker: Worker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
+def save(worker: AnyWorker, state: State, folder: RunFolder, recorder: Recorder, group: Group, keep: int) -> None:
     """Write a checkpoint of this state. Collective.
 
     Raises:
@@ -117,7 +119,7 @@ def find(folder: RunFolder, group: Group) -> Kept | None:
     return Kept(values, Path(place), tuple(notices), found[0] if found else None)
 
 
-def restore(worker: Worker, kept: Kept | None, folder: RunFolder, samples: int) -> tuple[State, list[str]]:
+def restore(worker: AnyWorker, kept: Kept | None, folder: RunFolder, samples: int) -> tuple[State, list[str]]:
     """Give the worker what `find` found; return the state, and what there is to say. Collective.
 
     Without a checkpoint the worker stays as it is and the state is the start.
@@ -157,7 +159,7 @@ def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[st
     return file.__getitem__, file.outlines, file.file
 
 
-def _values(worker: Worker, state: State, group: Group) -> dict[str, Any]:
+def _values(worker: AnyWorker, state: State, group: Group) -> dict[str, Any]:
     """Return what state.json holds. Collective."""
     return {
         **state.to_json(),
@@ -167,7 +169,7 @@ def _values(worker: Worker, state: State, group: Group) -> dict[str, Any]:
         "optimizer": {"steps": worker.optimizer.steps},
         "fixed": _is_fixed(worker),
         "algorithms": _algorithms(worker, group),
-        "cuts": [] if worker.arrangement is None else [len(cut) for cut in worker.arrangement.cuts],
+        "cuts": [len(cut) for cut in arrangement.cuts] if (arrangement := _arrangement(worker)) else [],
     }
 
 
@@ -176,28 +178,38 @@ def _part(place: Coordinates) -> str:
     return f"p{place.p} t{place.t}"
 
 
-def _algorithms(worker: Worker, group: Group) -> dict[str, list[str]]:
+def _algorithms(worker: AnyWorker, group: Group) -> dict[str, list[str]]:
     """Return the all-reduce of each bucket by part of the model, for each has buckets of its own. Collective."""
+    if not isinstance(worker, Worker):
+        return {}
     everyones = group.gather([choice.algorithm for choice in worker.parallel.exchange.choices])
     mesh = _mesh(worker)
     return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
 
 
-def _moved(kept: Kept, worker: Worker) -> list[str]:
+def _moved(kept: Kept, worker: AnyWorker) -> list[str]:
     """Say that a run goes on with another layout, if it does, and how equal it is."""
     before, now = kept.mesh, _mesh(worker)
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
     words = (f"{before.size} ranks", f"{now.size}") if plain else (str(before), str(now))
+    if not isinstance(worker, Worker):
+        return [f"the run had {words[0]} and goes on with {words[1]}"]
     fixed = kept.values.get("fixed", False) and _is_fixed(worker)
     return [f"the run had {words[0]} and goes on with {words[1]}: equal {'bit for bit' if fixed else 'up to rounding'}"]
 
 
-def _is_fixed(worker: Worker) -> bool:
+def _arrangement(worker: AnyWorker) -> Arrangement | None:
+    return worker.arrangement if isinstance(worker, Worker) else None
+
+
+def _is_fixed(worker: AnyWorker) -> bool:
     """Return whether sums are taken in an order that does not depend on the layout."""
-    return worker.arrangement is not None and worker.arrangement.layout.fixed
+    arrangement = _arrangement(worker)
+    return arrangement is not None and arrangement.layout.fixed
 
 
-def _mesh(worker: Worker) -> Mesh:
-    return Mesh(dp=worker.group.size) if worker.arrangement is None else worker.arrangement.mesh.mesh
+def _mesh(worker: AnyWorker) -> Mesh:
+    arrangement = _arrangement(worker)
+    return Mesh(dp=worker.group.size) if arrangement is None else arrangement.mesh.mesh

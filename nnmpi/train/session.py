@@ -12,9 +12,10 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import find_mesh
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.compose.report import EvalReport
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.mesh import Mesh
-from nnmpi.train.build import build_extent, build_layout, build_schedule, build_worker
+from nnmpi.train.build import build_extent, build_layout, build_pace, build_relaxed, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.folder import RunFolder
@@ -28,7 +29,9 @@ from nnmpi.train.recorder import Recorder
 from nnmpi.train.report import Reporter
 from nnmpi.train.restore import Kept, find, restore
 from nnmpi.train.root import on_root
+from nnmpi.train.segments import SegmentLoop
 from nnmpi.train.state import State
+from nnmpi.train.steps import StepLoop
 
 
 def run(config: Config, group: Group, console: Console) -> None:
@@ -69,11 +72,20 @@ def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock
     on_root(group, occupy)
     console.say(*lines, *notices)
     with Recorder(folder if group.is_root else None, state.step) as recorder:
-        loop = Loop(parts, state, Reporter(parts.extent, console, recorder, config.run.print_every), recorder)
+        reporter = Reporter(parts.extent, console, recorder, config.run.print_every)
+        loop = _make_loop(config, parts, state, reporter, recorder)
         report = loop.run()
     _tell(console, report, loop.state, folder)
     if group.is_root:
         _draw(console, folder)
+
+
+def _make_loop(config: Config, parts: Parts, state: State, reporter: Reporter, recorder: Recorder) -> Loop:
+    """Return the loop that suits the worker."""
+    worker, sync = parts.worker, config.sync
+    if isinstance(worker, Worker):
+        return StepLoop(parts, worker, state, reporter, recorder)
+    return SegmentLoop(parts, worker, state, reporter, recorder, worker.told, sync.sync_warmup_epochs)
 
 
 def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
@@ -92,6 +104,25 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     return layout, mesh
 
 
+def check_sync(config: Config, group: Group) -> None:
+    """Check that this number of ranks can do what the options say about synchrony.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    sync, rule = config.sync, config.sync.rule
+    if sync.virtual_workers and group.size > 1:
+        raise UsageError(
+            f"--virtual-workers {sync.virtual_workers} plays all workers in one process, but there are {group.size} "
+            "ranks; start it without mpirun"
+        )
+    ranks = group.size
+    if sync.virtual_workers:  # dedicated servers are further ones
+        ranks = sync.virtual_workers + (rule.server_count if rule.dedicated else 0)
+    rule.check(ranks)
+    sync.slowdown(config.run.seed).check(rule.worker_ranks(ranks))
+
+
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
     return mesh.pp > 1 or mesh.tp > 1 or layout.fixed or layout.memory_limit is not None
@@ -100,7 +131,12 @@ def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
 def settle(config: Config, parts: Parts) -> Config:
     """Return the configuration with what was derived from the layout and must stay when the run goes on."""
     worker = parts.worker
-    if worker.arrangement is None or not worker.arrangement.stages or config.optimization.grad_accum > 1:
+    if (
+        not isinstance(worker, Worker)
+        or worker.arrangement is None
+        or not worker.arrangement.stages
+        or config.optimization.grad_accum > 1
+    ):
         return config
     microbatches = parts.inputs.train_loader.microbatches
     return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
@@ -114,12 +150,17 @@ def _set_up(
     local_rank = node.rank
     node.free()
     layout, mesh = find_layout(config, group)
+    check_sync(config, group)
     replica = (mesh.coordinates(group.rank).d, mesh.dp)
     inputs = load_inputs(config, group, local_rank, console.say, replica, mesh.pp)
     with agreed(group):
         backend = select(config.run.backend, local_rank)
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
+    if config.sync.in_segments:
+        relaxed = build_relaxed(config, group, inputs, backend)
+        lines = header(config, group, inputs, backend, extent, relaxed)
+        return Parts(config.run, group, inputs, relaxed, schedule, extent, folder), lines
     notice = _take_fit(config, group)
     algorithms = None if kept is None else kept.algorithms(mesh, group.rank)
     cuts = None if kept is None else kept.cuts(mesh, layout.virtual_stages)
@@ -128,7 +169,8 @@ def _set_up(
     wanted = layout if needs_arrangement(layout, mesh) else None
     worker = build_worker(config, group, inputs, backend, algorithms, wanted)
     lines = header(config, group, inputs, backend, extent, worker)
-    return Parts(config.run, group, inputs, worker, schedule, extent, folder), [*lines, *notice]
+    pace = build_pace(config)
+    return Parts(config.run, group, inputs, worker, schedule, extent, folder, pace), [*lines, *notice]
 
 
 def _take_fit(config: Config, group: Group) -> list[str]:

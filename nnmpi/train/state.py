@@ -20,6 +20,7 @@ class State:
         best_accuracy, best_epoch: the best evaluation so far and after how many epochs it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
+        virtual: where the clocks of virtual workers stand, in runs that have some; else None.
     """
 
     step: int = 0
@@ -31,6 +32,12 @@ class State:
     best_epoch: int = 0
     elapsed_s: float = 0.0
     samples: int = 0
+    virtual: dict[str, Any] | None = None
+
+    @property
+    def virtual_s(self) -> float | None:
+        """The virtual time in seconds; None in a run that has none."""
+        return None if self.virtual is None else float(self.virtual["now_s"])
 
     def after_step(self, totals: Totals) -> "State":
         """Return the state after one more step with these numbers."""
@@ -41,6 +48,11 @@ class State:
             window=self.window.plus(totals),
             in_epoch=self.in_epoch.plus(totals),
         )
+
+    def after_batches(self, batches: int, totals: Totals) -> "State":
+        """Return the state after so many more steps that were not done one by one, with these sums over them."""
+        step, batch = self.step + batches, self.batch + batches
+        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
 
     def after_epoch(self) -> "State":
         """Return the state at the beginning of the next epoch."""
@@ -63,8 +75,9 @@ class State:
             CheckpointError: when a value is missing.
         """
         try:
-            plain = {name: values[name] for name in cls.__dataclass_fields__}
+            plain = {name: values[name] for name in cls.__dataclass_fields__ if name != "virtual"}
             totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
-        return cls(**{**plain, **totals})
+        virtual = values.get("virtual")  # checkpoints of before there was any are still good
+        return cls(**{**plain, **totals, "virtual": virtual})
