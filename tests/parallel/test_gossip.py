@@ -170,7 +170,8 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
             update(other, optimizer, x[own.start : own.stop], y[own.start : own.stop])
         alone.append(flat(other.storage.data) * (len(own) / rows))
     right = [close(flat(model.storage.data), sum(alone)), same_bits(group, model.storage.data), ages == [0, 1, 2]]
-    sent = (2, sum(array.nbytes for array in model.storage.data))
+    steps = 2 * (group.size - 1)  # as on a ring
+    sent = (2 * steps, sum(steps * array.nbytes // group.size for array in model.storage.data))
     right += [(local.messages, local.bytes) == sent]
     train(local, model, parts, 1, 3)
     right += [not same_bits(group, model.storage.data), local.age(4) == 1]
