@@ -9,6 +9,7 @@
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
      "dropped": ..., "undealt": ..., "disagreement": ..., "messages": ..., "bytes": ...,
      "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
+    {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at the end
 
 Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as well: what was summed over the ranks. While
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
@@ -17,7 +18,8 @@ messages were under way the rank computed for `hidden_s` and waited for `sync_s`
 A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
 staleness is the number of updates that its weights have seen between being read and being updated with it; with local
 SGD, the number of the worker's own steps since the weights were the same everywhere; with gossip there is none ("mean"
-and "max" are null, "workers" is empty).
+and "max" are null, "workers" is empty). In such segments the train records are made of the gradients as server 0 gets
+them, or of rank 0's own, and have no `comm_bytes` and `comm_calls`.
 
 `lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how often the weights were
 updated, `dropped` the gradients that came too late, `undealt` the parts of batches that nobody had begun when their
@@ -37,6 +39,8 @@ from typing import IO, Any
 from nnmpi.train.files import replace_durably
 
 METRICS_FILE = "metrics.jsonl"
+RUN_STALENESS = "staleness_run"
+AT_THE_END = ("test", RUN_STALENESS)
 
 
 class Metrics:
@@ -84,7 +88,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(file: Path, step: int) -> int:
-    """Remove what lies after `step`, and the test at the end, which will be made again; return the lines removed.
+    """Remove what lies after `step`, and what is told at the end, which will be again; return the lines removed.
 
     Raises:
         OSError: when the file cannot be read or written.
@@ -92,7 +96,7 @@ def truncate_metrics(file: Path, step: int) -> int:
     if not file.exists():
         return 0
     records = read_metrics(file)
-    kept = [each for each in records if each["global_step"] <= step and each["kind"] != "test"]
+    kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
     replace_durably(file, _lines(kept))
     return len(records) - len(kept)
 

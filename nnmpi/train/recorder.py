@@ -7,7 +7,7 @@ from typing import Any
 from nnmpi.errors import NnmpiError
 from nnmpi.train.events import Events, can_write
 from nnmpi.train.folder import RunFolder
-from nnmpi.train.metrics import Metrics
+from nnmpi.train.metrics import Metrics, read_metrics
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -42,6 +42,19 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._events.write(record)
         except OSError as error:
             raise self._problem(error) from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records of the run; none on ranks without a folder.
+
+        Raises:
+            NnmpiError: when the file cannot be read.
+        """
+        if self._folder is None:
+            return []
+        try:
+            return read_metrics(self._folder.metrics)
+        except (OSError, ValueError) as error:
+            raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
 
     def sync(self) -> None:
         """Wait until the disk has the metrics: before a checkpoint, which must not be newer than they are.

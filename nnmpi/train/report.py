@@ -7,8 +7,10 @@ from typing import Any
 
 from nnmpi.compose.report import EvalReport
 from nnmpi.compose.segment import SegmentReport
+from nnmpi.train.metrics import RUN_STALENESS
 from nnmpi.train.progress import Console, Pace, percent
 from nnmpi.train.recorder import Recorder
+from nnmpi.train.stale import sum_staleness
 from nnmpi.train.state import State
 from nnmpi.train.totals import Totals
 
@@ -112,6 +114,15 @@ class Reporter:
                 "workers": told["workers"],
             }
         )
+
+    def whole_run(self, state: State) -> None:
+        """Record and tell how stale the gradients of the whole run were, its parts before a resume as well."""
+        total = sum_staleness(self._recorder.read())
+        if total.count():
+            record = {"kind": RUN_STALENESS, "global_step": state.step, "epoch": self._extent.passes(state)}
+            self._recorder.write(record | total.to_json())
+            words = f"{total.mean():.2f} on average, at most {total.largest()}"
+            self._console.say(f"staleness over the run: {words}, of {total.count():,} gradients")
 
     def evaluation(self, kind: str, state: State, report: EvalReport) -> None:
         """Record an evaluation: kind "eval" after an epoch, "test" at the end."""

@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.report import EvalReport
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.errors import CheckpointError
@@ -48,6 +49,12 @@ class SegmentLoop(Loop):
         self._lag = Lag()
         if isinstance(worker, VirtualWorker) and state.virtual is not None:
             _set_clocks(worker, state.virtual)
+
+    def run(self) -> EvalReport:
+        """Train until the last step, see `Loop.run`, and tell of the staleness over the whole run."""
+        report = super().run()
+        self._reporter.whole_run(self.state)
+        return report
 
     def _run_epoch(self) -> None:
         loader, options = self._parts.inputs.train_loader, self._parts.options
