@@ -9,12 +9,16 @@ import pytest
 from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.pace import Pace
+from nnmpi.compose.playing.statistics import Statistics
 from nnmpi.compose.relaxed import RelaxedWorker
 from nnmpi.compose.segment import Progress
 from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import CheckpointError, DivergenceError, UsageError
+from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
 from tests.compose.virtual_play import (
     BATCH,
@@ -29,6 +33,7 @@ from tests.compose.virtual_play import (
     run,
     same,
     serial,
+    state,
     weights,
 )
 
@@ -64,6 +69,47 @@ def test_asp_with_one_worker_is_the_serial_run_bit_for_bit(group: Group, name: s
     expected = serial(group, name, 2, build(norm=True, dropout=0.2)).state()
     assert all(np.array_equal(values, expected[key]) for key, values in worker.model.state().items())
     assert worker.optimizer.steps == 2 * BATCHES and worker.now_s == 2 * BATCHES
+
+
+def test_workers_that_see_the_same_do_the_same(group: Group) -> None:
+    """Each with an optimizer's state of its own: as one, whatever the others do."""
+    data = dataset(BATCH)
+    alike = Dataset("alike", np.repeat(data.x[:1], 5 * BATCH, axis=0), np.repeat(data.y[:1], 5 * BATCH), 3)
+    loader = Loader(alike, BATCH, dtype="float64", workers=0)
+    one, many = make(group, Sync(), 1, "adam"), make(group, Sync("local", local_steps=3), 4, "adam")
+    for worker in (one, many):
+        worker.run(loader, 0, 0, 5, 0, lambda step: 0.05)
+    for mine, theirs in zip(state(many)[:3], state(one)[:3], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-15)
+
+
+def test_a_worker_computes_with_the_weights_that_were_sent(group: Group) -> None:
+    """Also if the server has newer ones when they arrive.
+
+    worker 0, at home     0 |== 0.0 ==| 1 |== 1.0 ==| 2 |== 2.0 ==| 3 |== 2.1 ==| 4      end, with 1.1
+    worker 1              0 |== 0.1 ==| 1 -->1.6-->2.2 |== 1.1 ==| 3.2 --> 3.8 waits
+    versions              0             1     2     3               4                    5
+    """
+    worker = make(group, Sync("asp"), 2, network=LinkSpeed(0.6, 0.0))
+    loader = Loader(dataset(60), BATCH, dtype="float64", workers=0)
+    report = worker.run(loader, 0, 0, 3, 0, lambda step: 0.2)
+    model, parts = build(), loader.parts(0)
+    local = LocalGradient(model, worker.loss, worker.backend, 0)
+
+    def gradient(batch: int, part: int, version: Array) -> Array:
+        model.storage.data[0][...] = version
+        local.run(parts(batch, part, 2), 0)
+        return model.storage.grads[0].copy()
+
+    v0 = model.storage.data[0].copy()
+    v1 = v0 - 0.2 * gradient(0, 0, v0)
+    v2 = v1 - 0.2 * gradient(0, 1, v0)
+    v3 = v2 - 0.2 * gradient(1, 0, v1)
+    v4 = v3 - 0.2 * gradient(2, 0, v3)
+    v5 = v4 - 0.2 * (gradient(1, 1, v2) + gradient(2, 1, v4))
+    np.testing.assert_allclose(worker.model.storage.data[0], v5, rtol=1e-9, atol=1e-12)
+    assert [report.staleness.histogram(number) for number in range(2)] == [{0: 3, 1: 1}, {1: 1, 2: 1}]
+    assert worker.now_s == pytest.approx(4.6)
 
 
 def test_a_warm_up_is_synchronous_in_every_mode(group: Group) -> None:
@@ -153,6 +199,25 @@ def test_workers_normalize_by_their_own_statistics_which_are_averaged(group: Gro
     np.testing.assert_allclose(mean, expected, rtol=1e-9)
     variance, whole = model.state()["1.running_variance"], twin.state()["1.running_variance"]
     assert not np.allclose(variance, whole)  # of parts of three rows, and of twelve
+
+
+def test_statistics_count_by_the_gradients_that_they_saw() -> None:
+    model = build(norm=True)
+    statistics = Statistics(model, 3)
+    mean = model.get("1").running_mean.data
+    statistics.begin()
+    for worker, value, rows in ((0, 1.0, 4), (1, 5.0, 4), (1, 7.0, 4), (2, 100.0, 0)):
+        statistics.load(worker)
+        mean[...] = value
+        statistics.keep(worker, rows)
+    statistics.load(0)
+    assert mean[0] == 1
+    statistics.show()
+    assert mean[0] == pytest.approx((1 + 2 * 7) / 3)
+    statistics.begin()
+    statistics.load(2)
+    statistics.show()
+    assert mean[0] == pytest.approx(5)
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=str)
