@@ -8,6 +8,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.pace import Pace
@@ -36,6 +37,7 @@ from tests.compose.virtual_play import (
     state,
     weights,
 )
+from tests.device.library import device_backend
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -283,6 +285,17 @@ def test_it_does_what_as_many_ranks_do(group: Group, sync: Sync) -> None:
     losses = abs(real.loss_sum - report.loss_sum) < 1e-9 * report.loss_sum
     found = group.gather([close, told[0] == told[1], apart, losses])
     assert found == [[True] * 4] * group.size, (found, told)
+
+
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=str)
+def test_a_device_gives_the_same_numbers(group: Group, sync: Sync) -> None:
+    def trained(backend: Backend) -> Any:
+        worker = make(group, sync, name="adam", model=build(norm=True, backend=backend), backend=backend, clip=0.5)
+        run(worker)
+        return worker.model.state()
+
+    device, host = trained(device_backend()), trained(numpy_backend())
+    assert all(np.allclose(device[name], host[name], rtol=1e-9, atol=1e-11) for name in host)
 
 
 def test_64_workers_with_weights_and_momenta_of_their_own(group: Group) -> None:

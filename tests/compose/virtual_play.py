@@ -7,6 +7,7 @@ import numpy as np
 
 from nnmpi import nn, optim
 from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.segment import SegmentReport
@@ -43,11 +44,11 @@ def dataset(rows: int = ROWS) -> Dataset:
     return Dataset("drawn", x, (x[:, :3].argmax(axis=1)).astype(np.int64), 3)
 
 
-def build(dtype: str = "float64", norm: bool = False, dropout: float = 0.0) -> Module:
+def build(dtype: str = "float64", norm: bool = False, dropout: float = 0.0, backend: Backend | None = None) -> Module:
     body: list[Module] = [nn.Linear(6, 7), *([nn.BatchNorm(7)] if norm else []), nn.ReLU()]
     if dropout:
         body.append(nn.Dropout(dropout))
-    return nn.Sequential(*body, nn.Linear(7, 3)).initialize(0, dtype)
+    return nn.Sequential(*body, nn.Linear(7, 3)).initialize(0, dtype, backend)
 
 
 def optimizer_of(model: Module, name: str = "sgd") -> Optimizer:
