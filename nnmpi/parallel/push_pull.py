@@ -230,7 +230,7 @@ class PushPull:
                 self._accept(number, *read_reply(parcel.header), parcel.on_device(self._backend))
                 moved = True
         self._messages.progress()
-        return moved or len(self._tickets) == len(self._shards)
+        return moved
 
     def _accept(self, number: int, stamp: Stamp, reply: Reply, weights: Sequence[Array]) -> None:
         """Take a server's weights, if they are what must come now."""
