@@ -50,7 +50,8 @@ class SegmentReport:
         updates: of the weights; with several servers, of the first one's shard. Of local steps, those of a worker.
         dropped: gradients that came too late for a synchronous step with backup workers.
         undealt: parts of batches that nobody had begun when their step was over.
-        staleness: of the gradients, by worker; None where nothing of the kind is defined (gossip).
+        staleness: of the gradients that were used, by worker; with several servers, of the first one's shard. None
+            where nothing of the kind is defined (gossip).
         lead: the largest number of steps by which a worker that began one was ahead of the slowest.
         disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
         signal: the number of the signal that ended it early, else 0.

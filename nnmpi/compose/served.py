@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 
 from nnmpi import timeline
@@ -72,6 +73,7 @@ class Served:
         if self.server is not None and self._is_worker:
             gradient.look_after(self._talk.serve)
         self._steps = 0  # of this rank, in the whole run
+        self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
 
     def run(
@@ -88,30 +90,15 @@ class Served:
     ) -> SegmentReport:
         """Run one segment; see `RelaxedWorker.run`."""
         tally, taken = Tally(), Tally()
-        own_server = self.server
-
-        def note(worker: int, push: Push) -> None:
-            at_s = time.perf_counter() - begin
-            rows, batch = push.rows, push.unit.batch
-            taken.rows, taken.loss_sum, taken.correct = (
-                taken.rows + rows,
-                taken.loss_sum + push.loss_sum,
-                taken.correct + push.correct,
-            )
-            spent = (push.compute_s, push.wait_s)
-            progress(Progress(batch, worker, rows, push.loss_sum, push.correct, push.norm, *spent, at_s))
-            tally.signal = tally.signal or push.signal or asked()
-            if tally.signal and own_server is not None:  # a server without a worker may be the one that got it
-                own_server.desk.close()
-
-        self._note = note
+        self._updates, self._dropped = (0 if self.server is None else self.server.updates), 0
+        self._note = partial(self._count, taken, tally, progress, asked, begin)
         self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
         if self._is_worker:
             self._work(loader, epoch, batches.start, step, lr, asked, tally)
         self._talk.finish()
         tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
         tally.signal = tally.signal or asked()
-        tally.more = self._tell(batches.start)
+        tally.more = self._tell()
         self.steps_done = tally.steps
         tallies = exchange(self.group, tally)
         return self._report(tallies, batches, taken, time.perf_counter() - begin)
@@ -183,29 +170,49 @@ class Served:
         value = loss_sum / max(len(batch.y), 1)
         return tell_place(number + 1, value, place, f"rank {self.group.rank}")
 
+    def _count(
+        self,
+        taken: Tally,
+        tally: Tally,
+        progress: Callable[[Progress], None],
+        asked: Callable[[], int],
+        begin: float,
+        worker: int,
+        push: Push,
+    ) -> None:
+        """Count a gradient that has come, and tell of it if it will be used; on server 0."""
+        assert self.server is not None
+        desk = self.server.desk
+        if desk.dropped == self._dropped and not push.broken:
+            taken.rows += push.rows
+            taken.loss_sum += push.loss_sum
+            taken.correct += push.correct
+            numbers = (push.rows, push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s)
+            progress(Progress(push.unit.batch, worker, *numbers, time.perf_counter() - begin))
+        self._dropped = desk.dropped
+        tally.signal = tally.signal or push.signal or asked()
+        if tally.signal:  # a server without a worker may be the one that got it
+            desk.close()
+
     def _noted(self, worker: int, push: Push) -> None:
         self._note(worker, push)
 
-    def _tell(self, first: int) -> dict[str, object]:
+    def _tell(self) -> dict[str, object]:
         """Return what this rank's server has to tell of the segment."""
         server = self.server
         if server is None:
             return {}
-        dealer = server.desk.dealer
         return {
-            "updates": server.updates,
-            "staleness": server.staleness.to_json(),
+            "updates": server.updates - self._updates,
+            "staleness": server.take_staleness().to_json(),
             "lead": server.desk.longest_lead,
             "dropped": server.desk.dropped,
             "undealt": server.desk.undealt,
-            "batches": 0 if dealer is None else dealer.stop - first,
+            "batches": server.desk.batches_done,
         }
 
     def _report(self, tallies: list[Tally], batches: range, taken: Tally, seconds: float) -> SegmentReport:
         told = [tally.more for tally in tallies if tally.more]
-        staleness = Staleness(len(self._workers))
-        for each in told:
-            staleness.merge(Staleness.from_json(each["staleness"]))
         rows, loss_sum, correct = self.group.share([taken.rows, taken.loss_sum, taken.correct])
         first = told[0]
         return SegmentReport(
@@ -219,7 +226,7 @@ class Served:
             updates=first["updates"],
             dropped=first["dropped"],
             undealt=first["undealt"],
-            staleness=staleness,
+            staleness=Staleness.from_json(first["staleness"]),
             lead=max(each["lead"] for each in told),
             signal=max(tally.signal for tally in tallies),
             compute_s=step_seconds(tallies, "compute_s"),

@@ -25,7 +25,6 @@ from nnmpi.parallel.shards import cut_shards
 from nnmpi.synchrony.agenda import Agenda
 from nnmpi.synchrony.desk import Desk
 from nnmpi.synchrony.network import Network
-from nnmpi.synchrony.staleness import Staleness
 
 
 class Served:
@@ -228,10 +227,8 @@ class _Play:
                 self._tell_total()
 
     def _report(self) -> SegmentReport:
-        desk, scene = self._servers[0].desk, self._scene
-        staleness = Staleness(scene.workers)
-        for server in self._servers:
-            staleness.merge(server.take_staleness())
+        desk = self._servers[0].desk
+        staleness = [server.take_staleness() for server in self._servers]
         return SegmentReport(
             batches=desk.batches_done,
             rows=self._used.rows,
@@ -243,7 +240,7 @@ class _Play:
             updates=self._servers[0].updates - self._updates,
             dropped=desk.dropped,
             undealt=desk.undealt,
-            staleness=staleness,
+            staleness=staleness[0],
             lead=max(server.desk.longest_lead for server in self._servers),
             signal=self._tally.signal,
             compute_s=step_seconds([self._tally], "compute_s"),
