@@ -20,7 +20,7 @@ class Tally:
     """What one rank did in a segment.
 
     Attributes:
-        steps: gradients that it computed.
+        steps: gradients that it computed; seen: those of them that were of any rows.
         rows, loss_sum, correct: over their samples.
         compute_s, wait_s, input_s: seconds.
         broken: the sentence about a loss or gradient that was not finite; else empty.
@@ -30,6 +30,7 @@ class Tally:
     """
 
     steps: int = 0
+    seen: int = 0
     rows: int = 0
     loss_sum: float = 0.0
     correct: float = 0.0
@@ -45,6 +46,7 @@ class Tally:
     def add(self, gradient: Gradient, wait_s: float, input_s: float) -> None:
         """Count one more gradient."""
         self.steps += 1
+        self.seen += gradient.rows > 0
         self.rows += gradient.rows
         self.loss_sum += gradient.loss_sum
         self.correct += gradient.correct

@@ -38,7 +38,7 @@ class Served:
 
     Attributes:
         shard: what this rank's server owns; None on other ranks.
-        steps_done: the gradients that this rank computed in the last segment.
+        steps_done: the gradients of any rows that this rank computed in the last segment.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class Served:
     ) -> SegmentReport:
         """Run one segment; see `RelaxedWorker.run`."""
         tally, taken = Tally(), Tally()
-        self._updates, self._dropped = (0 if self.server is None else self.server.updates), 0
+        self._dropped = 0
+        if self.server is not None:
+            self._updates, self.server.asked = self.server.updates, asked
         self._note = partial(self._count, taken, tally, progress, asked, begin)
         self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
         if self._is_worker:
@@ -99,7 +101,8 @@ class Served:
         tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
         tally.signal = tally.signal or asked()
         tally.more = self._tell()
-        self.steps_done = tally.steps
+        self.steps_done = tally.seen
+        self.optimizer.steps = int(self.group.share(self.optimizer.steps))  # those of the first shard
         tallies = exchange(self.group, tally)
         return self._report(tallies, batches, taken, time.perf_counter() - begin)
 
@@ -153,7 +156,7 @@ class Served:
                         gradient.norm,
                         spent_s,
                         wait_s,
-                        asked(),
+                        asked() or ticket.signal,
                         broken,
                     )
                 )
@@ -191,7 +194,7 @@ class Served:
             progress(Progress(push.unit.batch, worker, *numbers, time.perf_counter() - begin))
         self._dropped = desk.dropped
         tally.signal = tally.signal or push.signal or asked()
-        if tally.signal:  # a server without a worker may be the one that got it
+        if tally.signal:
             desk.close()
 
     def _noted(self, worker: int, push: Push) -> None:

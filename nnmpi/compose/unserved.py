@@ -37,7 +37,7 @@ class Unserved:
     """Runs segments on ranks that are all workers, each with part `rank` of every batch. Making one is collective.
 
     Attributes:
-        steps_done: the steps of this rank in the last segment.
+        steps_done: the steps of this rank in the last segment that had any rows.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Unserved:
         tally.signal = max(signal, asked())
         tally.messages, tally.bytes = averaging.messages, averaging.bytes
         tally.more = {"staleness": staleness.to_json()}
-        self.steps_done = tally.steps
+        self.steps_done = tally.seen
         return self._report(exchange(self.group, tally), done, disagreement, time.perf_counter() - begin)
 
     def release(self) -> None:
