@@ -127,14 +127,15 @@ def write_reply(header: Array, stamp: Stamp, reply: Reply) -> None:
     said = (
         *(stamp.segment, stamp.serial, stamp.shard),
         *unit,
-        *(reply.worker, reply.over, reply.version, reply.slowest),
+        *(reply.worker, reply.over, reply.version, reply.slowest, reply.signal),
     )
     header[: len(said)] = said
 
 
 def read_reply(header: Array) -> tuple[Stamp, Reply]:
     """Return what `write_reply` wrote."""
-    segment, serial, shard, batch, part, worker, over, version, slowest = (int(number) for number in header[:9])
+    segment, serial, shard, batch, part, *said = (int(number) for number in header[:10])
+    worker, over, version, slowest, signal = said
     unit = None if batch < 0 else Unit(batch, part)
-    reply = Reply(worker=worker, unit=unit, over=bool(over), version=version, slowest=slowest)
+    reply = Reply(worker=worker, unit=unit, over=bool(over), version=version, slowest=slowest, signal=signal)
     return Stamp(segment, serial, shard), reply

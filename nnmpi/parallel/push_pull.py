@@ -51,12 +51,14 @@ class Ticket:
         over: whether the segment is over for this worker.
         versions: of the weights that it has now, by shard.
         slowest: the steps that the slowest worker had done when the servers answered.
+        signal: the number of the signal that a server's rank got, 0 for none; to be said in the next push.
     """
 
     unit: Unit | None
     over: bool
     versions: tuple[int, ...]
     slowest: int
+    signal: int = 0
 
 
 class PushPull:
@@ -160,7 +162,8 @@ class PushPull:
         unit, self._over = replies[0].unit, replies[0].over
         if self._over != (unit is None) or (not self._over and any(reply.over for reply in replies)):
             raise CommError(f"the servers disagree whether segment {self._segment} is over: {replies}")
-        return Ticket(unit, self._over, tuple(self._versions), min(reply.slowest for reply in replies))
+        slowest, signal = min(reply.slowest for reply in replies), max(reply.signal for reply in replies)
+        return Ticket(unit, self._over, tuple(self._versions), slowest, signal)
 
     def push(self, push: Push) -> None:
         """Send the gradient in `storage.grads`, which must stay there until the next `pull` has returned.

@@ -26,7 +26,7 @@ f = min(1, (N - 1) / tau) of its gradient and of its share.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nnmpi.backend.array import Array, namespace
@@ -80,6 +80,7 @@ class Reply:
         over: whether the segment is over for it.
         version: of the weights.
         slowest: the steps of the slowest worker.
+        signal: the number of the signal that this server's rank got, 0 for none: the worker's next gradient tells all.
     """
 
     worker: int
@@ -87,6 +88,7 @@ class Reply:
     over: bool
     version: int
     slowest: int
+    signal: int = 0
 
 
 class ParameterServer:
@@ -111,6 +113,7 @@ class ParameterServer:
         master: the weights, one array per flat buffer, maybe empty.
         version: of the weights: the number of updates since the server was made.
         staleness: of the gradients that were used since the last `take_staleness`.
+        asked: returns the number of the signal that this rank got, 0 for none.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class ParameterServer:
         self._blocks = self.optimizer.cut()
         self.version = 0
         self.staleness = Staleness(workers)
+        self.asked: Callable[[], int] = lambda: 0
         self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
         self._used = Counter[int]()  # gradients by worker
         self._unseen = [0] * workers  # how many of the others' were used when the worker read the weights
@@ -150,7 +154,6 @@ class ParameterServer:
         for mine, theirs in zip(self.master, self.shard.views(self.storage.data), strict=True):
             mine[...] = theirs
         self.optimizer.steps = self._given.steps
-        self._pending.clear()
         self.desk.open(first, stop, bound)
 
     def push(self, worker: int, push: Push, grads: Sequence[Array] | None) -> None:
@@ -192,7 +195,7 @@ class ParameterServer:
 
     def _reply(self, grant: Grant) -> Reply:
         self._unseen[grant.worker] = self._used.total() - self._used[grant.worker]
-        return Reply(grant.worker, grant.unit, grant.over, self.version, self.desk.clocks.slowest)
+        return Reply(grant.worker, grant.unit, grant.over, self.version, self.desk.clocks.slowest, self.asked())
 
     def _take(self) -> None:
         """Make one update of all gradients that wait."""

@@ -22,7 +22,7 @@ units = st.builds(Unit, whole, whole)
 pushes = st.builds(
     Push, units, whole, whole, number, whole, number, number, number, number, number, st.integers(0, 64), st.booleans()
 )
-replies = st.builds(Reply, whole, st.none() | units, st.booleans(), whole, whole)
+replies = st.builds(Reply, whole, st.none() | units, st.booleans(), whole, whole, whole)
 
 
 @given(stamps, pushes)
