@@ -246,7 +246,10 @@ def test_backup_workers(workers: int, backup: int, seed: int) -> None:
 
     desk.arrive, server._update = noted, counted  # type: ignore[method-assign]
     expected = task.weights()
-    play.segment(0, 4, 0)
+    dropped = undealt = arrived = 0
+    for first in (0, 2):
+        play.segment(first, first + 2, 0)
+        dropped, undealt, arrived = dropped + desk.dropped, undealt + desk.undealt, arrived + desk.arrived
     for batch in range(4):
         chosen = [unit for unit in taken if unit.batch == batch]
         assert len(chosen) == workers - backup
@@ -258,12 +261,12 @@ def test_backup_workers(workers: int, backup: int, seed: int) -> None:
             expected = [w - halving(batch) / share * g for w, g in zip(expected, sums, strict=True)]
     assert_close(task.weights(), expected)
     assert not updates
-    assert desk.dropped + desk.undealt == 4 * backup
-    assert desk.arrived == len(play.units) == 4 * workers - desk.undealt == 4 * (workers - backup) + desk.dropped
+    assert dropped + undealt == 4 * backup
+    assert arrived == len(play.units) == 4 * workers - undealt == 4 * (workers - backup) + dropped
     assert len(set(play.units)) == len(play.units)
     assert server.staleness.histogram() == {0: 4 * (workers - backup)}
     assert desk.longest_lead == 0
-    assert [worker.told for worker in play.workers] == [1] * workers
+    assert [worker.told for worker in play.workers] == [2] * workers
 
 
 def test_backup_workers_with_a_signal_end_with_whole_batches() -> None:

@@ -21,9 +21,11 @@ LR = 0.5
 class Server:
     """A server of two weights, whose workers get units of batches of 4 rows and push gradients of ones."""
 
-    def __init__(self, workers: int, bound: int | None, optimizer: str = "sgd", **options: object) -> None:
+    def __init__(
+        self, workers: int, bound: int | None, optimizer: str = "sgd", dtype: str = "float64", **options: object
+    ) -> None:
         parameter = Parameter((2,), lambda generator, shape: np.zeros(shape))
-        self.storage = FlatStorage({"w": parameter}, {"w": np.zeros(2)}, np.zeros)
+        self.storage = FlatStorage({"w": parameter}, {"w": np.zeros(2, dtype)}, np.zeros)
         self.given = SGD(self.storage, 0.1) if optimizer == "sgd" else Adam(self.storage, 0.1)
         (shard,) = cut_shards(self.storage, 1)
         self.server = ParameterServer(shard, self.storage, self.given, Desk(workers), workers, **options)  # type: ignore[arg-type]
@@ -185,6 +187,65 @@ def test_three_workers_stale_by_four() -> None:
     assert server.weight == pytest.approx(before - 0.4 * 4.0)
 
 
+def test_two_stale_gradients_in_one_update() -> None:
+    """Both count by 2 / 3."""
+    server = Server(3, None, adapt=True)
+    server.play("000")
+    before = server.weight
+    server.push(2, gradient=3.0, rows=1)
+    server.push(1, gradient=6.0, rows=1)
+    server.release()
+    assert server.weight == pytest.approx(before - LR * (2.0 + 4.0))
+
+
+def test_the_rate_of_a_part_without_rows_does_not_count() -> None:
+    """Not by a bit."""
+    server = Server(3, None)
+    server.push(0, rows=1, of=3, lr=0.3)
+    server.push(1, rows=0, of=3, lr=0.7)
+    server.push(2, rows=2, of=3, lr=0.3)
+    server.release()
+    assert server.server.optimizer.lr == 0.3
+
+
+def test_nothing_is_dealt_after_a_broken_gradient() -> None:
+    """It is over when all have come; their gradients are used, the broken one is not."""
+    server = Server(3, None)
+    push = Push(Unit(0, 0), 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, broken=True)
+    server.server.push(0, push, None)
+    assert server.release() == []
+    server.push(2)
+    assert server.release() == []
+    server.push(1)
+    assert server.release() == [0, 1, 2]
+    assert all(reply.over and reply.unit is None for reply in server.replies.values())
+    assert server.weight == pytest.approx(-2 * LR)
+    assert server.server.desk.over
+
+
+def test_a_batch_that_was_begun_is_finished_after_a_signal() -> None:
+    """Whoever got it."""
+    server = Server(2, None)
+    server.play("1")  # which begins batch 1
+    push = Push(Unit(0, 0), 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, signal=15)
+    server.server.push(0, push, [np.ones_like(server.storage.data[0])])
+    assert server.release() == [0]
+    assert server.replies[0].unit == Unit(1, 1)
+    assert server.play("01") == [[], [0, 1]]
+    assert server.server.desk.over
+
+
+def test_the_number_of_steps_is_that_at_the_beginning_of_a_segment() -> None:
+    """A state may be loaded after the server was made."""
+    server = Server(2, 0, optimizer="adam")
+    server.play("01")
+    server.given.steps = 100
+    server.server.open(1, 2, 0)
+    server.release()
+    server.play("01")
+    assert server.server.optimizer.steps == 101
+
+
 def test_a_gradient_that_is_too_old_is_refused() -> None:
     """More of the others' gradients than the bound allows between reading weights and using them."""
     server = Server(2, None)
@@ -229,3 +290,14 @@ def test_a_worker_is_dealt_units_in_order() -> None:
     server = Server(2, None)
     server.play("1101")
     assert {worker: reply.unit for worker, reply in server.replies.items()} == {0: Unit(2, 0), 1: Unit(2, 1)}
+
+
+def test_the_dtype_stays() -> None:
+    """Shares and weights are float64 numbers, but no array becomes one."""
+    server = Server(2, None, optimizer="adam", dtype="float32", adapt=True)
+    server.play("00")
+    server.push(1, lr=np.float64(0.5))
+    server.push(0, lr=np.float64(0.25))
+    server.release()
+    assert server.server.master[0].dtype == np.float32
+    assert server.weight == pytest.approx(-LR - (0.5 / 4 + 0.25 / 2), rel=1e-5)  # Adam's step is the rate here

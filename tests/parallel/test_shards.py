@@ -109,6 +109,14 @@ def test_more_servers_than_rows() -> None:
     assert [len(regions(storage, shard)) for shard in shards] == [0, 1, 0, 1, 0]
 
 
+def test_a_parameter_without_elements_hides_no_rows() -> None:
+    """It begins where the next one does."""
+    storage = storage_of([(3, 0), (2, 8)])
+    shards = cut_shards(storage, 2)
+    assert [shard.elements for shard in shards] == [8, 8]
+    assert [[number for number, _ in regions(storage, shard)] for shard in shards] == [[0, 1], [1]]
+
+
 def test_a_model_without_parameters() -> None:
     """Every shard is empty, of no buffers."""
     storage = storage_of([])

@@ -197,3 +197,23 @@ def test_backup_workers_leave_parts_undealt() -> None:
     assert not desk.arrive(2)
     assert (desk.release(), desk.update_due) == (over(0, 1, 2), True)
     assert (desk.dropped, desk.undealt, desk.arrived, desk.batches_done) == (1, 1, 5, 2)
+
+
+def test_a_round_that_was_broken_off_is_forgotten() -> None:
+    """The gradient that it had makes an update at the end; the next segment begins anew, with other batches."""
+    desk = Desk(3, backup=1)
+    desk.open(0, 2, 0)
+    desk.release()
+    desk.arrive(1)
+    desk.close(at_once=True)
+    desk.arrive(0)
+    desk.arrive(2)
+    assert (desk.release(), desk.update_due) == (over(0, 1, 2), True)
+    desk.open(0, 2, 0)
+    desk.release()
+    desk.arrive(1)
+    desk.close(at_once=True)
+    assert (desk.release(), desk.update_due) == ([], False)
+    desk.open(5, 6, 0)
+    assert desk.release() == [goes(0, 5, 0), goes(1, 5, 1), goes(2, 5, 2)]
+    assert desk.arrive(0)
