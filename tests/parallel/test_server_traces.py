@@ -301,3 +301,12 @@ def test_the_dtype_stays() -> None:
     server.release()
     assert server.server.master[0].dtype == np.float32
     assert server.weight == pytest.approx(-LR - (0.5 / 4 + 0.25 / 2), rel=1e-5)  # Adam's step is the rate here
+
+
+def test_replies_tell_of_a_signal() -> None:
+    """That the server's rank got."""
+    server = Server(2, None)
+    server.play("0")
+    server.server.asked = lambda: 15
+    server.play("1")
+    assert {worker: reply.signal for worker, reply in server.replies.items()} == {0: 0, 1: 15}
