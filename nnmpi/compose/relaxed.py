@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.meeting import average_buffers
@@ -82,24 +83,14 @@ class RelaxedWorker:
         pace: Pace | None = None,
         synchronous: bool = False,
     ) -> None:
-        if optimizer.storage is not model.storage:
-            raise UsageError(
-                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
-                "model.initialize()"
-            )
-        if not sync.relaxed:
-            raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
-        sync.check(group.size)
-        check_free(model)
+        pace = Pace() if pace is None else pace
         self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
         self.loss: SumLoss = sum_cross_entropy(None) if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
-        for each in (self.loss, self.evaluation_loss):
-            check_loss(each, None)
+        with agreed(group):  # only servers' ranks have hooks in a model
+            self._check(pace)
         self.seed = seed
         self.backend = numpy_backend() if backend is None else backend
-        pace = Pace() if pace is None else pace
-        pace.slowdown.check(sync.worker_ranks(group.size))
         share_state(model, group, self.backend)
         gradient = LocalGradient(model, self.loss, self.backend, seed, clip)
         self.runner = (
@@ -173,3 +164,18 @@ class RelaxedWorker:
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""
         self.runner.release()
+
+    def _check(self, pace: Pace) -> None:
+        """Refuse what does not go together."""
+        if self.optimizer.storage is not self.model.storage:
+            raise UsageError(
+                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
+                "model.initialize()"
+            )
+        if not self.sync.relaxed:
+            raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
+        self.sync.check(self.group.size)
+        check_free(self.model)
+        for loss in (self.loss, self.evaluation_loss):
+            check_loss(loss, None)
+        pace.slowdown.check(self.sync.worker_ranks(self.group.size))
