@@ -159,7 +159,7 @@ class RelaxedWorker:
     @property
     def told(self) -> int:
         """How many calls of `progress` there are for each batch."""
-        return len(self.sync.worker_ranks(self.group.size)) if self.sync.served else 1
+        return len(self.sync.worker_ranks(self.group.size)) - self.sync.backup if self.sync.served else 1
 
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""

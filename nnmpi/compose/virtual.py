@@ -214,7 +214,7 @@ class VirtualWorker:
     @property
     def told(self) -> int:
         """How many calls of `progress` there are for each batch."""
-        return 1 if isinstance(self._player, Joint) else self.workers
+        return 1 if isinstance(self._player, Joint) else self.workers - self.sync.backup
 
     def release(self) -> None:
         """Take everything off the model again."""
