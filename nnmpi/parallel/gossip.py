@@ -12,8 +12,9 @@ A rank's own step takes the mean gradient of its own rows: the caller multiplies
 of the whole batch by global rows / own rows. Every rank must do the same steps. The weights must be equal at the start
 (see `data.share_state`).
 
-Averaging after every step is the synchronous run: for SGD, with momentum or without, the mean of the updated weights is
-the update by the mean gradient. Averaging less often sends less and waits less, and the ranks drift apart in between.
+Averaging after every step is the synchronous run: for SGD the mean of the updated weights is the update by the mean
+gradient; with momentum, too, where all ranks have equally many rows (each rank's momentum counts by its rows of now,
+not of the steps that it comes from). Averaging less often sends less and waits less, and the ranks drift apart.
 
 Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi, "Don't use large
 mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between meetings; Lian et al.,

@@ -68,6 +68,7 @@ class Desk:
         self._waiting = [False] * workers
         self._units: list[Unit | None] = [None] * workers
         self._taken: set[int] = set()  # with backup: whose gradients the round has
+        self._idle: set[int] = set()  # who might go on, if something were left to deal
         self._round = 0
 
     @property
@@ -92,6 +93,7 @@ class Desk:
         self.arrived = self.dropped = self.longest_lead = 0
         self._waiting = [True] * self.workers
         self._taken.clear()
+        self._idle.clear()
 
     def arrive(self, worker: int) -> bool:
         """Note that a worker's gradient is here and that it waits; return False if it came too late to be used.
@@ -117,7 +119,8 @@ class Desk:
         """Return who may go on now, in the order of workers; see `update_due`.
 
         Where nothing is left to deal, workers wait until all units that were dealt have arrived; then the segment is
-        over for everybody who waits, whatever its lead.
+        over for everybody who waits, whatever its lead. Updates do not wait for that: an update is due whenever
+        somebody might go on, so that the last gradients are used like all others, and alike on all servers.
 
         Raises:
             CommError: when a worker would be further ahead than the bound, or there are more gradients than the
@@ -131,8 +134,9 @@ class Desk:
             self._waiting = [False] * self.workers
             self.update_due = bool(waiting)
             return [Grant(worker, None, over=True) for worker in waiting]
+        idle = len(self._idle)
         grants = self._grant()
-        self.update_due = ends_round if self.backup else bool(grants)
+        self.update_due = ends_round if self.backup else bool(grants) or len(self._idle) > idle
         return grants
 
     def close(self, at_once: bool = False) -> None:
@@ -167,17 +171,18 @@ class Desk:
             self.clocks.done(worker)
 
     def _grant(self) -> list[Grant]:
-        """Let those go on who may, as long as there are units."""
+        """Let those go on who may, as long as there are units; who may, but gets none, is idle from now on."""
         grants = []
         for worker in range(self.workers):
-            waits = self._waiting[worker] and worker not in self._taken
+            waits = self._waiting[worker] and worker not in self._taken and worker not in self._idle
             if not waits or not self.clocks.may_start(worker, self.bound):
                 continue
             unit = None
             if self.dealer is not None:
                 unit = self.dealer.deal()
                 if unit is None:
-                    break
+                    self._idle.add(worker)
+                    continue
             self._begin(worker, unit)
             grants.append(Grant(worker, unit, over=False))
         return grants

@@ -89,8 +89,8 @@ def test_a_worker_computes_with_the_weights_that_were_sent(group: Group) -> None
     """Also if the server has newer ones when they arrive.
 
     worker 0, at home     0 |== 0.0 ==| 1 |== 1.0 ==| 2 |== 2.0 ==| 3 |== 2.1 ==| 4      end, with 1.1
-    worker 1              0 |== 0.1 ==| 1 -->1.6-->2.2 |== 1.1 ==| 3.2 --> 3.8 waits
-    versions              0             1     2     3               4                    5
+    worker 1              0 |== 0.1 ==| 1 -->1.6-->2.2 |== 1.1 ==| 3.2 --> 3.8 nothing is left for it
+    versions              0             1     2     3               4       5            6
     """
     worker = make(group, Sync("asp"), 2, network=LinkSpeed(0.6, 0.0))
     loader = Loader(dataset(60), BATCH, dtype="float64", workers=0)
@@ -108,9 +108,11 @@ def test_a_worker_computes_with_the_weights_that_were_sent(group: Group) -> None
     v2 = v1 - 0.2 * gradient(0, 1, v0)
     v3 = v2 - 0.2 * gradient(1, 0, v1)
     v4 = v3 - 0.2 * gradient(2, 0, v3)
-    v5 = v4 - 0.2 * (gradient(1, 1, v2) + gradient(2, 1, v4))
-    np.testing.assert_allclose(worker.model.storage.data[0], v5, rtol=1e-9, atol=1e-12)
-    assert [report.staleness.histogram(number) for number in range(2)] == [{0: 3, 1: 1}, {1: 1, 2: 1}]
+    v5 = v4 - 0.2 * gradient(1, 1, v2)
+    v6 = v5 - 0.2 * gradient(2, 1, v4)
+    np.testing.assert_allclose(worker.model.storage.data[0], v6, rtol=1e-9, atol=1e-12)
+    assert report.updates == 6
+    assert [report.staleness.histogram(number) for number in range(2)] == [{0: 2, 1: 2}, {1: 1, 2: 1}]
     assert worker.now_s == pytest.approx(4.6)
 
 

@@ -104,6 +104,19 @@ def test_every_unit_is_used_once_and_nobody_is_too_far_ahead(group: Group, sync:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("sync", [sync for sync in OUT_OF_STEP if sync.bound is None], ids=name_of)
+def test_without_a_bound_every_gradient_is_an_update_on_every_server(group: Group, sync: Sync) -> None:
+    """In short segments, too: so the servers agree how many steps their optimizers have done."""
+    skip_unless_fitting(group, sync)
+    segments = ((0, 1), (1, 2), (2, 5))
+    updates = train(group, sync, segments, random_delay(3)).updates
+    workers = len(sync.worker_ranks(group.size))
+    expected = [sum(min(rows_of(batch), workers) for batch in range(*segment)) for segment in segments]
+    wanted = expected if group.rank in sync.server_ranks(group.size) else []
+    assert all(group.gather(updates == wanted))
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("limit", [100_000, 3_000_000])
 @pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2)], ids=name_of)
 def test_long_messages_do_not_overtake_one_another(

@@ -127,6 +127,28 @@ def test_who_gets_nothing_waits_for_the_end() -> None:
     assert desk.release() == over(0, 1, 2)
 
 
+@pytest.mark.parametrize("bound", [None, 1])
+def test_the_last_gradients_make_updates_as_on_a_desk_that_does_not_deal(bound: int | None) -> None:
+    """Each of its own where somebody may go on, though nothing is left to be dealt; one update is due only once."""
+    desk, other = Desk(3), Desk(3, deals=False)
+    for each in (desk, other):
+        each.open(0, 1, bound)
+        each.release()
+    due = []
+    for worker in (2, 0, 1):
+        for each in (desk, other):
+            each.arrive(worker)
+            each.release()
+            due.append(each.update_due)
+    assert due == [True] * 6
+    assert desk.over
+    desk.open(1, 2, bound)
+    desk.release()
+    desk.arrive(0)
+    assert (desk.release(), desk.update_due) == ([], True)
+    assert (desk.release(), desk.update_due) == ([], False)
+
+
 def test_a_desk_that_does_not_deal_learns_the_end() -> None:
     """Before that it lets go on whoever may; then it is over for those who wait, whatever their lead."""
     desk = Desk(2, deals=False)
