@@ -150,7 +150,7 @@ class Unserved:
         now = time.perf_counter()
         tally.add(gradient, 0.0, input_s)
         tally.compute_s += now - started - gradient.compute_s
-        if self.group.is_root:
+        if self.group.is_root and not tally.broken:
             sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
             progress(Progress(batch.number, 0, *sums, now - started, 0.0, now - begin, input_s))
 

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ class Events:
         self._writer = module.SummaryWriter(str(folder), purge_step=first_step if first_step else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add the record's numbers; lists are left out."""
+        """Add the record's numbers; what is no number, or not a finite one, is left out."""
         for key, value in record.items():
-            if key not in SKIPPED and isinstance(value, int | float):
+            if key not in SKIPPED and isinstance(value, int | float) and isfinite(value):
                 self._writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"])
 
     def close(self) -> None:
