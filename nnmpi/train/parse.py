@@ -35,6 +35,16 @@ FIXED = (
 )
 
 
+# What belongs to another option, and is left when a run goes on with another value of that one.
+DETAILS = {
+    "sync": (
+        *("staleness", "local_steps", "servers", "dedicated_servers", "backup", "neighbours", "staleness_lr"),
+        "sync_warmup_epochs",
+    ),
+    "virtual_workers": ("network",),
+}
+
+
 class HelpAsked(Exception):
     """The user asked for help; the text is the message."""
 
@@ -52,11 +62,11 @@ def parse(words: Sequence[str]) -> Config:
     _refuse_empty_paths(words)
     layers: list[str] = []
     resumed: dict[str, Any] = {}
+    in_file = _file_options(Path(early.config)) if early.config and not early.help else {}
     if early.resume and not early.help:
         resumed = run_options(Path(early.resume))
-        layers += arguments(resumed)
-    if early.config and not early.help:
-        layers += arguments(_file_options(Path(early.config)))
+        layers += arguments(_without_details(resumed, in_file, words))
+    layers += arguments(in_file)
     config = _read([*layers, *words])
     _refuse_changes(config, resumed)
     return config
@@ -79,6 +89,13 @@ def run_options(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
     return {name: value for name, value in values.items() if name not in ("out", "resume", "config")}
+
+
+def _without_details(resumed: dict[str, Any], in_file: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return a resumed run's options without those that belong to one that is given anew."""
+    given = {word.partition("=")[0] for word in words} | {option(name) for name in in_file}
+    left = {detail for name, details in DETAILS.items() if option(name) in given for detail in details}
+    return {name: value for name, value in resumed.items() if name not in left}
 
 
 def _early(words: Sequence[str]) -> argparse.Namespace:

@@ -147,3 +147,19 @@ def test_a_framed_message_becomes_one_line() -> None:
     box = "╭─ Title ─╮\n│ One thing │\n│ is wrong. │\n│ ───── │\n│ For full helptext, see x │\n╰───╯\n"
     assert flatten_box(box) == "One thing is wrong."
     assert flatten_box("") == "the options cannot be read; --help lists them"
+
+
+def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronisation(tmp_path: Path) -> None:
+    """Otherwise it could not go on in another way: its own options would be refused, and nobody has given them."""
+    served = json.dumps({"sync": "ssp", "staleness": 2, "servers": 2, "straggler": "rank=1,factor=3", "lr": 0.5})
+    (tmp_path / "config.json").write_text(served)
+    resume = ["--resume", str(tmp_path)]
+    assert parse(resume).sync.rule.staleness == 2
+    config = parse([*resume, "--sync=local", "--local-steps", "3"])
+    assert (config.sync.rule.mode, config.sync.rule.local_steps, config.sync.servers) == ("local", 3, None)
+    assert (config.sync.straggler, config.optimization.lr) == ("rank=1,factor=3", 0.5)  # these belong to any
+    file = tmp_path / "gossip.toml"
+    file.write_text('sync = "gossip"\n')
+    assert parse([*resume, "--config", str(file)]).sync.rule.mode == "gossip"
+    with pytest.raises(UsageError, match="--staleness 3 is for --sync ssp, not asp"):
+        parse([*resume, "--sync", "asp", "--staleness", "3"])
