@@ -12,7 +12,7 @@ class Clocks:
         workers: at least 1.
 
     Attributes:
-        steps: the steps that each worker has done.
+        steps: the steps that each worker has done, or counts as having done (see `meet`).
     """
 
     def __init__(self, workers: int) -> None:
@@ -30,6 +30,16 @@ class Clocks:
     def may_start(self, worker: int, bound: int | None) -> bool:
         """Return whether a worker may begin a step; with no bound it always may."""
         return bound is None or self.lead(worker) <= bound
+
+    def meet(self, bound: int | None) -> None:
+        """Begin to keep a bound at a meeting: forgive what no run with this bound could have made anybody fall behind.
+
+        Without it, after a time with a larger bound, everybody would wait until the slowest has caught up alone.
+        A worker has waited with a lead of bound + 1 at the most; under bound 0 all have done the same when they meet.
+        """
+        if bound is not None:
+            least = max(self.steps) - (bound + 1 if bound else 0)
+            self.steps[:] = [max(steps, least) for steps in self.steps]
 
     def done(self, worker: int) -> None:
         """Count one more step of a worker."""

@@ -47,7 +47,7 @@ class Desk:
         deals: whether units are dealt here.
 
     Attributes:
-        clocks: the workers' steps since the start of the run.
+        clocks: the workers' steps since the start of the run; see `Clocks.meet`.
         dealer: what deals the segment's units, None where that is another desk.
         bound: the largest lead of the segment, None for any.
         arrived: the gradients that came in this segment, dropped ones too.
@@ -92,6 +92,7 @@ class Desk:
         self.bound, self._round, self._total = bound, first, None
         self.arrived = self.dropped = self.longest_lead = 0
         self._waiting = [True] * self.workers
+        self.clocks.meet(bound)
         self._taken.clear()
         self._idle.clear()
 

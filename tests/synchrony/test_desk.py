@@ -42,6 +42,33 @@ def test_clocks() -> None:
     assert clocks.may_start(0, None)
 
 
+def test_who_fell_far_behind_without_a_bound_need_not_catch_up() -> None:
+    """Leads that a run with the bound may have had stay as they are."""
+    for bound, expected in ((None, [9, 2, 7]), (3, [9, 5, 7]), (0, [9, 9, 9])):
+        clocks = Clocks(3)
+        clocks.steps[:] = [9, 2, 7]
+        clocks.meet(bound)
+        assert clocks.steps == expected
+        clocks.meet(bound)
+        assert clocks.steps == expected
+
+
+def test_in_step_after_a_time_without_a_bound() -> None:
+    """Everybody has a part of every batch from the first one on, though one had done more."""
+    desk = Desk(2)
+    desk.open(0, 2, None)
+    desk.release()
+    for worker in (0, 0, 0, 1):
+        desk.arrive(worker)
+        desk.release()
+    desk.open(2, 4, 0)
+    assert desk.release() == [goes(0, 2, 0), goes(1, 2, 1)]
+    desk.arrive(0)
+    assert desk.release() == []
+    desk.arrive(1)
+    assert desk.release() == [goes(0, 3, 0), goes(1, 3, 1)]
+
+
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 4))
 def test_a_dealer_deals_every_unit_once(first: int, count: int, parts: int) -> None:
     """In order, then nothing."""
