@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from nnmpi import timeline
 from nnmpi.synchrony.slowdown import Slowdown
 
 NAP_S = 0.001
@@ -43,10 +44,13 @@ class Pace:
         """
         computed_s = time.perf_counter() - begin_s if spent_s is None else spent_s
         left_s = self.due_s(computed_s, rank, step) - computed_s
+        if left_s <= 0:
+            return
         end_s = time.perf_counter() + left_s
-        while (left_s := end_s - time.perf_counter()) > 0:
-            if poll is None:
-                time.sleep(left_s)
-            else:
-                time.sleep(min(NAP_S, left_s))
-                poll()
+        with timeline.span("slowed down", "slowdown"):
+            while (left_s := end_s - time.perf_counter()) > 0:
+                if poll is None:
+                    time.sleep(left_s)
+                else:
+                    time.sleep(min(NAP_S, left_s))
+                    poll()

@@ -163,8 +163,7 @@ class Served:
 
     def _linger(self, started: float) -> None:
         poll = self._talk.serve if self.server is not None else None
-        with timeline.span("slowed down", "slowdown"):
-            self._pace.linger(started, self.group.rank, self._steps, poll)
+        self._pace.linger(started, self.group.rank, self._steps, poll)
         self._steps += 1
 
     def _find(self, batch: Batch, number: int, loss_sum: float) -> str:

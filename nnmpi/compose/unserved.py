@@ -144,8 +144,7 @@ class Unserved:
                 self.optimizer.step()
         else:
             self.optimizer.steps += 1  # counted alike on all ranks
-        with timeline.span("slowed down", "slowdown"):
-            self._pace.linger(started, self.group.rank, self._steps)
+        self._pace.linger(started, self.group.rank, self._steps)
         self._steps += 1
         now = time.perf_counter()
         tally.add(gradient, 0.0, input_s)

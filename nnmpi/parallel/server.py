@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import CommError
 from nnmpi.optim.optimizer import Optimizer
@@ -238,7 +239,8 @@ class ParameterServer:
             for total in self._sums:
                 namespace(total).divide(total, share, out=total)
         self.optimizer.lr = lr if self.desk.backup else lr * share
-        self.optimizer.update(self._blocks, self._frozen())
+        with timeline.span("update of the shard", "update", timeline.REDUCE):
+            self.optimizer.update(self._blocks, self._frozen())
         self.version += 1
 
     def _frozen(self) -> list[Array]:
