@@ -24,8 +24,8 @@ class SyncConfig:
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
     servers: int | None = None
-    """Ranks, the first ones, that hold the weights and the optimizer's state and take gradients (default: 1 for asp and
-    ssp; with bsp gradients are summed by all-reduce)."""
+    """How many ranks hold the weights and the optimizer's state, and take gradients: the first ones (default: 1 for asp
+    and ssp; with bsp gradients are summed by all-reduce)."""
     dedicated_servers: bool = False
     """The servers do nothing else; otherwise they are workers as well."""
     backup: int = 0
