@@ -1,0 +1,190 @@
+"""Training out of step by the command: wrong options in a sentence, and virtual workers, the same curve each time."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.train import session
+from nnmpi.train.cli import main
+from nnmpi.train.metrics import read_metrics
+from tests.train.jobs import ROOT
+
+Train: TypeAlias = Callable[[str], Path]
+
+BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
+VIRTUAL = f"{BASE} --virtual-workers 4 --pace-ms 10 --straggler rank=3,factor=3 --network alpha_us=50,gbit=1"
+# Real times, and the numbers that are made of them.
+REAL = ("runtime", "samples_per_second", "steps_per_second", "input_s")
+
+
+@pytest.fixture
+def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs the command in this process and returns the run's folder; no curves, which take their time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    numbers = iter(range(1000))
+
+    def train(words: str) -> Path:
+        resumed = words.partition("--resume ")[2]
+        out = tmp_path / (resumed.split()[0] if resumed else f"run{next(numbers)}")
+        main([*words.split(), *([] if resumed else ["--out", out.name])], group)
+        return out
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--sync asp --servers 2", "--servers 2 on 1 rank: every server is a rank of its own; give at most 1"),
+        ("--sync asp --servers 0", "--servers is 0; give a whole number, 1 or more"),
+        ("--sync ssp --staleness -1", "--staleness is -1; give at least 0"),
+        ("--sync ssp --staleness x", "--staleness is x; it must be a whole number"),
+        ("--sync local --local-steps 0", "--local-steps is 0; give at least 1"),
+        ("--sync asp --straggler rank=2,factor=3", "--straggler slows rank 2 down, which is none of the workers"),
+        ("--straggler rank=2,factor=3", "--straggler slows rank 2 down, which is none of the workers"),
+        ("--sync asp --straggler rank=0,factor=0.5", "--straggler has the factor 0.5; give a finite number of at"),
+        ("--sync asp --straggler fast", "--straggler 'fast' has 'fast', which means nothing; give "),
+        ("--sync gossip", "--sync gossip on one rank has no neighbours to average with; start at least 2 ranks"),
+        ("--sync asp --dedicated-servers", "--dedicated-servers with 1 server on 1 rank leaves nobody to compute"),
+        ("--dedicated-servers", "--dedicated-servers with --sync bsp needs servers; give --servers 1 or more, too"),
+        ("--backup 1", "--backup 1 with 1 worker: at least one gradient of each batch must be waited for"),
+        ("--backup 1 --servers 2", "--backup 1 with --servers 2: which gradients come too late is decided at one"),
+        ("--sync asp --backup 1", "--backup 1 is for --sync bsp, not asp; leave it out"),
+        ("--sync asp --staleness 3", "--staleness 3 is for --sync ssp, not asp"),
+        ("--sync ssp --local-steps 3", "--local-steps 3 is for --sync local, not ssp"),
+        ("--sync local --servers 1", "--servers 1 is for --sync bsp or asp or ssp, not local; leave it out"),
+        ("--sync asp --neighbours random", "--neighbours random is for --sync gossip, not asp; leave it out"),
+        ("--sync local --staleness-lr", "--staleness-lr is for --sync asp or ssp, not local; leave it out"),
+        ("--sync asp --pp 2", "--pp does not go with --sync asp: every worker has the whole model; leave it out"),
+        ("--sync local --tp 2", "--tp does not go with --sync local: every worker has the whole model"),
+        ("--servers 1 --fused-update", "--fused-update does not go with --sync bsp with --servers 1: weights are not"),
+        ("--sync asp --reduction fixed", "--reduction does not go with --sync asp: sums depend on who comes first"),
+        ("--sync asp --check-weights", "--check-weights does not go with --sync asp: workers' weights differ between"),
+        ("--sync asp --allreduce ring", "--allreduce does not go with --sync asp: no gradients are summed by"),
+        ("--sync-warmup-epochs 1", "--sync-warmup-epochs does nothing for --sync bsp; leave it out"),
+        ("--sync asp --sync-warmup-epochs -1", "--sync-warmup-epochs is -1; "),
+        ("--sync asp --pace-ms -1", "--pace-ms is -1.0; "),
+        ("--sync asp --network gbit=10", "--network is for --virtual-workers; messages between ranks take their time"),
+        ("--sync asp --virtual-workers 3", "--virtual-workers needs the time of a step; give --pace-ms, such as 10"),
+        ("--virtual-workers 3 --pace-ms 1 --network fast", "--network 'fast' is not understood; give a latency in "),
+        ("--virtual-workers 3 --pace-ms 1 --servers 4", "--servers 4 on 3 ranks: every server is a rank of its own"),
+        ("--virtual-workers 3 --pace-ms 1 --straggler rank=3,factor=2", "--straggler slows rank 3 down, which is none"),
+        ("--sync never", "--sync "),
+    ],
+)
+def test_wrong_use_is_one_sentence(group: Group, tmp_path: Path, words: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        main(f"{BASE} {words} --out {tmp_path / 'run'}".split(), group)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_use_is_told_on_stderr_with_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nnmpi.train", *f"{BASE} --sync gossip --out run".split()]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    sentence = "--sync gossip on one rank has no neighbours to average with; start at least 2 ranks\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.mpi
+def test_wrong_use_is_the_same_sentence_on_all_ranks(group: Group, tmp_path: Path) -> None:
+    count, ranks = group.size, f"{group.size} rank{'s' * (group.size > 1)}"
+    wrong = {
+        f"--sync ssp --servers {count + 1}": f"--servers {count + 1} on {ranks}: every server is a rank of its own",
+        f"--sync asp --servers {count} --dedicated-servers": f"--dedicated-servers with {count} server",
+        f"--sync asp --straggler rank={count},factor=2": f"--straggler slows rank {count} down, which is none",
+        f"--backup {count}": f"--backup {count} with {count} worker",
+        "--sync asp --dedicated-servers --straggler rank=0,factor=2": "--"
+        + ("dedicated-servers with 1 server on 1 rank" if count == 1 else "straggler slows rank 0 down, which is none"),
+    }
+    if count > 1:
+        text = f"--virtual-workers 3 plays all workers in one process, but there are {count} ranks; start it without"
+        wrong["--virtual-workers 3 --pace-ms 5"] = text
+    for words, sentence in wrong.items():
+        with pytest.raises(UsageError) as caught:
+            main(f"{BASE} {words} --out {tmp_path / 'run'}".split(), group)
+        assert str(caught.value).startswith(sentence), words
+        assert len(set(group.gather(str(caught.value)))) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    records = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in REAL} for record in records]
+
+
+def files(run: Path) -> list[bytes]:
+    """Return the last checkpoint's arrays."""
+    last = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+MODES = (
+    "",
+    "--sync asp --staleness-lr",
+    "--sync ssp --staleness 1 --servers 2 --dedicated-servers --straggler rank=3,factor=2",
+    "--backup 1",
+    "--sync local --local-steps 3 --sync-warmup-epochs 1",
+    "--sync gossip --neighbours random",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_virtual_workers_give_the_same_curve_each_time_and_after_a_break(train: Train, mode: str) -> None:
+    words = f"{VIRTUAL} {mode} --optimizer sgd --momentum 0.9 --dropout 0.1 --schedule constant --log-every 2"
+    one, other = train(f"{words} --epochs 3 --save-steps 4"), train(f"{words} --epochs 3 --save-steps 4")
+    assert without_times(one) == without_times(other)
+    assert files(one) == files(other)
+    broken = train(f"{words} --epochs 3 --save-steps 4 --max-steps 8")
+    train(f"--resume {broken.name} --max-steps 15")
+    assert files(one) == files(broken)
+    times = [record["virtual_s"] for record in without_times(one) if "virtual_s" in record]
+    assert times == sorted(times) and times[-1] > 0.01
+    # The test in the middle and what was averaged over the broken run are told once more.
+    kinds = ("train", "eval", "staleness")
+    told = [[record for record in without_times(run) if record["kind"] in kinds] for run in (one, broken)]
+    assert told[0] == told[1]
+
+
+def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
+    """And its steps are as many, with a short segment at the end of each epoch and one at the end of the run."""
+    words = f"{BASE} --epochs 3 --max-steps 13 --schedule constant --dropout 0.1"
+    plain = train(words)
+    for mode in ("--sync asp", "--sync ssp --staleness 0", "--servers 1", "--sync local"):
+        relaxed = train(f"{words} {mode} --save-steps 2")
+        assert files(relaxed) == files(plain), mode
+        records = read_metrics(relaxed / "metrics.jsonl")
+        segments = [record["global_step"] for record in records if record["kind"] == "staleness"]
+        assert segments == [2, 4, 5, 6, 8, 10, 12, 13]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--sync asp --virtual-workers 64 --pace-ms 1 --batch-size 3 --epochs 1",  # more workers than rows
+        "--sync ssp --virtual-workers 3 --pace-ms 1 --batch-size 1 --max-steps 1 --eval-every 0 --save-every 0",
+        "--sync local --batch-size full --epochs 2 --save-steps 1 --log-every 1",
+        "--virtual-workers 1 --pace-ms 1 --epochs 1",
+        "--sync asp --sync-warmup-epochs 99 --epochs 2 --batch-size 100",
+        "--sync ssp --grad-accum 3 --epochs 1 --clip 0.1",
+    ],
+)
+def test_odd_sizes_train(train: Train, words: str) -> None:
+    records = read_metrics(train(f"--model mlp --dataset iris {words}") / "metrics.jsonl")
+    assert [record["kind"] for record in records].count("test") == 1
+    steps = [record["global_step"] for record in records]
+    assert steps == sorted(steps)
+    assert sum(record["kind"] == "train" and record["global_step"] == steps[-1] for record in records) <= 1
