@@ -52,7 +52,8 @@ class SegmentReport:
         undealt: parts of batches that nobody had begun when their step was over.
         staleness: of the gradients that were used, by worker; with several servers, of the first one's shard. None
             where nothing of the kind is defined (gossip).
-        lead: the largest number of steps by which a worker that began one was ahead of the slowest.
+        lead: the largest number of steps by which a worker that began one was ahead of the slowest; with several
+            servers, as the first one saw it: the others let workers go on for whom there was nothing left to do.
         disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
         signal: the number of the signal that ended it early, else 0.
         compute_s, wait_s, input_s: seconds of a step, mean over the workers.

@@ -107,7 +107,12 @@ class Served:
         return self._report(tallies, batches, taken, time.perf_counter() - begin)
 
     def release(self) -> None:
-        """Take everything off the model again. Collective."""
+        """Take everything off the model again, and give all ranks the optimizer's state. Collective.
+
+        Until then each server alone has that of its shard.
+        """
+        for arrays in self.optimizer.slots().values():
+            self._talk.give_all(arrays)
         self._gradient.release()
         self._talk.free()
 
@@ -229,7 +234,7 @@ class Served:
             dropped=first["dropped"],
             undealt=first["undealt"],
             staleness=Staleness.from_json(first["staleness"]),
-            lead=max(each["lead"] for each in told),
+            lead=first["lead"],
             signal=max(tally.signal for tally in tallies),
             compute_s=step_seconds(tallies, "compute_s"),
             wait_s=step_seconds(tallies, "wait_s"),

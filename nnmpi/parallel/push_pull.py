@@ -210,8 +210,12 @@ class PushPull:
         self._over = True
         if self._server is not None:
             self._server.shut()
+        self.give_all(self._storage.data)
+
+    def give_all(self, arrays: Sequence[Array]) -> None:
+        """Give all ranks the servers' parts of arrays that are laid out like the flat buffers. Collective."""
         for shard, root in zip(self._shards, self._seats.servers, strict=True):
-            for view in shard.views(self._storage.data):
+            for view in shard.views(arrays):
                 values = self._backend.to_host(view)
                 self._group.broadcast(values, root)
                 if values is not view:

@@ -188,3 +188,10 @@ def test_dedicated_servers_have_the_first_ranks(group: Group) -> None:
     done = Counter[int]()
     run(worker, progress=lambda each: done.update([each.worker]))
     assert min(done, key=lambda number: done[number]) == 2
+
+
+def test_the_lead_does_not_depend_on_the_number_of_servers(group: Group) -> None:
+    """Others than the first one let workers go on for whom nothing is left to do: these begin no step."""
+    reports = [run(make(group, Sync("asp", servers=servers), straggler="rank=3,factor=10"))[0] for servers in (1, 2, 3)]
+    assert len({report.lead for report in reports}) == 1
+    assert len({report.updates for report in reports}) == 1

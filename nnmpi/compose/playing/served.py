@@ -241,7 +241,7 @@ class _Play:
             dropped=desk.dropped,
             undealt=desk.undealt,
             staleness=staleness[0],
-            lead=max(server.desk.longest_lead for server in self._servers),
+            lead=desk.longest_lead,
             signal=self._tally.signal,
             compute_s=step_seconds([self._tally], "compute_s"),
             wait_s=step_seconds([self._tally], "wait_s"),

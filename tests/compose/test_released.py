@@ -1,0 +1,59 @@
+"""Ranks that have been let go: each has the model and the optimizer for itself, whoever held them before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.state import slots
+from nnmpi.compose.worker import Worker
+from nnmpi.synchrony.sync import Sync
+from tests.compose.relaxed_play import (
+    EVERY_MODE,
+    all_reduced,
+    equal_on_all,
+    loader_of,
+    make,
+    name_of,
+    rate,
+    skip_unless_fitting,
+    train,
+)
+from tests.compose.virtual_play import BATCHES, build, weights
+from tests.equivalence.reference import tolerance
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
+def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str) -> None:
+    """Not the servers alone, each that of its shard."""
+    skip_unless_fitting(group, sync)
+    worker = make(group, sync, name)
+    train(worker)
+    saved = worker.state()[1].to_dict(everywhere=True)
+    worker.release()
+    own = slots(worker.model.storage, worker.optimizer)
+    assert own.keys() == saved.keys()
+    assert all(group.gather(all(np.array_equal(own[name], saved[name]) for name in own)))
+    assert len(set(group.gather(worker.optimizer.steps))) == 1
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None:
+    """An epoch through servers in step, and one of all-reduces: two epochs of these."""
+    sync = Sync("bsp", servers=2)
+    skip_unless_fitting(group, sync)
+    worker = make(group, sync, name)
+    train(worker, ((0, 0, BATCHES),))
+    worker.release()
+    model = worker.model
+    synchronous = Worker(model, worker.optimizer, group, seed=3)
+    for number, batch in enumerate(loader_of(group, model).epoch(1)):
+        synchronous.step(batch, lr=rate(BATCHES + number))
+    synchronous.release()
+    assert equal_on_all(group, weights(model))
+    limit = tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
+    np.testing.assert_allclose(weights(model), all_reduced(group, name, build()), rtol=limit, atol=limit)
