@@ -31,13 +31,22 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def send(number: signal.Signals, mark: str, only_ranks: bool = False) -> None:
-    """Send the signal to the job's processes; not to its mpirun with `only_ranks`."""
+def send(number: signal.Signals, mark: str, only_ranks: bool = False, rank: int | None = None) -> None:
+    """Send the signal to the job's processes; not to its mpirun with `only_ranks`, and to one rank alone if given."""
     for process in processes(mark):
         with suppress(OSError):
             name = Path(f"/proc/{process}/comm").read_text()
-            if not (only_ranks and ("run" in name or "prte" in name)):
+            is_launcher = "run" in name or "prte" in name
+            if not (only_ranks and is_launcher) and (rank is None or _rank(process) == rank):
                 os.kill(process, number)
+
+
+def _rank(process: int) -> int | None:
+    """Return a process's rank, by what the launcher has told it; None for the launcher."""
+    entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    told = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+    found = told.get(b"OMPI_COMM_WORLD_RANK", told.get(b"PMI_RANK"))
+    return None if found is None else int(found)
 
 
 def once(condition: Callable[[], bool], action: Callable[[], None], ends: bool) -> Callable[[], bool]:
