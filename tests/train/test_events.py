@@ -1,0 +1,81 @@
+"""TensorBoard's files hold the numbers of records, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.train import events
+from nnmpi.train.events import Events
+
+
+class Writer:
+    """Keeps what is written."""
+
+    def __init__(self, folder: str, purge_step: int | None) -> None:
+        self.folder, self.purge_step, self.open = folder, purge_step, True
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def close(self) -> None:
+        self.open = False
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
+    """Stands in for tensorboardX; the writers that were made."""
+    made: list[Writer] = []
+
+    class Library:
+        @staticmethod
+        def SummaryWriter(folder: str, purge_step: int | None) -> Writer:  # noqa: N802
+            made.append(Writer(folder, purge_step))
+            return made[-1]
+
+    monkeypatch.setattr(events.importlib, "import_module", lambda name: Library)
+    return made
+
+
+def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], tmp_path: Path) -> None:
+    record: dict[str, Any] = {
+        "kind": "staleness",
+        "global_step": 7,
+        "epoch": 0.5,
+        "mean": 1.25,
+        "max": 3,
+        "lead": 0,
+        "disagreement": float("nan"),
+        "bytes": float("inf"),
+        "messages": None,
+        "workers": [{"worker": 0, "steps": 2, "histogram": [[0, 2]]}],
+    }
+    file = Events(tmp_path, first_step=5)
+    file.write(record)
+    file.write({"kind": "train", "global_step": 8, "epoch": 1.0, "loss": 0.5})
+    file.close()
+    (writer,) = library
+    assert (writer.folder, writer.purge_step, writer.open) == (str(tmp_path), 5, False)
+    assert writer.scalars == [
+        ("staleness/mean", 1.25, 7),
+        ("staleness/max", 3, 7),
+        ("staleness/lead", 0, 7),
+        ("train/loss", 0.5, 8),
+    ]
+
+
+def test_a_new_run_drops_nothing(library: list[Writer], tmp_path: Path) -> None:
+    Events(tmp_path, first_step=0).close()
+    assert library[0].purge_step is None
+
+
+def test_the_real_library_takes_a_record_with_lists(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    file = Events(tmp_path, first_step=0)
+    file.write({"kind": "staleness", "global_step": 1, "epoch": 0.1, "mean": 1.5, "workers": [{"worker": 0}]})
+    file.close()
+    (written,) = tmp_path.iterdir()
+    content = written.read_bytes()
+    assert b"staleness/mean" in content
+    assert b"workers" not in content
