@@ -4,7 +4,8 @@
     worker 1   | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
     worker 2   | pull |  gradient of batch 0, part 1         | push | pull | ...
 
-A worker that is a server too looks after its messages between layers, while it waits, and while it is slowed down.
+A worker that is a server too looks after its messages after the forward pass, after each layer of the backward pass,
+while it waits, and while it is slowed down. What it does for others counts as time of its own step.
 """
 
 from __future__ import annotations

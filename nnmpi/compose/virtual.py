@@ -10,7 +10,8 @@
     worker 1       |=============================|=============================|      factor 3
                    ^ its gradient is computed here, with the weights of this moment, and used at the other end
 
-The curves depend on the arguments alone: not on the machine's speed, and not on what else it does. A step takes its
+The curves depend on the arguments alone: not on the machine's speed, and not on what else it does (another machine's
+matrix products may round otherwise, which changes losses a little and times not at all). A step takes its
 worker's pace, times the factor of a straggler; messages take what `synchrony.network` says; computing an update takes
 no time. Servers, desks, clocks and gradients are those of a run on ranks.
 

@@ -29,7 +29,7 @@ class Averaging(ABC):
 
     Attributes:
         messages, bytes: what this rank has sent since `begin`, meetings not counted. A message that had to be cut
-            counts once; of an all-reduce, as in `comm.exchange`, the calls and the bytes of the arrays.
+            counts once; an all-reduce counts as one on a ring.
 
     Raises:
         CommError: on all ranks, when their models differ.

@@ -16,7 +16,14 @@ q = sum of q_i, and is done with
     rate       lr * q                  for SGD together: lr * (sum of g_i)
 
 which for a whole batch, q = 1, is bit for bit what an optimizer does with the all-reduced sum. With backup workers the
-first gradients stand for the whole batch: the same mean, with the full rate.
+first gradients stand for the whole batch: the same mean, with the full rate. (So ASP with N workers has an N-th of the
+rate in an update, where many papers give each worker's gradient the full one.)
+
+For plain SGD it makes no difference that gradients which wait become one update, as nobody reads the weights meanwhile.
+With momentum and Adam it does: they forget, and count their steps, by update, of which ASP does N for one of BSP. And
+staleness is counted in updates: gradients that waited together, all computed on the newest weights, have staleness 0,
+however far ahead their workers were; those who count every gradient as an update have up to N - 1 there. Under a bound
+above 0 several servers may see gradients come in different orders, and so do slightly different numbers of updates.
 
 Staleness-aware rate (after Zhang et al., "Staleness-aware async-SGD for distributed deep learning", 2016, who divide
 the rate by tau; here a share of 1/N stands for the usual tau = N - 1 already): a gradient of staleness tau counts by
@@ -257,7 +264,7 @@ class ParameterServer:
         """Check that not too many gradients of others came between reading the weights and this worker's use of them.
 
         With a bound S each of the other workers was at most S steps behind when the weights were read, and can have
-        done S + 1 more than this one since: together at most (2S + 1) (N - 1), as in Ho et al. (2013), section 4.
+        done S + 1 more than this one since: together at most (2S + 1) (N - 1). Compare Ho et al. (2013), section 4.
         """
         bound = self.desk.bound
         between = self._used.total() - self._used[worker] - self._unseen[worker]
