@@ -17,8 +17,8 @@ class SyncConfig:
     """Whether ranks wait for one another."""
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
-    """bsp: in every step; asp: never; ssp: when --staleness steps ahead of the slowest; local: every --local-steps
-    steps, to average weights; gossip: each for its neighbours, to average weights."""
+    """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest; local: every
+    --local-steps steps, to average weights; gossip: each for its neighbours, to average weights."""
     staleness: int | None = None
     """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp)."""
     local_steps: int | None = None
