@@ -72,8 +72,9 @@ class Served:
             group, sync, model.storage, shards, self.server, self._noted, synchronous, backend=backend
         )
         if self.server is not None and self._is_worker:
-            gradient.look_after(self._talk.serve)
+            gradient.look_after(self._serve)
         self._steps = 0  # of this rank, in the whole run
+        self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
 
@@ -141,6 +142,7 @@ class Served:
             batch = parts(unit.batch, unit.part, len(self._workers))
             number = step + unit.batch - first
             started = time.perf_counter()
+            self._served_s = 0.0
             gradient = self._gradient.run(batch, number)
             self._linger(started)
             broken = not (isfinite(gradient.loss_sum) and isfinite(gradient.norm))
@@ -168,9 +170,16 @@ class Served:
                 )
 
     def _linger(self, started: float) -> None:
-        poll = self._talk.serve if self.server is not None else None
-        self._pace.linger(started, self.group.rank, self._steps, poll)
+        """Be as slow as this rank is told to be: what it did for others meanwhile does not count as its step."""
+        poll = self._serve if self.server is not None else None
+        spent_s = time.perf_counter() - started - self._served_s
+        self._pace.linger(started, self.group.rank, self._steps, poll, spent_s)
         self._steps += 1
+
+    def _serve(self) -> None:
+        begin = time.perf_counter()
+        self._talk.serve()
+        self._served_s += time.perf_counter() - begin
 
     def _find(self, batch: Batch, number: int, loss_sum: float) -> str:
         """Return the sentence about a loss or gradient of this rank that is not finite."""
