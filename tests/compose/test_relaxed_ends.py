@@ -56,7 +56,7 @@ def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: S
     guilty = {group.size - 1, max(0, sync.server_count - 1)}
     for who in sorted(guilty):
         worker = make(group, sync, pace_s=0.001)
-        asked = after(3 if sync.served else 1, signal.SIGTERM) if group.rank == who else lambda: 0
+        asked = after(2 if sync.served else 1, signal.SIGTERM) if group.rank == who else lambda: 0
         report = train(worker, ((0, 0, MANY),), SMALL, asked=asked)[0]
         assert report.signal == signal.SIGTERM
         assert 0 < report.batches < MANY
