@@ -1,0 +1,65 @@
+"""The messages and bytes by formula: N workers, R servers that compute as well, M bytes of weights, K steps.
+
+    through servers   a push to and a reply from each server on another rank: 2 (N-1) messages for each server and,
+                      over all of them, 2 (N-1) M bytes a step, as each server has an R-th of M
+    ring all-reduce   2 (N-1) messages of M/N bytes from each of N ranks, a step
+    local             that, once in so many steps
+    gossip, ring      2 messages of M bytes from each rank, a step
+    gossip, random    1 message of M bytes from each rank, a step (N even)
+
+A segment has more than its steps: over MPI one reply to every worker at its start, and with each message of a server a
+header; in virtual time, with gossip, an all-reduce at its end. Where nobody is in step the server's own worker, which
+needs no messages, may do more than an N-th of the work, or less: then what counts are the gradients of the others.
+"""
+
+from __future__ import annotations
+
+from nnmpi.synchrony.pairs import RING
+from nnmpi.synchrony.sync import Sync
+
+
+def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
+    """Return the messages and the bytes of a step of all workers, over all ranks."""
+    others = workers - 1
+    if sync.served:
+        return 2.0 * others * sync.server_count, 2.0 * others * nbytes
+    if sync.mode == "gossip":
+        count = workers * (min(2, others) if sync.neighbours == RING else 1)
+        return float(count), float(count * nbytes)
+    every = sync.local_steps if sync.mode == "local" else 1
+    return 2.0 * workers * others / every, 2.0 * others * nbytes / every
+
+
+def played(sync: Sync, workers: int, nbytes: int, steps: int, distant: int) -> tuple[float, float]:
+    """Return what a segment counts in virtual time.
+
+    Args:
+        distant: gradients that were computed on other ranks than the (only) server's.
+    """
+    if sync.served:
+        return 2.0 * distant, 2.0 * distant * nbytes
+    messages, sent = (steps * each for each in per_step(sync, workers, nbytes))
+    if sync.mode == "gossip" and workers > 2:
+        messages += 2 * workers * (workers - 1)
+        sent += 2 * (workers - 1) * nbytes
+    return messages, sent
+
+
+def over_mpi(
+    sync: Sync, workers: int, nbytes: int, steps: int, distant: int, header: int
+) -> tuple[float, float] | None:
+    """Return what a segment counts over MPI; None for the synchronous run, which counts its all-reduces as calls.
+
+    Those are one of M bytes on each rank, and one of three numbers for its report, in a step.
+
+    Args:
+        distant: see `played`.
+        header: bytes of a server's message besides the weights.
+    """
+    if sync.served:
+        messages = 2.0 * distant + workers - 1
+        return messages, messages * (nbytes + header)
+    if sync.relaxed:
+        messages, sent = per_step(sync, workers, nbytes)
+        return steps * messages, steps * sent
+    return None

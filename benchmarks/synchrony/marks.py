@@ -1,0 +1,126 @@
+"""What was to be shown, and whether the numbers show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isclose
+from statistics import fmean
+from types import MappingProxyType
+
+from benchmarks.synchrony.counts import over_mpi, played
+from benchmarks.synchrony.curve import cross
+from benchmarks.synchrony.modes import EQUAL, MODES, REFERENCE
+from benchmarks.synchrony.split import Content, groups, select, speed, split_times
+from benchmarks.synchrony.tables import pick, reached_on_ranks, spread
+from nnmpi.parallel.parcel import HEADER_BYTES
+
+OFF = 0.10  # of the model from virtual time
+OFF_RANKS = 0.25  # of the time on ranks from virtual time
+OFF_MEAN = 0.05  # of the mean staleness from N - 1, as segments begin and end in step
+FULL = "mnist"  # what is judged by what was learnt; a reduced run's data are too few
+
+
+def missed_times(content: Content) -> list[str]:
+    """Return in words what the model does not explain, and who should have been sooner than the synchronous run."""
+    found = []
+    splits = split_times(content)
+    for each in splits:
+        ratio = each.model_s / each.batch_s
+        if abs(ratio - 1) > OFF:
+            row = each.row
+            found.append(f"{row['workers']} workers, {row['slow']}, {row['mode']}: model / measured {ratio:.3f}")
+    for workers, slow in groups(content):
+        own = {each.row["mode"]: each for each in select(splits, workers, slow)}
+        if slow == EQUAL:
+            continue
+        for mode in ("ssp, S = 16", "asp"):
+            factor = own[mode].sooner
+            if factor is None or factor <= 1:
+                found.append(f"{workers} workers, {slow}: {mode} reaches the goal not sooner than {REFERENCE}")
+    return found
+
+
+def missed_servers(content: Content) -> list[str]:
+    """Return in words where more servers do not make a synchronous step shorter, or it is not the formula's."""
+    found = []
+    links, pace_s = speed(content), content["settings"]["pace_s"]
+    for row in content["rows"]:
+        if row["mode"] == "bsp" and row["slow"] == EQUAL:
+            others = row["workers"] - 1
+            formula = 2 * links.alpha_s + 2 * others * content["nbytes"] / row["servers"] * links.beta_s_per_byte
+            measured = row["seconds"] / row["batches"]
+            if abs(measured / (pace_s + formula) - 1) > OFF:
+                found.append(f"bsp, {row['servers']} servers: {1e3 * measured:.2f} ms, {1e3 * (pace_s + formula):.2f}")
+    return found
+
+
+def missed_ranks(content: Content) -> list[str]:
+    """Return in words where ranks are not as fast as virtual time says."""
+    found = []
+    goal = content["settings"]["subject"]["goal"]
+    for virtual in content["predicted"]:
+        predicted = cross(virtual["points"], goal)
+        measured = reached_on_ranks(content, virtual["mode"], virtual["slow"])
+        what = f"{virtual['mode']}, {virtual['slow']}"
+        if predicted is None or measured is None:
+            found.append(f"{what}: the goal was not reached")
+        elif abs(measured[1] / predicted.seconds - 1) > OFF_RANKS:
+            found.append(f"{what}: measured / predicted {measured[1] / predicted.seconds:.2f}")
+    return found
+
+
+def missed_heterogeneity(content: Content) -> list[str]:
+    """Return in words where staleness is not as it should be, or does not show in what is learnt.
+
+    The largest grows with the factor, while the mean stays at N - 1: so many other gradients are under way while one is
+    computed, whoever is slow. What is learnt falls with the mean, that is with the workers.
+    """
+    found = []
+    workers = content["settings"]["workers"]
+    slowed = [row for row in content["rows"] if row["workers"] == workers]
+    factors = sorted({row["factor"] for row in slowed})
+    for recipe in dict.fromkeys(row["recipe"] for row in slowed):
+        lags = [
+            [r["staleness"] for r in pick(content, recipe=recipe, mode="asp", workers=workers, factor=f)]
+            for f in factors
+        ]
+        largest = [max(lag["max"] for lag in each) for each in lags]
+        if largest != sorted(set(largest)):
+            found.append(f"{recipe}: the largest staleness is {largest}")
+        means = [fmean(lag["mean"] for lag in each) for each in lags]
+        if any(abs(mean / (workers - 1) - 1) > OFF_MEAN for mean in means):
+            found.append(f"{recipe}: the mean staleness is {means}, not {workers - 1}")
+    if content["settings"]["subject"]["dataset"] == FULL:
+        counts = sorted({row["workers"] for row in content["rows"]})
+        few, many = (pick(content, recipe="lively", mode="asp", workers=counts[end], factor=1.0) for end in (0, -1))
+        fall = fmean(row["accuracy"] for row in few) - fmean(row["accuracy"] for row in many)
+        noise = max(spread([row["accuracy"] for row in rows]) for rows in (few, many))
+        if fall <= 2 * noise:
+            found.append(f"lively: with the workers accuracy falls by {fall:.2%}, spread {noise:.2%}")
+    return found
+
+
+def missed_traffic(content: Content) -> list[str]:
+    """Return in words what was counted otherwise than the formula says."""
+    found = []
+    nbytes = content["nbytes"]
+    for virtual, measured in zip(content["played"], content["rows"], strict=True):
+        sync, where = MODES[virtual["mode"]], (virtual["workers"], nbytes, measured["steps"])
+        expected = played(sync, *where, virtual["distant"])
+        counted = over_mpi(sync, *where, measured.get("distant", 0), HEADER_BYTES)
+        for name, row, formula in (("virtual time", virtual, expected), ("MPI", measured, counted)):
+            for number, what in enumerate(("messages", "bytes")):
+                if formula is not None and not isclose(row[what], formula[number], rel_tol=1e-9):
+                    found.append(f"{virtual['mode']}, {name}: {row[what]} {what}, formula {formula[number]:.0f}")
+    return found
+
+
+MISSED: Mapping[str, Callable[[Content], list[str]]] = MappingProxyType(
+    {
+        "times": missed_times,
+        "servers": missed_servers,
+        "ranks": missed_ranks,
+        "heterogeneity": missed_heterogeneity,
+        "traffic": missed_traffic,
+    }
+)

@@ -1,0 +1,160 @@
+"""The curves as PNG files: accuracy and loss against gradients and time, ranks beside virtual time, heterogeneity."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.synchrony.modes import MODES
+from benchmarks.synchrony.tables import WORDS, pick, spread
+
+_COLOURS = ("#222222", "#999999", "#c6dbef", "#6baed6", "#08519c", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd")
+STYLE: Mapping[str, str] = MappingProxyType(dict(zip(MODES, _COLOURS, strict=True)))
+_DASHED = ("bsp, server", "gossip, random")
+_LOW = 0.90  # of the axis of accuracies; a reduced run's are lower
+_X = (("batches", 0, "batches' worth of gradients"), ("seconds", 1, "virtual time, s"))
+_Y = (("test accuracy, %", 3, 100.0), ("test loss", 2, 1.0))
+
+
+def _figure(width: float, height: float) -> Any:
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_times(folder: Path) -> None:
+    """Draw one file for each number of workers: a column for each kind of slowness."""
+    content = json.loads((folder / "times.json").read_text())
+    for workers in dict.fromkeys(row["workers"] for row in content["rows"]):
+        own = [row for row in content["rows"] if row["workers"] == workers]
+        kinds = list(dict.fromkeys(row["slow"] for row in own))
+        figure = _figure(4.6 * len(kinds), 12)
+        panels = figure.subplots(4, len(kinds), squeeze=False, sharey="row")
+        for column, slow in enumerate(kinds):
+            rows = [row for row in own if row["slow"] == slow]
+            for line, (y_label, y, scale) in enumerate(_Y):
+                for half, (_, x, x_label) in enumerate(_X):
+                    axes = panels[line + 2 * half][column]
+                    _curves(axes, rows, x, y, scale, content["settings"]["subject"]["goal"])
+                    axes.set_xlabel(x_label)
+                    if column == 0:
+                        axes.set_ylabel(y_label)
+            panels[0][column].set_title(WORDS[slow].replace(" in a step", "\nin a step"), fontsize=10)
+        _legend(figure, panels[0][0], 5)
+        figure.savefig(folder / f"times-{workers}.png", dpi=80)
+
+
+def _curves(axes: Any, rows: Sequence[Mapping[str, Any]], x: int, y: int, scale: float, goal: float) -> None:
+    """Draw all modes into one panel."""
+    for row in rows:
+        points, mode = row["points"], row["mode"]
+        dashes = "--" if mode in _DASHED else "-"
+        label = {"color": STYLE[mode], "linestyle": dashes, "linewidth": 1.3, "label": mode}
+        axes.plot([p[x] for p in points], [scale * p[y] for p in points], **label)
+    axes.grid(alpha=0.25)
+    axes.set_xlim(left=0)
+    if y == 3:
+        axes.axhline(100 * goal, color="black", linewidth=0.6, linestyle=":")
+        axes.set_ylim(100 * min(_LOW, goal - 0.2 if goal < 0.95 else _LOW), 100 * min(1.0, goal + 0.012))
+    else:
+        axes.set_yscale("log")
+        ends = [row["points"][-1][2] for row in rows]
+        axes.set_ylim(0.9 * min(ends), 1.0)
+
+
+def draw_ranks(folder: Path) -> None:
+    """Draw measured curves beside those of virtual time: rows of modes, a column for each kind of slowness."""
+    content = json.loads((folder / "ranks.json").read_text())
+    kinds = list(dict.fromkeys(row["slow"] for row in content["predicted"]))
+    figure = _figure(5.4 * len(kinds), 9)
+    goal = content["settings"]["subject"]["goal"]
+    teams = [list(MODES)[:5], [list(MODES)[0], *list(MODES)[5:]]]
+    panels = figure.subplots(2, len(kinds), squeeze=False, sharey=True)
+    for column, slow in enumerate(kinds):
+        for line, team in enumerate(teams):
+            axes = panels[line][column]
+            for mode in team:
+                _pair(axes, content, mode, slow)
+            axes.axhline(100 * goal, color="black", linewidth=0.6, linestyle=":")
+            axes.set_ylim(100 * (goal - 0.07), 100 * min(1.0, goal + 0.01))
+            axes.set_xlim(left=0)
+            axes.grid(alpha=0.25)
+            axes.set_xlabel("wall time (solid), virtual time (dotted), s")
+            axes.set_ylabel("test accuracy, %")
+            axes.legend(loc="lower right", fontsize=8, title=WORDS[slow], title_fontsize=8)
+    figure.savefig(folder / "ranks.png", dpi=80)
+
+
+def _pair(axes: Any, content: Mapping[str, Any], mode: str, slow: str) -> None:
+    """Draw a mode's first run on ranks, and its prediction as far."""
+    measured = next(r for r in content["rows"] if (r["mode"], r["slow"]) == (mode, slow))["points"]
+    played = next(r for r in content["predicted"] if (r["mode"], r["slow"]) == (mode, slow))["points"]
+    if not measured:
+        return
+    played = [point for point in played if point[0] <= measured[-1][0]]
+    for points, style, width, label in ((measured, "-", 1.4, mode), (played, ":", 1.4, None)):
+        seconds, accuracies = [p[1] for p in points], [100 * p[3] for p in points]
+        axes.plot(seconds, accuracies, style, color=STYLE[mode], linewidth=width, label=label)
+
+
+def draw_heterogeneity(folder: Path) -> None:
+    """Draw accuracy, and staleness, against the factor; and against the number of equal workers."""
+    content = json.loads((folder / "heterogeneity.json").read_text())
+    workers, recipes = content["settings"]["workers"], list(dict.fromkeys(row["recipe"] for row in content["rows"]))
+    figure = _figure(11, 7)
+    panels = figure.subplots(2, 2).flatten()
+    slowed = [row for row in content["rows"] if row["workers"] == workers]
+    factors = sorted({row["factor"] for row in slowed})
+    for axes, recipe in zip(panels, recipes, strict=False):
+        for mode, colour in (("asp", STYLE["asp"]), ("asp, adapted", "#1f77b4")):
+            runs = {
+                factor: pick(content, recipe=recipe, mode=mode, workers=workers, factor=factor) for factor in factors
+            }
+            _bars(axes, {factor: own for factor, own in runs.items() if own}, colour, mode)
+        level = fmean(100 * row["accuracy"] for row in pick(content, recipe=recipe, mode="bsp"))
+        axes.axhline(level, color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
+        axes.set_title(f"{workers} workers, recipe: {recipe}", fontsize=10)
+        _label(axes, factors, f"factor of {content['settings']['slow_ones']} slow workers", "test accuracy, %")
+    lags = [[r["staleness"] for r in slowed if (r["mode"], r["factor"]) == ("asp", factor)] for factor in factors]
+    axes = panels[2]
+    axes.plot(factors, [max(lag["max"] for lag in each) for each in lags], "o-", label="largest", color="black")
+    axes.plot(factors, [fmean(lag["mean"] for lag in each) for each in lags], "o-", label="mean", color="#999999")
+    axes.set_title(f"{workers} workers, asp", fontsize=10)
+    _label(axes, factors, f"factor of {content['settings']['slow_ones']} slow workers", "staleness")
+    equal = pick(content, recipe="lively", mode="asp", factor=1.0)
+    counts = sorted({row["workers"] for row in equal})
+    runs = {count: [row for row in equal if row["workers"] == count] for count in counts}
+    _bars(panels[3], runs, STYLE["asp"], "asp")
+    panels[3].axhline(level, color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
+    panels[3].set_title("equal workers, recipe: lively", fontsize=10)
+    _label(panels[3], counts, "workers; the mean staleness is one less", "test accuracy, %")
+    figure.savefig(folder / "heterogeneity.png", dpi=80)
+
+
+def _bars(axes: Any, runs: Mapping[Any, Sequence[Mapping[str, Any]]], colour: str, label: str) -> None:
+    """Draw mean and spread of accuracies."""
+    values = [[100 * row["accuracy"] for row in own] for own in runs.values()]
+    spreads = [spread(each) for each in values]
+    axes.errorbar(list(runs), [fmean(v) for v in values], spreads, color=colour, marker="o", capsize=3, label=label)
+
+
+def _label(axes: Any, ticks: Sequence[float], x: str, y: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+
+
+def _legend(figure: Any, axes: Any, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+
+
+PICTURES: Mapping[str, Callable[[Path], None]] = MappingProxyType(
+    {"times": draw_times, "ranks": draw_ranks, "heterogeneity": draw_heterogeneity}
+)

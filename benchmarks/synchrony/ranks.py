@@ -1,0 +1,183 @@
+"""Runs on ranks, with a pace that is slept: weights are copied on the way, and evaluated when the run is over.
+
+    settings    "subject"; "network" of the prediction; "pace_s"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
+    result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "points", ...}
+
+Through servers, rank 0 copies what its server holds when a gradient arrives. Otherwise all ranks copy their own weights
+after the same steps, and the mean over the ranks is evaluated, at the time of the last of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from benchmarks.synchrony.curve import Point
+from benchmarks.synchrony.modes import MODES, stragglers
+from benchmarks.synchrony.subject import Subject
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.pace import Pace
+from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.segment import Progress
+from nnmpi.compose.served import Served
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.nn.mode import evaluation
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.sync import Sync
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights on the way: after how many batches' worth of gradients, and when."""
+
+    batches: float
+    seconds: float
+    weights: list[Array]
+
+
+def measure(group: Group, settings: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of all cases. Collective."""
+    data = Subject(**settings["subject"]).load()
+    rows = []
+    for repeat in range(settings["repeats"]):
+        for case in settings["cases"]:
+            subject = Subject(**{**settings["subject"], "steps": case["steps"]})
+            slow = Slowdown.parse(stragglers(case["slow"], group.size), subject.seed)
+            run = Run(group, subject, MODES[case["mode"]], Pace(settings["pace_s"], slow), data)
+            rows.append({**case, "repeat": repeat, **run.go(settings["observed"])})
+    return rows
+
+
+class Run:
+    """One run of one case."""
+
+    def __init__(self, group: Group, subject: Subject, sync: Sync, pace: Pace, data: tuple[Dataset, Dataset]) -> None:
+        self.group, self.subject, self.sync, self.pace = group, subject, sync, pace
+        train, test = data
+        self.loader, self._test = subject.loaders(train, test, group.rank, group.size)
+        self.model, self.optimizer = subject.build(train)
+        self._snapshots: list[Snapshot] = []
+        self._batches, self._due = 0.0, float(subject.every)
+        self._begin_s = 0.0
+
+    def go(self, observed: bool) -> Row:
+        """Train, then evaluate what was copied; collective."""
+        self._due = self.subject.every if observed else inf
+        report = self._relaxed() if self.sync.relaxed else self._joint()
+        return {**report, "points": [point.rounded() for point in self._evaluate()]}
+
+    def _relaxed(self) -> Row:
+        worker = RelaxedWorker(
+            self.model, self.optimizer, self.group, self.sync, pace=self.pace, seed=self.subject.seed
+        )
+        server = worker.runner.server if isinstance(worker.runner, Served) else None
+        schedule, per_epoch = self.subject.schedule(), self.loader.batches_per_epoch
+
+        def arrived(progress: Progress) -> None:
+            if server is not None:
+                self._batches += 1 / worker.told
+                self._copy(server.master)
+
+        def rate(step: int) -> float:
+            if not self.sync.served:  # called before the update of a step, on every rank
+                self._batches = step
+                self._copy(self.model.storage.data)
+            return schedule(step)
+
+        self.group.barrier()
+        self._begin_s = time.perf_counter()
+        totals, staleness = Row(messages=0, bytes=0), Staleness(self.group.size)
+        for first in range(0, self.subject.steps, per_epoch):
+            count = min(per_epoch, self.subject.steps - first)
+            report = worker.run(self.loader, first // per_epoch, 0, count, first, rate, progress=arrived)
+            totals["messages"] += report.messages
+            totals["bytes"] += report.bytes
+            if report.staleness is not None:
+                staleness.merge(report.staleness)
+        seconds = self.group.share(time.perf_counter() - self._begin_s)
+        worker.release()
+        lag = {"mean": staleness.mean(), "max": staleness.largest()}
+        return {**totals, "seconds": seconds, "staleness": lag, "distant": staleness.count() - staleness.count(0)}
+
+    def _joint(self) -> Row:
+        """Train in step, by all-reduce on a ring; a step is as long as the slowest rank's."""
+        worker = Worker(self.model, self.optimizer, self.group, allreduce="ring", seed=self.subject.seed)
+        schedule, per_epoch = self.subject.schedule(), self.loader.batches_per_epoch
+        calls = sent = 0
+        self.group.barrier()
+        self._begin_s = time.perf_counter()
+        for first in range(0, self.subject.steps, per_epoch):
+            count = min(per_epoch, self.subject.steps - first)
+            with self.loader.epoch(first // per_epoch) as batches:
+                for step in range(first, first + count):
+                    report = worker.step(next(batches), lr=schedule(step))
+                    calls, sent = calls + report.traffic.calls, sent + report.traffic.bytes
+                    now = time.perf_counter()
+                    self.pace.linger(now, self.group.rank, step, spent_s=report.compute_s)
+                    self._batches += 1
+                    self._copy(self.model.storage.data)
+        seconds = self.group.share(time.perf_counter() - self._begin_s)
+        worker.release()
+        return {"seconds": seconds, "messages": calls * self.group.size, "bytes": sent * self.group.size}
+
+    def _copy(self, weights: list[Array]) -> None:
+        """Copy weights, if it is time."""
+        batches = round(self._batches, 6)  # sums of parts
+        if batches < self._due:
+            return
+        while self._due <= batches:
+            self._due += self.subject.every
+        now_s = time.perf_counter() - self._begin_s
+        self._snapshots.append(Snapshot(batches, now_s, [each.copy() for each in weights]))
+
+    def _evaluate(self) -> list[Point]:
+        """Return what the copies were worth; collective."""
+        batch = next(iter(self._test.epoch(0)))
+        found = []
+        for number in range(int(self.group.share(len(self._snapshots)))):
+            batches, seconds, weights = self._agree(number)
+            for target, values in zip(self.model.storage.data, weights, strict=True):
+                target[...] = values
+            mine = slice(self.group.rank, None, self.group.size)
+            with no_grad(), evaluation():
+                logits = self.model(Tensor(batch.x[mine]))
+                loss = cross_entropy(logits, batch.y[mine], reduction="sum").item()
+            hits = float((np.argmax(logits.data, axis=-1) == batch.y[mine]).sum())
+            sums = self.group.sum_floats([loss, hits])
+            found.append(Point(batches, seconds, sums[0] / len(batch.y), sums[1] / len(batch.y)))
+        return found
+
+    def _agree(self, number: int) -> tuple[float, float, list[Array]]:
+        """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest time."""
+        joint = not self.sync.relaxed or self.sync.served  # the weights are the same, or rank 0 alone has them
+        if joint:
+            told = self.group.share(
+                None if not self.group.is_root else (self._snapshots[number].batches, self._snapshots[number].seconds)
+            )
+            weights = (
+                [np.ascontiguousarray(each) for each in self._snapshots[number].weights]
+                if self.group.is_root
+                else [np.empty_like(each) for each in self.model.storage.data]
+            )
+            for each in weights:
+                self.group.broadcast(each)
+            return told[0], told[1], weights
+        own = self._snapshots[number]
+        weights = [np.ascontiguousarray(each) for each in own.weights]
+        for each in weights:
+            self.group.all_reduce(each)
+            each /= self.group.size
+        return own.batches, self.group.max_floats([own.seconds])[0], weights

@@ -1,0 +1,174 @@
+"""The synchrony benchmark: its model beside closed forms and virtual time, crossings, factors, counts, tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.synchrony import marks, tables
+from benchmarks.synchrony.counts import over_mpi, per_step, played
+from benchmarks.synchrony.curve import Crossing, cross
+from benchmarks.synchrony.model import Costs, predict
+from benchmarks.synchrony.modes import CHANCE, EQUAL, MODES, ONE, REFERENCE, last_ones, stragglers
+from benchmarks.synchrony.parts import SYNCHRONY
+from benchmarks.synchrony.play import Case, play
+from benchmarks.synchrony.split import split_times
+from benchmarks.synchrony.subject import Subject
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.sync import Sync
+
+ROOT = Path(__file__).parents[2]
+NBYTES = 4000
+
+
+def _curve(*accuracies: float) -> list[list[float]]:
+    return [[10.0 * i, 0.5 * i, 1.0, accuracy] for i, accuracy in enumerate(accuracies)]
+
+
+def test_a_goal_is_reached_on_the_line_to_the_first_of_two_evaluations() -> None:
+    assert cross(_curve(0.1, 0.96, 0.98, 0.97), 0.97) == Crossing(pytest.approx(15.0), pytest.approx(0.75))
+
+
+def test_one_lucky_evaluation_does_not_count() -> None:
+    reached = cross(_curve(0.1, 0.98, 0.96, 0.97, 0.97), 0.97)
+    assert reached is not None and reached.batches == pytest.approx(30.0)
+    assert cross(_curve(0.1, 0.98, 0.96, 0.97), 0.97) is None
+
+
+def test_slow_workers_are_written_as_the_option_has_them() -> None:
+    assert Slowdown.parse(stragglers(ONE, 4)).factor(3, 0) == 3
+    assert stragglers(EQUAL, 4) == last_ones(2, 4, 1.0) == ""
+    assert Slowdown.parse(stragglers(CHANCE, 4)).stragglers[0].probability == 0.25
+    slow = Slowdown.parse(last_ones(2, 4, 8.0))
+    assert [slow.factor(rank, 0) for rank in range(4)] == [1, 1, 8, 8]
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_the_model_has_the_closed_forms(workers: int) -> None:
+    equal, one = (Costs(workers, 1.0, NBYTES, slow=slow) for slow in (EQUAL, ONE))
+    batches = 200
+    assert predict(Sync(), one, batches) == pytest.approx(3 * batches)
+    share = (workers - 1 + 1 / 3) / workers
+    assert predict(Sync("asp"), one, batches) == pytest.approx(batches / share, rel=0.01)
+    for bound in (0, 1, 16):
+        expected = 3 * (batches - (bound + 1) * (workers - 1) / workers)
+        assert predict(Sync("ssp", staleness=bound), one, batches) == pytest.approx(expected, abs=4)  # whole steps
+    for sync in MODES.values():
+        assert predict(sync, equal, batches) == pytest.approx(batches)
+
+
+def test_who_is_slow_by_chance_is_waited_for_less_the_further_apart_all_may_be() -> None:
+    costs, batches = Costs(16, 1.0, NBYTES, slow=CHANCE), 300
+    bsp = predict(Sync(), costs, batches) / batches
+    assert bsp == pytest.approx(1 + 2 * (1 - 0.75**16))
+    found = [predict(Sync("ssp", staleness=bound), costs, batches) / batches for bound in (1, 4, 16)]
+    asp = predict(Sync("asp"), costs, batches) / batches
+    assert bsp > found[0] > found[1] > found[2] > asp == pytest.approx(1.5, rel=0.03)
+    local = predict(Sync("local"), costs, 320) / 320
+    assert asp < local < bsp
+
+
+def test_messages_take_their_time() -> None:
+    costs = Costs(4, 1.0, NBYTES, alpha_s=0.01, beta=1e-5)
+    message, byte_s = 0.05, 0.04
+    assert predict(Sync(), costs, 10) == pytest.approx(10 * (1 + 6 * 0.01 + 1.5 * byte_s))
+    assert predict(Sync(servers=1), costs, 10) == pytest.approx(10 * (1 + 2 * 0.01 + 6 * byte_s))
+    assert predict(Sync("gossip"), costs, 10) == pytest.approx(10 * (1 + 2 * message))
+    assert predict(Sync("gossip", neighbours="random"), costs, 10) == pytest.approx(10 * (1 + message))
+    assert predict(Sync("local"), costs, 16) == pytest.approx(16 + 2 * (6 * 0.01 + 1.5 * byte_s))
+
+
+SUBJECT = Subject("digits", None, 0.8, hidden=16, batch=64, steps=22, every=2, warm=2)
+
+
+@pytest.mark.parametrize("slow", [EQUAL, ONE])
+@pytest.mark.parametrize("name", MODES)
+def test_the_model_is_virtual_time(name: str, slow: str) -> None:
+    sync = MODES[name]
+    row = play(Case(sync, 4, stragglers(slow, 4), SUBJECT, 0.02, "alpha_us=50,gbit=10", observed=False))
+    costs = Costs(4, 0.02, 4 * (64 * 16 + 16 + 16 * 10 + 10), 50e-6, 8e-10, slow)
+    assert row["batches"] == 22
+    # asp ends when the slow worker's last part is there, which the model of a rate does not know of
+    late = 0.06 if slow == ONE else 0.001
+    assert 0 <= row["seconds"] - predict(sync, costs, row["batches"]) + 0.002 < late + 0.004
+
+
+def test_a_run_is_seen_on_its_way() -> None:
+    row = play(Case(Sync("asp"), 4, "", SUBJECT, 0.02, "", {"mode": "asp"}))
+    batches = [point[0] for point in row["points"]]
+    assert batches == sorted(batches) and batches[0] == 0 and batches[-1] == 22 and len(batches) == 1 + 11 + 1
+    assert row["points"][-1][3] == pytest.approx(row["accuracy"], abs=1e-4) and row["mode"] == "asp"
+    assert row["points"][0][2] > row["points"][-1][2] and not row["diverged"]
+
+
+def test_counts_are_those_of_virtual_time() -> None:
+    for sync in MODES.values():
+        short = Subject("digits", None, hidden=16, batch=64, steps=16, warm=2)
+        row = play(Case(sync, 4, "", short, 0.001, "", observed=False))
+        nbytes = sum(array.nbytes for array in SUBJECT.build(SUBJECT.load()[0])[0].storage.data)
+        assert (row["messages"], row["bytes"]) == played(sync, 4, nbytes, 16, row["distant"])
+
+
+def test_counts_over_mpi_have_a_reply_at_the_start_and_headers() -> None:
+    assert per_step(Sync("asp"), 4, NBYTES) == (6, 6 * NBYTES)
+    assert per_step(Sync("asp", servers=3), 4, NBYTES) == (18, 6 * NBYTES)
+    assert over_mpi(Sync("asp"), 4, NBYTES, 10, 30, 128) == (63, 63 * (NBYTES + 128))
+    assert over_mpi(Sync(), 4, NBYTES, 10, 0, 128) is None
+    assert over_mpi(Sync("local"), 4, NBYTES, 16, 0, 128) == (48, 12 * NBYTES)
+
+
+def _times(**changes: Any) -> dict[str, Any]:
+    settings = {"subject": {"goal": 0.97, "dataset": "mnist"}, "pace_s": 0.05, "network": ""}
+    rows = []
+    for mode in MODES:
+        row = {"mode": mode, "workers": 4, "slow": EQUAL, "points": _curve(0.1, 0.96, 0.98, 0.98)}
+        row |= {"staleness": {"mean": 0.0, "max": 0}, "accuracy": 0.98, "batches": 30.0, "seconds": 1.5}
+        rows.append(row | (changes if mode == "asp" else {}))
+    return {"settings": settings, "nbytes": NBYTES, "rows": rows}
+
+
+def test_a_gain_is_throughput_times_statistics() -> None:
+    content = _times(points=[[0, 0, 2.0, 0.1], [20, 0.5, 1.0, 0.97], [40, 1.0, 1.0, 0.98]])
+    asp = next(each for each in split_times(content) if each.row["mode"] == "asp")
+    assert asp.sooner is not None and asp.throughput is not None and asp.statistics is not None
+    assert asp.sooner == pytest.approx(1.5) == pytest.approx(asp.throughput * asp.statistics)
+    assert asp.throughput == pytest.approx(2.0)
+    assert "| asp | 20 | 0.50 | 1.50 | 2.00 | 0.75 | 25.00 | 50.00 | 2.000 | 0 | 98.00 |" in tables.times(content)
+    assert marks.missed_times(content) == ["4 workers, equal, asp: model / measured 2.000"]
+
+
+def test_a_run_that_does_not_get_there_has_a_speed_all_the_same() -> None:
+    content = _times(points=_curve(0.1, 0.5, 0.6))
+    assert "| asp | - | - | - | 1.00 | - | 50.00 |" in tables.times(content)
+    assert marks.missed_times(_times()) == []
+    for row in (late := _times(points=_curve(0.1, 0.5, 0.6)))["rows"]:
+        row["slow"] = ONE
+    assert f"4 workers, {ONE}: asp reaches the goal not sooner than {REFERENCE}" in marks.missed_times(late)
+
+
+def _heterogeneity(fall: float, largest: tuple[int, int] = (3, 9)) -> dict[str, Any]:
+    rows = []
+    for recipe in ("calm", "lively"):
+        for workers, factor, accuracy, most in ((4, 1.0, 0.9 - fall, largest[0]), (4, 8.0, 0.9, largest[1])):
+            row = {"recipe": recipe, "mode": "asp", "workers": workers, "factor": factor, "accuracy": accuracy}
+            rows += [row | {"loss": 0.1, "staleness": {"mean": 3.0, "max": most}} for _ in range(2)]
+    few = {"recipe": "lively", "mode": "asp", "workers": 1, "factor": 1.0, "accuracy": 0.9, "loss": 0.1}
+    rows += [few | {"staleness": {"mean": 0.0, "max": 0}} for _ in range(2)]
+    return {"settings": {"subject": {"dataset": "mnist"}, "workers": 4, "slow_ones": 1}, "rows": rows}
+
+
+def test_staleness_is_judged() -> None:
+    assert marks.missed_heterogeneity(_heterogeneity(0.05)) == []
+    assert "| lively | asp | 4 | 8 | 90.00 +- 0.00 | 0.1000 +- 0.0000 | 3.0 (9) |" in tables.heterogeneity(
+        _heterogeneity(0.05)
+    )
+    (flat,) = marks.missed_heterogeneity(_heterogeneity(0.0))
+    assert flat == "lively: with the workers accuracy falls by 0.00%, spread 0.00%"
+    assert marks.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "calm: the largest staleness is [9, 3]"
+
+
+def test_the_readme_has_a_place_for_every_table() -> None:
+    text = (ROOT / "benchmarks" / "synchrony" / "README.md").read_text()
+    assert all(f"<!-- {name} -->" in text for name in SYNCHRONY.parts)
