@@ -5,7 +5,7 @@ fits a layout that no single rank's memory would hold, and any layout reads what
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Coordinates, Mesh
@@ -149,6 +150,8 @@ def restore(worker: AnyWorker, kept: Kept | None, folder: RunFolder, samples: in
     for each, source in zip(arrays, sources, strict=True):
         each.push(*source)
     worker.optimizer.steps = int(scalars["steps"])
+    if not isinstance(worker, VirtualWorker):  # the run was one in virtual time, but is none any more
+        state = replace(state, virtual=None)
     return state, [*kept.notices, *_moved(kept, worker)]
 
 
@@ -193,7 +196,7 @@ def _moved(kept: Kept, worker: AnyWorker) -> list[str]:
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
-    words = (f"{before.size} ranks", f"{now.size}") if plain else (str(before), str(now))
+    words = (f"{before.size} rank{'s' * (before.size > 1)}", f"{now.size}") if plain else (str(before), str(now))
     if not isinstance(worker, Worker):
         return [f"the run had {words[0]} and goes on with {words[1]}"]
     fixed = kept.values.get("fixed", False) and _is_fixed(worker)

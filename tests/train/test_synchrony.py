@@ -159,6 +159,20 @@ def test_virtual_workers_give_the_same_curve_each_time_and_after_a_break(train: 
     assert told[0] == told[1]
 
 
+def test_a_virtual_run_goes_on_with_other_workers_or_in_real_time(train: Train) -> None:
+    run = train(f"{BASE} --virtual-workers 4 --pace-ms 10 --sync asp --epochs 2")
+    train(f"--resume {run.name} --virtual-workers 6 --epochs 3")
+    steps = 3 * 5
+    virtual = [record.get("virtual_s") for record in without_times(run) if record["kind"] in ("eval", "test")]
+    assert len(virtual) == 4 and virtual == sorted(virtual)
+    for mode in ("--sync asp", "--sync bsp"):
+        steps += 5
+        train(f"--resume {run.name} {mode} --virtual-workers 0 --pace-ms 0 --epochs {steps // 5}")
+    late = [record for record in without_times(run) if record["global_step"] > 15]
+    assert late and late[-1]["global_step"] == steps
+    assert not any("virtual_s" in record for record in late)
+
+
 def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
     """And its steps are as many, with a short segment at the end of each epoch and one at the end of the run."""
     words = f"{BASE} --epochs 3 --max-steps 13 --schedule constant --dropout 0.1"
