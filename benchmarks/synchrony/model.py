@@ -7,8 +7,9 @@
 
     bsp, ring       K (E[slowest of N] + 2 (N-1) a + 2 (N-1)/N M b)
     bsp, server     K (E[slowest of N] + 2 a + (N-1 + L) M b)       L: gradients that come last, together
-    asp             the N K-th gradient of workers who go on for themselves; own step + 2 (a + M b)
-    ssp             the same, but step s begins when all have done step s - S - 1
+    asp             the N K-th gradient of workers who go on for themselves: own step, a + M b each way
+    ssp             the same, but step s begins when all have done step s - S - 1; and the slow one, for whom the
+                    others wait, gets the weights at the same moment as they, over the same link: (N-2) M b more
     local           K/8 (E[slowest of N, 8 steps each] + an all-reduce)
     gossip          step s is over when the neighbours' step s is; and a + M b for each neighbour
 
@@ -119,8 +120,7 @@ def _served(costs: Costs, bound: int | None, steps: int) -> Times:
     own[:, 1:] += 2 * costs.message_s()
     if bound is not None and costs.slow == ONE:  # whoever waits for the slow one gets the weights when it does
         own[:, -1] += (costs.workers - 2) * costs.nbytes * costs.beta
-    ends = np.zeros((steps, costs.workers))
-    before = np.zeros(costs.workers)
+    ends, before = np.zeros((steps, costs.workers)), np.zeros(costs.workers)
     for step in range(steps):
         if bound is not None and step > bound:
             before = np.maximum(before, ends[step - bound - 1].max())

@@ -10,6 +10,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.synchrony.curve import read
 from benchmarks.synchrony.modes import MODES
 from benchmarks.synchrony.tables import WORDS, pick, spread
 
@@ -50,7 +51,7 @@ def draw_times(folder: Path) -> None:
 def _curves(axes: Any, rows: Sequence[Mapping[str, Any]], x: int, y: int, scale: float, goal: float) -> None:
     """Draw all modes into one panel."""
     for row in rows:
-        points, mode = row["points"], row["mode"]
+        points, mode = read(row["curve"]), row["mode"]
         dashes = "--" if mode in _DASHED else "-"
         label = {"color": STYLE[mode], "linestyle": dashes, "linewidth": 1.3, "label": mode}
         axes.plot([p[x] for p in points], [scale * p[y] for p in points], **label)
@@ -61,7 +62,7 @@ def _curves(axes: Any, rows: Sequence[Mapping[str, Any]], x: int, y: int, scale:
         axes.set_ylim(100 * min(_LOW, goal - 0.2 if goal < 0.95 else _LOW), 100 * min(1.0, goal + 0.012))
     else:
         axes.set_yscale("log")
-        ends = [row["points"][-1][2] for row in rows]
+        ends = [read(row["curve"])[-1].loss for row in rows]
         axes.set_ylim(0.9 * min(ends), 1.0)
 
 
@@ -90,8 +91,8 @@ def draw_ranks(folder: Path) -> None:
 
 def _pair(axes: Any, content: Mapping[str, Any], mode: str, slow: str) -> None:
     """Draw a mode's first run on ranks, and its prediction as far."""
-    measured = next(r for r in content["rows"] if (r["mode"], r["slow"]) == (mode, slow))["points"]
-    played = next(r for r in content["predicted"] if (r["mode"], r["slow"]) == (mode, slow))["points"]
+    measured = read(next(r for r in content["rows"] if (r["mode"], r["slow"]) == (mode, slow))["curve"])
+    played = read(next(r for r in content["predicted"] if (r["mode"], r["slow"]) == (mode, slow))["curve"])
     if not measured:
         return
     played = [point for point in played if point[0] <= measured[-1][0]]

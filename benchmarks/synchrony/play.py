@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from benchmarks.synchrony.curve import Point
+from benchmarks.synchrony.curve import Point, write
 from benchmarks.synchrony.subject import Subject
 from nnmpi.comm.start import start
 from nnmpi.compose.pace import Pace
@@ -120,7 +120,7 @@ def play(case: Case) -> Row:
         "staleness": {"mean": staleness.mean(), "max": staleness.largest()},
         "distant": staleness.count() - staleness.count(0),
         **totals,
-        "points": [point.rounded() for point in seen.points],
+        "curve": write(seen.points),
     }
 
 

@@ -1,7 +1,7 @@
 """Runs on ranks, with a pace that is slept: weights are copied on the way, and evaluated when the run is over.
 
     settings    "subject"; "network" of the prediction; "pace_s"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
-    result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "points", ...}
+    result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
 
 Through servers, rank 0 copies what its server holds when a gradient arrives. Otherwise all ranks copy their own weights
 after the same steps, and the mean over the ranks is evaluated, at the time of the last of them.
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.synchrony.curve import Point
+from benchmarks.synchrony.curve import Point, write
 from benchmarks.synchrony.modes import MODES, stragglers
 from benchmarks.synchrony.subject import Subject
 from nnmpi.backend.array import Array
@@ -77,7 +77,7 @@ class Run:
         """Train, then evaluate what was copied; collective."""
         self._due = self.subject.every if observed else inf
         report = self._relaxed() if self.sync.relaxed else self._joint()
-        return {**report, "points": [point.rounded() for point in self._evaluate()]}
+        return {**report, "curve": write(self._evaluate())}
 
     def _relaxed(self) -> Row:
         worker = RelaxedWorker(

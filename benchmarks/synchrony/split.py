@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.synchrony.curve import Crossing, cross
+from benchmarks.synchrony.curve import Crossing, cross, read
 from benchmarks.synchrony.model import Costs, predict
 from benchmarks.synchrony.modes import MODES, REFERENCE
 from nnmpi.synchrony.network import LinkSpeed, parse_network
@@ -72,7 +72,7 @@ def speed(content: Content) -> LinkSpeed:
 
 
 def _read(content: Content, row: Mapping[str, Any]) -> Split:
-    reached = cross(row["points"], content["settings"]["subject"]["goal"])
+    reached = cross(read(row["curve"]), content["settings"]["subject"]["goal"])
     batches, seconds = reached or (row["batches"], row["seconds"])
     links = speed(content)
     costs = Costs(

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.pipeline.readme import table
 from benchmarks.synchrony.counts import over_mpi, per_step, played
-from benchmarks.synchrony.curve import cross
+from benchmarks.synchrony.curve import cross, read
 from benchmarks.synchrony.modes import CHANCE, EQUAL, FACTOR, MODES, ONE, PROBABILITY, REFERENCE
 from benchmarks.synchrony.split import Content, Split, groups, select, speed, split_times
 from nnmpi.parallel.parcel import HEADER_BYTES
@@ -33,7 +33,15 @@ def times(content: Content) -> str:
     for workers, slow in groups(content):
         shown = table(head, [_time(each) for each in select(splits, workers, slow)])
         parts.append(f"**{workers} workers, {WORDS[slow]}**\n\n{shown}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _seeds(content)])
+
+
+def _seeds(content: Content) -> str:
+    """Return in words how much chance there is in the time to the goal."""
+    goal = content["settings"]["subject"]["goal"]
+    found = [cross(read(row["curve"]), goal) for row in [content["rows"][0], *content["seeds"]]]
+    counts = ", ".join(_whole(each and each.batches) for each in found)
+    return f"The synchronous run with further seeds (the first is that of the tables): {counts} batches."
 
 
 def _time(each: Split) -> str:
@@ -74,7 +82,7 @@ def ranks(content: Content) -> str:
         for virtual in content["predicted"]:
             if virtual["slow"] != slow:
                 continue
-            measured, predicted = reached_on_ranks(content, virtual["mode"], slow), cross(virtual["points"], goal)
+            measured, predicted = reached_on_ranks(content, virtual["mode"], slow), cross(read(virtual["curve"]), goal)
             pair = (measured[1] if measured else None, predicted.seconds if predicted else None)
             if virtual["mode"] == REFERENCE:
                 reference = pair
@@ -93,7 +101,7 @@ def reached_on_ranks(content: Content, mode: str, slow: str) -> tuple[float, flo
     """Return batches and seconds to the goal, medians over the repeats; None if not all got there."""
     goal = content["settings"]["subject"]["goal"]
     own = [row for row in content["rows"] if (row["mode"], row["slow"]) == (mode, slow)]
-    found = [crossing for row in own if (crossing := cross(row["points"], goal)) is not None]
+    found = [crossing for row in own if (crossing := cross(read(row["curve"]), goal)) is not None]
     if not found or len(found) < len(own):
         return None
     return median(each.batches for each in found), median(each.seconds for each in found)
