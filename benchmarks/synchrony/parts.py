@@ -13,7 +13,7 @@ from benchmarks.pipeline.launch import run_job
 from benchmarks.synchrony import picture
 from benchmarks.synchrony.curve import cross, read
 from benchmarks.synchrony.marks import MISSED
-from benchmarks.synchrony.modes import EQUAL, MODES, ONE, SLOW, last_ones, stragglers
+from benchmarks.synchrony.modes import EQUAL, MODES, ONE, REFERENCE, SLOW, last_ones, stragglers
 from benchmarks.synchrony.play import Case, play_all, settings
 from benchmarks.synchrony.subject import Subject
 from benchmarks.synchrony.tables import TABLES
@@ -23,7 +23,7 @@ Found = dict[str, Any]
 
 PACE_S, NETWORK = 0.02, "alpha_us=50,gbit=10"
 WORKERS, WORKERS_CHECK = (4, 16), (4,)
-NOISE_SEEDS = (1, 2, 3, 4)  # of further synchronous runs: how much of a difference means nothing
+NOISE_SEEDS = (1, 2, 3, 4)  # of further runs: how much of a difference means nothing
 SERVERS = (1, 2, 4)
 # Lively: so much momentum that stale gradients hurt; calm is the recipe of the other tables.
 LIVELY_LR, LIVELY_MOMENTUM = 0.2, 0.8
@@ -38,12 +38,13 @@ def times(check: bool, data_dir: Path | None) -> Found:
     subject = _subject(check, data_dir)
     cases = [
         Case(sync, workers, stragglers(slow, workers), subject, PACE_S, NETWORK, {"mode": name, "slow": slow})
-        for workers in (WORKERS_CHECK if check else WORKERS)
+        for workers in _workers(check)
         for slow in (SLOW[:2] if check else SLOW)
         for name, sync in MODES.items()
     ]
     others = [
-        Case(Sync(), 4, "", replace(subject, seed=seed), PACE_S, NETWORK, {"seed": seed})
+        Case(sync, max(_workers(check)), "", replace(subject, seed=seed), PACE_S, NETWORK, {"mode": name, "seed": seed})
+        for name, sync in ((REFERENCE, Sync()), ("asp", Sync("asp")))
         for seed in (NOISE_SEEDS[:1] if check else NOISE_SEEDS)
     ]
     rows = play_all([*cases, *others])
@@ -53,7 +54,8 @@ def times(check: bool, data_dir: Path | None) -> Found:
 
 def servers(check: bool, data_dir: Path | None) -> Found:
     """Play a few steps through several servers: what their links cost."""
-    subject = replace(_subject(check, data_dir), steps=40)
+    whole = _subject(check, data_dir)
+    subject = replace(whole, steps=40, decay=whole.steps)
     workers = 4 if check else 16
     cases = [
         Case(
@@ -134,6 +136,10 @@ def _subject(check: bool, data_dir: Path | None) -> Subject:
     if check:
         return Subject("digits", None, 0.9, hidden=32, batch=64, steps=66, every=6, warm=6)
     return Subject(data_dir=None if data_dir is None else str(data_dir))
+
+
+def _workers(check: bool) -> tuple[int, ...]:
+    return WORKERS_CHECK if check else WORKERS
 
 
 def _nbytes(subject: Subject) -> int:

@@ -38,10 +38,13 @@ def times(content: Content) -> str:
 
 def _seeds(content: Content) -> str:
     """Return in words how much chance there is in the time to the goal."""
-    goal = content["settings"]["subject"]["goal"]
-    found = [cross(read(row["curve"]), goal) for row in [content["rows"][0], *content["seeds"]]]
-    counts = ", ".join(_whole(each and each.batches) for each in found)
-    return f"The synchronous run with further seeds (the first is that of the tables): {counts} batches."
+    goal, rows = content["settings"]["subject"]["goal"], content["seeds"]
+    parts = []
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        found = [cross(read(row["curve"]), goal) for row in rows if row["mode"] == mode]
+        parts.append(f"{mode}: " + ", ".join(_whole(each and each.batches) for each in found))
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in rows))
+    return f"Batches with other seeds ({seeds}), {rows[0]['workers']} equal workers: {'; '.join(parts)}."
 
 
 def _time(each: Split) -> str:
