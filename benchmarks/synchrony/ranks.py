@@ -88,8 +88,8 @@ class Run:
 
         def arrived(progress: Progress) -> None:
             if server is not None:
+                self._copy(server.master)  # which has not used this one yet
                 self._batches += 1 / worker.told
-                self._copy(server.master)
 
         def rate(step: int) -> float:
             if not self.sync.served:  # called before the update of a step, on every rank
