@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import isclose
 from statistics import fmean
 from types import MappingProxyType
 
 from benchmarks.synchrony.counts import over_mpi, played
 from benchmarks.synchrony.curve import cross, read
-from benchmarks.synchrony.modes import EQUAL, MODES
+from benchmarks.synchrony.modes import EQUAL, MODES, OWN
 from benchmarks.synchrony.split import Content, groups, select, speed, split_times
 from benchmarks.synchrony.tables import pick, reached_on_ranks, spread
 from nnmpi.parallel.parcel import HEADER_BYTES
@@ -74,7 +75,8 @@ def missed_heterogeneity(content: Content) -> list[str]:
     """Return in words where staleness is not as it should be, or does not show in what is learnt.
 
     The largest grows with the factor, while the mean stays at N - 1: so many other gradients are under way while one is
-    computed, whoever is slow. What is learnt falls with the mean, that is with the workers.
+    computed, whoever is slow. What is learnt falls with the mean, that is with the workers; and with the factor where
+    every worker has classes of its own.
     """
     found = []
     workers = content["settings"]["workers"]
@@ -98,7 +100,17 @@ def missed_heterogeneity(content: Content) -> list[str]:
         noise = max(spread([row["accuracy"] for row in rows]) for rows in (few, many))
         if fall <= 2 * noise:
             found.append(f"lively: with the workers accuracy falls by {fall:.2%}, spread {noise:.2%}")
+        found += _not_falling(content, workers, factors)
     return found
+
+
+def _not_falling(content: Content, workers: int, factors: Sequence[float]) -> list[str]:
+    """Return in words where asp with classes of workers' own does not learn less with every factor."""
+    runs = [pick(content, recipe=OWN, mode="asp", workers=workers, factor=factor) for factor in factors]
+    means = [fmean(row["accuracy"] for row in own) for own in runs]
+    noise = max(spread([row["accuracy"] for row in own]) for own in runs)
+    falls = all(after < before for before, after in pairwise(means)) and means[0] - means[-1] > 2 * noise
+    return [] if falls else [f"{OWN}: accuracy by factor {[f'{mean:.2%}' for mean in means]}, spread {noise:.2%}"]
 
 
 def missed_traffic(content: Content) -> list[str]:

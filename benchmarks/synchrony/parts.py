@@ -13,7 +13,7 @@ from benchmarks.pipeline.launch import run_job
 from benchmarks.synchrony import picture
 from benchmarks.synchrony.curve import cross, read
 from benchmarks.synchrony.marks import MISSED
-from benchmarks.synchrony.modes import EQUAL, MODES, ONE, REFERENCE, SLOW, last_ones, stragglers
+from benchmarks.synchrony.modes import EQUAL, MODES, ONE, OWN, REFERENCE, SLOW, last_ones, stragglers
 from benchmarks.synchrony.play import Case, play_all, settings
 from benchmarks.synchrony.subject import Subject
 from benchmarks.synchrony.tables import TABLES
@@ -81,10 +81,11 @@ def heterogeneity(check: bool, data_dir: Path | None) -> Found:
     factors, seeds = (FACTORS[::3], SEEDS[:1]) if check else (FACTORS, SEEDS)
     asp, adapted = ("asp", Sync("asp")), ("asp, adapted", Sync("asp", adapt=True))
     runs: list[tuple[str, str, Sync, int, float]] = []
-    for recipe in ("calm", "lively"):
+    for recipe in ("calm", "lively", OWN):
         runs.append((recipe, "bsp", Sync(), workers, 1.0))
         runs += [(recipe, *asp, workers, factor) for factor in factors]
         runs += [(recipe, *adapted, workers, factor) for factor in factors[1:]]
+    runs += [(OWN, "ssp, S = 4", MODES["ssp, S = 4"], workers, factor) for factor in factors]
     runs += [("lively", *asp, count, 1.0) for count in FEWER if count < workers]
     cases = []
     for recipe, name, sync, count, factor in runs:
@@ -92,6 +93,8 @@ def heterogeneity(check: bool, data_dir: Path | None) -> Found:
             subject = replace(base, seed=seed, steps=min(base.steps, SHORT_STEPS))
             if recipe == "lively":
                 subject = replace(subject, lr=LIVELY_LR, momentum=LIVELY_MOMENTUM)
+            elif recipe == OWN:
+                subject = replace(subject, partition="label")
             labels = {"recipe": recipe, "mode": name, "factor": factor, "seed": seed}
             slow = last_ones(few, count, factor)
             cases.append(Case(sync, count, slow, subject, PACE_S, NETWORK, labels, observed=False))

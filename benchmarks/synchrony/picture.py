@@ -105,22 +105,25 @@ def draw_heterogeneity(folder: Path) -> None:
     """Draw accuracy, and staleness, against the factor; and against the number of equal workers."""
     content = json.loads((folder / "heterogeneity.json").read_text())
     workers, recipes = content["settings"]["workers"], list(dict.fromkeys(row["recipe"] for row in content["rows"]))
-    figure = _figure(11, 7)
-    panels = figure.subplots(2, 2).flatten()
+    figure = _figure(15, 7)
+    panels = figure.subplots(2, 3).flatten()
     slowed = [row for row in content["rows"] if row["workers"] == workers]
     factors = sorted({row["factor"] for row in slowed})
+    level: dict[str, float] = {}
     for axes, recipe in zip(panels, recipes, strict=False):
-        for mode, colour in (("asp", STYLE["asp"]), ("asp, adapted", "#1f77b4")):
+        kinds = (("asp", STYLE["asp"]), ("asp, adapted", "#8c564b"), ("ssp, S = 4", STYLE["ssp, S = 4"]))
+        for mode, colour in kinds:
             runs = {
                 factor: pick(content, recipe=recipe, mode=mode, workers=workers, factor=factor) for factor in factors
             }
-            _bars(axes, {factor: own for factor, own in runs.items() if own}, colour, mode)
-        level = fmean(100 * row["accuracy"] for row in pick(content, recipe=recipe, mode="bsp"))
-        axes.axhline(level, color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
+            if any(runs.values()):
+                _bars(axes, {factor: own for factor, own in runs.items() if own}, colour, mode)
+        level[recipe] = fmean(100 * row["accuracy"] for row in pick(content, recipe=recipe, mode="bsp"))
+        axes.axhline(level[recipe], color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
         axes.set_title(f"{workers} workers, recipe: {recipe}", fontsize=10)
         _label(axes, factors, f"factor of {content['settings']['slow_ones']} slow workers", "test accuracy, %")
     lags = [[r["staleness"] for r in slowed if (r["mode"], r["factor"]) == ("asp", factor)] for factor in factors]
-    axes = panels[2]
+    axes = panels[3]
     axes.plot(factors, [max(lag["max"] for lag in each) for each in lags], "o-", label="largest", color="black")
     axes.plot(factors, [fmean(lag["mean"] for lag in each) for each in lags], "o-", label="mean", color="#999999")
     axes.set_title(f"{workers} workers, asp", fontsize=10)
@@ -128,10 +131,11 @@ def draw_heterogeneity(folder: Path) -> None:
     equal = pick(content, recipe="lively", mode="asp", factor=1.0)
     counts = sorted({row["workers"] for row in equal})
     runs = {count: [row for row in equal if row["workers"] == count] for count in counts}
-    _bars(panels[3], runs, STYLE["asp"], "asp")
-    panels[3].axhline(level, color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
-    panels[3].set_title("equal workers, recipe: lively", fontsize=10)
-    _label(panels[3], counts, "workers; the mean staleness is one less", "test accuracy, %")
+    _bars(panels[4], runs, STYLE["asp"], "asp")
+    panels[4].axhline(level["lively"], color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
+    panels[4].set_title("equal workers, recipe: lively", fontsize=10)
+    _label(panels[4], counts, "workers; the mean staleness is one less", "test accuracy, %")
+    panels[5].set_axis_off()
     figure.savefig(folder / "heterogeneity.png", dpi=80)
 
 

@@ -30,6 +30,7 @@ class Subject:
         lr, momentum: of SGD.
         warm: batches in which the learning rate rises to `lr`; then it falls to 0 on a cosine until `decay`.
         decay: the global batches of a whole run, where it is 0; None for `steps`.
+        partition: which samples a worker sees; see `nnmpi.data.partition`.
         seed: of the first weights, of the order of the data and of who is slow by chance.
     """
 
@@ -44,6 +45,7 @@ class Subject:
     momentum: float = 0.0
     warm: int = 50
     decay: int | None = None
+    partition: str = "none"
     seed: int = 0
 
     def fetch(self) -> None:
@@ -61,7 +63,8 @@ class Subject:
     def loaders(self, train: Dataset, test: Dataset, rank: int = 0, world: int = 1) -> tuple[Loader, Loader]:
         """Return a rank's training data, and the test data, which are one batch and on every rank whole."""
         transform = Compose(Normalize.fit(train))
-        own = Loader(train, self.batch, seed=self.seed, rank=rank, world=world, transform=transform, workers=0)
+        where = {"rank": rank, "world": world, "partition": self.partition}
+        own = Loader(train, self.batch, seed=self.seed, **where, transform=transform, workers=0)
         return own, Loader(test, len(test), shuffle=False, transform=transform, workers=0)
 
     def build(self, train: Dataset) -> tuple[Module, Optimizer]:

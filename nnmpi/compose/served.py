@@ -73,7 +73,7 @@ class Served:
         )
         if self.server is not None and self._is_worker:
             gradient.look_after(self._serve)
-        self._steps = 0  # of this rank, in the whole run
+        self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
@@ -96,6 +96,7 @@ class Served:
         if self.server is not None:
             self._updates, self.server.asked = self.server.updates, asked
         self._note = partial(self._count, taken, tally, progress, asked, begin)
+        self._steps = step if self._steps < 0 else self._steps
         self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
         if self._is_worker:
             self._work(loader, epoch, batches.start, step, lr, asked, tally)
@@ -129,7 +130,7 @@ class Served:
         tally: Tally,
     ) -> None:
         """Be a worker until the segment is over."""
-        parts = loader.parts(epoch)
+        parts, worker = loader.parts(epoch), self._workers.index(self.group.rank)
         while True:
             begin = time.perf_counter()
             with timeline.span("pull", "pull", timeline.WAITING):
@@ -139,7 +140,7 @@ class Served:
                 return
             pulled = time.perf_counter()
             unit = ticket.unit
-            batch = parts(unit.batch, unit.part, len(self._workers))
+            batch = parts.dealt(unit.batch, unit.part, len(self._workers), worker, self._steps)
             number = step + unit.batch - first
             started = time.perf_counter()
             self._served_s = 0.0

@@ -1,13 +1,16 @@
 """Loader: the batches of one rank, prepared by background threads."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset
+from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.data.sampler import batches_per_epoch, order, rows
 from nnmpi.data.transform import Transform
@@ -65,6 +68,8 @@ class Loader:
         rank, world: which part of how many.
         microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
         whole: give each rank whole microbatches (possibly none), instead of a part of each.
+        partition: "none", or how the samples are divided for good, so that each rank sees its own alone; see
+            `data.partition`. The batches then depend on the number of ranks.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for.
@@ -85,6 +90,7 @@ class Loader:
         microbatches: int = 1,
         whole: bool = False,
         shuffle: bool = True,
+        partition: str = "none",
         transform: Transform | None = None,
         dtype: DTypeLike = "float32",
         workers: int = 1,
@@ -96,6 +102,12 @@ class Loader:
             raise UsageError(f"rank {rank} of {world} ranks does not exist")
         if microbatches < 1:
             raise UsageError(f"{microbatches} microbatches are not possible; give 1 or more")
+        if partition not in PARTITIONS:
+            raise UsageError(f"the partition {partition!r} does not exist; choose from: {', '.join(PARTITIONS)}")
+        if whole and partition != "none":
+            raise UsageError(
+                f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
+            )
         if workers < 0 or prefetch < 1:
             raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
         if np.dtype(dtype).kind != "f":
@@ -108,10 +120,14 @@ class Loader:
         self.microbatches = microbatches
         self.whole = whole
         self.shuffle = shuffle
+        self.partition = partition
         self.transform = transform
         self.dtype = np.dtype(dtype)
         self.workers = workers
         self.prefetch = prefetch
+        self._own: dict[tuple[int, int], NDArray[np.int64]] = {}  # by part and parts: who has which samples
+        if partition != "none":
+            self._owned(rank, world)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -126,33 +142,55 @@ class Loader:
         """
         epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
         return Prefetch(
-            lambda number: self._batch(epoch_order, epoch, number),
+            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
             range(start, self.batches_per_epoch),
             workers=self.workers,
             ahead=self.prefetch,
         )
 
-    def parts(self, epoch: int) -> Callable[[int, int, int], Batch]:
-        """Return a function of (batch number, part, parts) that makes any part of any batch of an epoch, at once.
+    def parts(self, epoch: int) -> Parts:
+        """Return what makes any part of any batch of an epoch, at once.
 
         For ranks that learn which part is theirs when they have done the one before (see `parallel.server`). The parts
         of a batch are those that as many ranks would get.
         """
-        epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
-        return lambda number, part, parts: self._batch(epoch_order, epoch, number, (part, parts))
+        return Parts(self, epoch)
 
-    def _batch(
-        self, epoch_order: NDArray[np.int64], epoch: int, number: int, share: tuple[int, int] | None = None
+    def part(
+        self,
+        epoch_order: NDArray[np.int64],
+        epoch: int,
+        number: int,
+        rank: int,
+        world: int,
+        turn: int | None = None,
     ) -> Batch:
-        rank, world = (self.rank, self.world) if share is None else share
+        """Return a part of a batch, whichever rank this loader is for.
+
+        Args:
+            epoch_order: the order of the samples in the epoch; see `sampler.order`.
+            number: of the batch in the epoch.
+            rank, world: which part of how many.
+            turn: with a partition, how many parts this worker has done in the run; by default one of each batch.
+        """
         where = (number, rank, world, self.microbatches, self.whole)
         ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
         indices = np.concatenate([epoch_order[:0], *(epoch_order[mine.start : mine.stop] for mine in ranges.values())])
+        if self.partition != "none":
+            turn = epoch * self.batches_per_epoch + number if turn is None else turn
+            each = -(-self.batch_size // world)  # rows of a part, at most
+            indices = own_rows(self._owned(rank, world), self.seed, rank, turn * each, len(indices))
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
         cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
         return Batch(x, self.dataset.y[indices], indices, cuts, global_rows, epoch, number, microbatches)
+
+    def _owned(self, rank: int, world: int) -> NDArray[np.int64]:
+        """Return the samples that a rank has for the whole run."""
+        if (rank, world) not in self._own:
+            self._own[rank, world] = own_samples(self.dataset.y, self.partition, self.seed, rank, world)
+        return self._own[rank, world]
 
     def _cuts(self, ranges: dict[int, range], number: int) -> tuple[Cut, ...]:
         """Return where each microbatch's rows stand among this rank's, and in the global batch."""
@@ -166,3 +204,48 @@ class Loader:
         if len(x) != rows or x.dtype != self.dtype:
             raise ShapeError(f"the transform made {len(x)} rows of {x.dtype} out of {rows} rows of {self.dtype}")
         return np.ascontiguousarray(x)
+
+
+class Parts:
+    """Any part of any batch of an epoch, one at a time.
+
+    Attributes:
+        owned: whether workers have samples of their own (see `partition`): then part w is always worker w's.
+    """
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self._loader, self._epoch = loader, epoch
+        self._order = order(len(loader.dataset), loader.seed, epoch, loader.shuffle)
+        self.owned = loader.partition != "none"
+
+    def __call__(self, number: int, part: int, parts: int) -> Batch:
+        """Return part `part` of `parts` of batch `number`."""
+        return self._loader.part(self._order, self._epoch, number, part, parts)
+
+    def dealt(self, number: int, part: int, parts: int, worker: int, turn: int) -> Batch:
+        """Return what a worker computes to whom a part was dealt: that part, or as many of its own samples.
+
+        Args:
+            turn: the parts that this worker has done in the run.
+        """
+        if not self.owned:
+            return self(number, part, parts)
+        return self._loader.part(self._order, self._epoch, number, worker, parts, turn)
+
+    def whole(self, number: int, workers: int) -> Batch:
+        """Return a batch of all workers' parts."""
+        if not self.owned:
+            return self(number, 0, 1)
+        return join([self(number, worker, workers) for worker in range(workers)])
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Return the parts of one global batch as one; their microbatches stay apart."""
+    starts = np.cumsum([0, *(len(batch.y) for batch in batches)])
+    cuts = [
+        Cut(cut.start + int(start), cut.stop + int(start), cut.first_row, cut.number)
+        for batch, start in zip(batches, starts, strict=False)
+        for cut in batch.cuts
+    ]
+    x, y, indices = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("x", "y", "indices"))
+    return replace(batches[0], x=x, y=y, indices=indices, cuts=tuple(cuts))

@@ -58,6 +58,9 @@ class DataConfig:
     """Random changes of the training images: shift by a few pixels, mirror left-right, or both."""
     shift_pixels: int | None = None
     """Largest shift in pixels (default: a twelfth of the image's shorter side, at least 1)."""
+    partition: Literal["none", "iid", "label"] = "none"
+    """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run; label: its own part
+    of the samples sorted by class, as different from the others' as can be."""
     normalize: bool = True
     """Shift and scale inputs by the training set's mean and standard deviation (per channel or column)."""
 
@@ -206,5 +209,9 @@ class Config:
     def __post_init__(self) -> None:
         """Check that the sections go together."""
         self.sync.check(self.parallel)
+        fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
+        require(
+            not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
+        )
         traced = self.run.trace and self.sync.virtual_workers
         require(not traced, "--trace shows what ranks did, and virtual workers are none; leave it out")

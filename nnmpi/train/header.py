@@ -32,7 +32,8 @@ def header(
         *_synchrony(config, group),
         f"MPI: {mpi_library()}",
         f"backend: {backend.name} on {backend.device}, {config.run.dtype}; {blas()}",
-        f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes",
+        f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes"
+        f"{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(worker)}; {_optimizer(options)}",
@@ -73,6 +74,16 @@ def _layout(config: Config, worker: AnyWorker) -> str:
     if where is None:
         return f"dp {worker.group.size}"
     return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
+
+
+def _partition(config: Config) -> str:
+    """Return which of the samples a worker sees, if not any."""
+    kinds = {
+        "none": "",
+        "iid": "; every worker has a part of its own",
+        "label": "; every worker has classes of its own",
+    }
+    return kinds[config.data.partition]
 
 
 def _synchrony(config: Config, group: Group) -> list[str]:

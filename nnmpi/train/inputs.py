@@ -8,6 +8,7 @@ from nnmpi.comm.group import Group
 from nnmpi.data.catalogue import DOWNLOADED, load, prepare
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
+from nnmpi.data.partition import check_partition
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, DataConfig
@@ -57,6 +58,7 @@ def load_inputs(
         train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
+        check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
         parts = count_microbatches(config, stages, batch_size)
         after = [Normalize.fit(train)] if data.normalize else []
         changes = [*augmentations(data, train), *after]
@@ -71,6 +73,7 @@ def load_inputs(
                 microbatches=parts if training else 1,
                 whole=training and config.parallel.reduction == "fixed",
                 shuffle=training,
+                partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,
             )

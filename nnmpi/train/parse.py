@@ -30,7 +30,7 @@ Without options: a small convolutional network on the bundled digits."""
 
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = (
-    *("model", "hidden", "activation", "dropout", "dataset", "test_fraction", "normalize"),
+    *("model", "hidden", "activation", "dropout", "dataset", "test_fraction", "normalize", "partition"),
     *("batch_size", "optimizer", "dtype", "seed"),
 )
 

@@ -11,7 +11,7 @@ from benchmarks.synchrony import marks, tables
 from benchmarks.synchrony.counts import over_mpi, per_step, played
 from benchmarks.synchrony.curve import Crossing, Point, cross, read, write
 from benchmarks.synchrony.model import Costs, predict
-from benchmarks.synchrony.modes import CHANCE, EQUAL, MODES, ONE, last_ones, stragglers
+from benchmarks.synchrony.modes import CHANCE, EQUAL, MODES, ONE, OWN, last_ones, stragglers
 from benchmarks.synchrony.parts import SYNCHRONY
 from benchmarks.synchrony.play import Case, play
 from benchmarks.synchrony.split import split_times
@@ -173,6 +173,9 @@ def _heterogeneity(fall: float, largest: tuple[int, int] = (3, 9)) -> dict[str, 
         for workers, factor, accuracy, most in ((4, 1.0, 0.9 - fall, largest[0]), (4, 8.0, 0.9, largest[1])):
             row = {"recipe": recipe, "mode": "asp", "workers": workers, "factor": factor, "accuracy": accuracy}
             rows += [row | {"loss": 0.1, "staleness": {"mean": 3.0, "max": most}} for _ in range(2)]
+    for factor, accuracy in ((1.0, 0.9), (8.0, 0.9 - fall)):
+        row = {"recipe": OWN, "mode": "asp", "workers": 4, "factor": factor, "accuracy": accuracy, "loss": 0.1}
+        rows += [row | {"staleness": {"mean": 3.0, "max": largest[factor > 1]}} for _ in range(2)]
     few = {"recipe": "lively", "mode": "asp", "workers": 1, "factor": 1.0, "accuracy": 0.9, "loss": 0.1}
     rows += [few | {"staleness": {"mean": 0.0, "max": 0}} for _ in range(2)]
     return {"settings": {"subject": {"dataset": "mnist"}, "workers": 4, "slow_ones": 1}, "rows": rows}
@@ -183,8 +186,11 @@ def test_staleness_is_judged() -> None:
     assert "| lively | asp | 4 | 8 | 90.00 +- 0.00 | 0.1000 +- 0.0000 | 3.0 (9) |" in tables.heterogeneity(
         _heterogeneity(0.05)
     )
-    (flat,) = marks.missed_heterogeneity(_heterogeneity(0.0))
-    assert flat == "lively: with the workers accuracy falls by 0.00%, spread 0.00%"
+    flat = marks.missed_heterogeneity(_heterogeneity(0.0))
+    assert flat == [
+        "lively: with the workers accuracy falls by 0.00%, spread 0.00%",
+        "own classes: accuracy by factor ['90.00%', '90.00%'], spread 0.00%",
+    ]
     assert marks.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "calm: the largest staleness is [9, 3]"
 
 

@@ -33,7 +33,7 @@ class Joint:
         sum_s = ring_all_reduce(workers, nbytes, scene.speed.alpha_s, scene.speed.beta_s_per_byte)
         wait_s = 0.0
         for number in segment.batches:
-            batch = segment.parts(number, 0, 1)
+            batch = segment.parts.whole(number, self._scene.workers)
             gradient = scene.gradient.run(batch, segment.number(number))
             scene.check(gradient, batch, segment.number(number), "the workers together")
             scene.optimizer.lr = segment.lr(segment.number(number))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TypeAlias
 
 from nnmpi.compose.gradient import Gradient, LocalGradient
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.playing.statistics import Statistics
 from nnmpi.compose.segment import Progress
-from nnmpi.data.loader import Batch
+from nnmpi.data.loader import Batch, Parts
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -19,15 +18,13 @@ from nnmpi.parallel.divergence import find_place, tell_place
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
 
-Parts: TypeAlias = Callable[[int, int, int], Batch]
-
 
 @dataclass(frozen=True)
 class Segment:
     """What is to be played.
 
     Attributes:
-        parts: (batch number, part, parts) -> a part of a batch.
+        parts: of the training data.
         batches: their numbers.
         step: the number of the first one in the whole run.
         lr: the learning rate of a step.

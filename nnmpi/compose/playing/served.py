@@ -148,7 +148,8 @@ class _Play:
             return
         for number, (_, weights) in replies.items():
             self._lay(number, weights)
-        batch = segment.parts(unit.batch, unit.part, self._scene.workers)
+        workers, turn = self._scene.workers, self._scene.steps[worker]
+        batch = segment.parts.dealt(unit.batch, unit.part, workers, worker, turn)
         step = segment.number(unit.batch)
         gradient = self._scene.compute(worker, batch, step)
         for mine, computed in zip(player.grads, self._scene.model.storage.grads, strict=True):
