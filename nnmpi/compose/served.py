@@ -74,6 +74,7 @@ class Served:
         if self.server is not None and self._is_worker:
             gradient.look_after(self._serve)
         self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
+        self._taken = 0  # samples, likewise
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
@@ -96,7 +97,9 @@ class Served:
         if self.server is not None:
             self._updates, self.server.asked = self.server.updates, asked
         self._note = partial(self._count, taken, tally, progress, asked, begin)
-        self._steps = step if self._steps < 0 else self._steps
+        if self._steps < 0:
+            worker = max(0, self.group.rank - self._workers.start)
+            self._steps, self._taken = step, loader.rows_before(step, worker, len(self._workers))
         self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
         if self._is_worker:
             self._work(loader, epoch, batches.start, step, lr, asked, tally)
@@ -140,7 +143,8 @@ class Served:
                 return
             pulled = time.perf_counter()
             unit = ticket.unit
-            batch = parts.dealt(unit.batch, unit.part, len(self._workers), worker, self._steps)
+            batch = parts.dealt(unit.batch, unit.part, len(self._workers), worker, self._taken)
+            self._taken += len(batch.y)
             number = step + unit.batch - first
             started = time.perf_counter()
             self._served_s = 0.0

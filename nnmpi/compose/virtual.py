@@ -126,7 +126,17 @@ class VirtualWorker:
         speed = LinkSpeed() if network is None else network
         statistics = Statistics(model, workers)
         self._scene = Scene(
-            model, optimizer, sync, workers, gradient, pace, speed, statistics, seed, steps=[0] * workers
+            model,
+            optimizer,
+            sync,
+            workers,
+            gradient,
+            pace,
+            speed,
+            statistics,
+            seed,
+            steps=[0] * workers,
+            taken=[0] * workers,
         )
         self._player = (
             Served(self._scene) if sync.served else Unserved(self._scene) if sync.relaxed else Joint(self._scene)
@@ -192,7 +202,12 @@ class VirtualWorker:
     def clock_state(self) -> dict[str, Any]:
         """Return virtual time and the workers' steps, as JSON values: what a checkpoint needs besides `state`."""
         clocks = [list(server.desk.clocks.steps) for server in self._servers()]
-        return {"now_s": self.now_s, "steps": list(self._scene.steps), "clocks": clocks}
+        return {
+            "now_s": self.now_s,
+            "steps": list(self._scene.steps),
+            "taken": list(self._scene.taken),
+            "clocks": clocks,
+        }
 
     def load_clock_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `clock_state` gave: then a resumed run is, bit for bit, one without a break.
@@ -209,6 +224,7 @@ class VirtualWorker:
             )
         self.now_s = float(state["now_s"])
         self._scene.steps[:] = [int(count) for count in state["steps"]]
+        self._scene.taken[:] = [int(count) for count in state["taken"]]
         for server, steps in zip(servers, state["clocks"], strict=True):
             server.desk.clocks.steps[:] = [int(count) for count in steps]
 

@@ -163,7 +163,7 @@ class Loader:
         number: int,
         rank: int,
         world: int,
-        turn: int | None = None,
+        taken: int | None = None,
     ) -> Batch:
         """Return a part of a batch, whichever rank this loader is for.
 
@@ -171,20 +171,30 @@ class Loader:
             epoch_order: the order of the samples in the epoch; see `sampler.order`.
             number: of the batch in the epoch.
             rank, world: which part of how many.
-            turn: with a partition, how many parts this worker has done in the run; by default one of each batch.
+            taken: with a partition, how many samples this worker has taken in the run; by default its part of each
+                batch before this one.
         """
         where = (number, rank, world, self.microbatches, self.whole)
         ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
         indices = np.concatenate([epoch_order[:0], *(epoch_order[mine.start : mine.stop] for mine in ranges.values())])
         if self.partition != "none":
-            turn = epoch * self.batches_per_epoch + number if turn is None else turn
-            each = -(-self.batch_size // world)  # rows of a part, at most
-            indices = own_rows(self._owned(rank, world), self.seed, rank, turn * each, len(indices))
+            if taken is None:
+                taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
+            indices = own_rows(self._owned(rank, world), self.seed, rank, taken, len(indices))
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
         cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
         return Batch(x, self.dataset.y[indices], indices, cuts, global_rows, epoch, number, microbatches)
+
+    def rows_before(self, step: int, rank: int, world: int) -> int:
+        """Return how many rows the parts have together that a rank has of batches 0..step-1 of the run."""
+        epochs, batches = divmod(step, self.batches_per_epoch)
+        full, last = (
+            sum(map(len, rows(len(self.dataset), self.batch_size, number, rank, world, self.microbatches)[0].values()))
+            for number in (0, self.batches_per_epoch - 1)
+        )
+        return epochs * ((self.batches_per_epoch - 1) * full + last) + batches * full
 
     def _owned(self, rank: int, world: int) -> NDArray[np.int64]:
         """Return the samples that a rank has for the whole run."""
@@ -222,15 +232,15 @@ class Parts:
         """Return part `part` of `parts` of batch `number`."""
         return self._loader.part(self._order, self._epoch, number, part, parts)
 
-    def dealt(self, number: int, part: int, parts: int, worker: int, turn: int) -> Batch:
+    def dealt(self, number: int, part: int, parts: int, worker: int, taken: int) -> Batch:
         """Return what a worker computes to whom a part was dealt: that part, or as many of its own samples.
 
         Args:
-            turn: the parts that this worker has done in the run.
+            taken: the samples that this worker has taken in the run.
         """
         if not self.owned:
             return self(number, part, parts)
-        return self._loader.part(self._order, self._epoch, number, worker, parts, turn)
+        return self._loader.part(self._order, self._epoch, number, worker, parts, taken)
 
     def whole(self, number: int, workers: int) -> Batch:
         """Return a batch of all workers' parts."""

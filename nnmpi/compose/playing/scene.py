@@ -55,6 +55,7 @@ class Scene:
 
     Attributes:
         steps: the gradients that each worker has computed in the whole run.
+        taken: through servers, the samples that they were of.
         speed: of every link.
     """
 
@@ -68,6 +69,7 @@ class Scene:
     statistics: Statistics
     seed: int
     steps: list[int]
+    taken: list[int]
 
     @property
     def nbytes(self) -> int:

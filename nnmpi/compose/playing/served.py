@@ -148,8 +148,9 @@ class _Play:
             return
         for number, (_, weights) in replies.items():
             self._lay(number, weights)
-        workers, turn = self._scene.workers, self._scene.steps[worker]
-        batch = segment.parts.dealt(unit.batch, unit.part, workers, worker, turn)
+        scene = self._scene
+        batch = segment.parts.dealt(unit.batch, unit.part, scene.workers, worker, scene.taken[worker])
+        scene.taken[worker] += len(batch.y)
         step = segment.number(unit.batch)
         gradient = self._scene.compute(worker, batch, step)
         for mine, computed in zip(player.grads, self._scene.model.storage.grads, strict=True):

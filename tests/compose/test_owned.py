@@ -1,0 +1,89 @@
+"""Workers with samples of their own: in step they are one run, through servers, by all-reduce and in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.pace import Pace
+from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader, Parts
+from nnmpi.data.partition import own_samples
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.sync import Sync
+from tests.compose.virtual_play import BATCH, BATCHES, build, dataset, optimizer_of, weights
+
+pytestmark = pytest.mark.mpi
+
+EPOCHS = 2
+
+
+def loader_of(group: Group) -> Loader:
+    where: dict[str, Any] = {"rank": group.rank, "world": group.size, "partition": "label"}
+    return Loader(dataset(), BATCH, dtype="float64", workers=0, **where)
+
+
+def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
+    """Train for two epochs and return the weights."""
+    for epoch in range(EPOCHS):
+        worker.run(loader, epoch, 0, BATCHES, epoch * BATCHES, lambda step: 0.1 / (1 + step))
+    return weights(worker.model).copy()
+
+
+def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
+    pace = Pace(0.0003, Slowdown.parse("random,probability=0.3,factor=3"))
+    model = build()
+    served = RelaxedWorker(model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), pace=pace)
+    found = [train(served, loader_of(group))]
+    served.release()
+
+    model = build()
+    reduced = Worker(model, optimizer_of(model, "momentum"), group)
+    for epoch in range(EPOCHS):
+        for number, batch in enumerate(loader_of(group).epoch(epoch)):
+            reduced.step(batch, lr=0.1 / (1 + epoch * BATCHES + number))
+    found.append(weights(model).copy())
+    reduced.release()
+
+    alone = group.split(group.rank)
+    for sync in (Sync(), Sync("bsp", servers=1)):
+        model = build()
+        played = VirtualWorker(model, optimizer_of(model, "momentum"), alone, sync, group.size)
+        found.append(train(played, replace_world(loader_of(group))))
+    alone.free()
+    close = [bool(np.allclose(each, found[0], rtol=1e-9, atol=1e-12)) for each in found]
+    assert group.gather(close) == [[True] * 4] * group.size, close
+
+
+def replace_world(loader: Loader) -> Loader:
+    """Return the loader of a process that plays all workers."""
+    return Loader(loader.dataset, loader.batch_size, dtype="float64", workers=0, partition=loader.partition)
+
+
+def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow rank does fewer steps, and nobody does them on its samples in its place."""
+    seen: list[int] = []
+    dealt = Parts.dealt
+
+    def noted(self: Parts, *args: Any, **options: Any) -> Any:
+        batch = dealt(self, *args, **options)
+        seen.extend(batch.indices.tolist())
+        return replace(batch)
+
+    monkeypatch.setattr(Parts, "dealt", noted)
+    model = build()
+    slow = Slowdown.parse(f"rank={group.size - 1},factor=5") if group.size > 1 else Slowdown()
+    worker = RelaxedWorker(model, optimizer_of(model), group, Sync("asp"), pace=Pace(0.002, slow))
+    train(worker, loader_of(group))
+    worker.release()
+    own = own_samples(dataset().y, "label", 0, group.rank, group.size).tolist()
+    counts = Counter(seen)
+    even = not seen or max(counts.values()) - min(counts[sample] for sample in own) <= 1
+    assert group.gather([set(seen) <= set(own), even]) == [[True, True]] * group.size, (own, counts)
