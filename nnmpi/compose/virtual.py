@@ -123,7 +123,6 @@ class VirtualWorker:
         self.now_s = 0.0
         self.observe: Observe | None = None
         gradient = LocalGradient(model, self.loss, self.backend, seed, clip)
-        speed = LinkSpeed() if network is None else network
         statistics = Statistics(model, workers)
         self._scene = Scene(
             model,
@@ -132,7 +131,7 @@ class VirtualWorker:
             workers,
             gradient,
             pace,
-            speed,
+            network or LinkSpeed(),
             statistics,
             seed,
             steps=[0] * workers,
