@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
@@ -238,4 +239,15 @@ def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
     assert memory.allocations == before
     assert memory.holds(kept)
     memory.free()
+    whole.comm.Free()
+
+
+@pytest.mark.mpi
+def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
+    """Not even where the group has its own in another object by then: freed twice, it may be somebody else's."""
+    whole = group.duplicate()
+    memory = whole.memory()
+    whole.comm = MPI.Intracomm(whole.comm)
+    memory.free()
+    assert whole.sum_floats([1.0]) == [whole.size]
     whole.comm.Free()

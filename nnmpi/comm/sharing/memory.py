@@ -78,6 +78,7 @@ class SharedMemory:
             self.node = group.comm.Split_type(MPI.COMM_TYPE_SHARED, group.rank)
         else:
             self.node = group.comm.Split(nodes[group.rank], group.rank)
+        self._owns_node = True  # and gives it back; whether it is the group's is not to be seen later
         self.rank, self.size = self.node.Get_rank(), self.node.Get_size()
         names = np.empty(self.size, np.int64)
         self.node.Allgather(np.array([group.rank], np.int64), names)
@@ -90,7 +91,7 @@ class SharedMemory:
             self.across = MPI.COMM_SELF
             if keeps_order(ordered):  # no messages are sent then; and communicators are scarce: MPICH has 2048
                 self.node.Free()
-                self.node = group.comm
+                self.node, self._owns_node = group.comm, False
         self.members: tuple[int, ...] = tuple(names.tolist())
         watch = Watch(self.node, self.members, timeout_s)
         self.crowded = watch.crowded
@@ -242,7 +243,7 @@ class SharedMemory:
         self._flags.free()
         if self.across != MPI.COMM_SELF:
             self.across.Free()
-        if self.node is not self._group.comm:
+        if self._owns_node:
             self.node.Free()
 
     def _length(self, elements: int, dtype: np.dtype[Any]) -> int:
