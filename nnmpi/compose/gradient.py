@@ -18,6 +18,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
+from nnmpi.parallel.divergence import find_place, tell_place
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -37,6 +38,11 @@ class Gradient:
     rows: int
     norm: float
     compute_s: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers, so that it may be used."""
+        return isfinite(self.loss_sum) and isfinite(self.norm)
 
 
 class LocalGradient:
@@ -103,12 +109,17 @@ class LocalGradient:
         norm = self._clip(batch.global_rows / rows) if rows else 0.0
         return Gradient(loss_sum, correct, rows, norm, time.perf_counter() - begin)
 
-    def again(self, batch: Batch, step: int) -> tuple[Array, Callable[[], Tensor]]:
-        """Return the input of the part's first rows, and what computes their loss again: for `find_place`."""
+    def explain(self, gradient: Gradient, batch: Batch, step: int, who: str) -> str:
+        """Return the sentence about a gradient that is not finite, after computing it again.
+
+        Args:
+            who: whose it is: "rank 2", "worker 2".
+        """
         x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
         first = next((cut for cut in batch.cuts if not isfinite(self._forward(x, y, cut, step)[0].item())), None)
         cut = batch.cuts[-1] if first is None else first
-        return x[cut.start : cut.stop], lambda: self._forward(x, y, cut, step)[0]
+        place = find_place(self.model, x[cut.start : cut.stop], lambda: self._forward(x, y, cut, step)[0])
+        return tell_place(step + 1, gradient.loss_sum / max(gradient.rows, 1), place, who)
 
     def _forward(self, x: Array, y: Array, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
         part = slice(cut.start, cut.stop)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import Gradient
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
+from nnmpi.parallel.mean import average
 
 
 @dataclass
@@ -60,6 +59,13 @@ def step_seconds(tallies: Sequence[Tally], name: str) -> float:
     return float(sum(getattr(tally, name) for tally in tallies)) / max(sum(tally.steps for tally in tallies), 1)
 
 
+def sum_up(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Return what of a segment's report is the same sum whatever way the ranks went: by its names there."""
+    seconds = {name: step_seconds(tallies, name) for name in ("compute_s", "wait_s", "input_s")}
+    sent = {name: sum(getattr(tally, name) for tally in tallies) for name in ("messages", "bytes")}
+    return {"signal": max(tally.signal for tally in tallies), **sent, **seconds}
+
+
 def exchange(group: Group, own: Tally) -> list[Tally]:
     """Return every rank's tally. Collective.
 
@@ -81,8 +87,4 @@ def average_buffers(model: Module, group: Group, backend: Backend, steps: int) -
     total = group.sum_floats([steps])[0]
     if group.size == 1 or not total:
         return
-    for _, buffer in model.named_buffers():
-        host = np.asarray(backend.to_host(buffer.data))
-        mean = np.ascontiguousarray(host.reshape(-1) * np.float64(steps / total))
-        group.all_reduce(mean, check=False)
-        buffer.data[...] = backend.asarray(mean.reshape(host.shape).astype(host.dtype))
+    average((buffer.data for _, buffer in model.named_buffers()), group, backend, steps / total)

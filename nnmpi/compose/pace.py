@@ -27,7 +27,7 @@ class Pace:
     """
 
     seconds: float = 0.0
-    slowdown: Slowdown = field(default_factory=lambda: Slowdown(()))
+    slowdown: Slowdown = field(default_factory=Slowdown)
 
     def due_s(self, computed_s: float, rank: int, step: int) -> float:
         """Return how long a step is to take that was computed in so many seconds."""

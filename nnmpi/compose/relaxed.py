@@ -13,32 +13,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
-
-import numpy as np
 
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
+from nnmpi.compose.evaluation import evaluate_all, evaluate_batch
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.meeting import average_buffers
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.report import EvalReport
-from nnmpi.compose.runner import SumLoss, check_loss, count_correct, sum_cross_entropy
+from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.compose.served import Served
 from nnmpi.compose.state import model_state, optimizer_state, served_state
 from nnmpi.compose.unserved import Unserved
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import UsageError
-from nnmpi.nn.mode import evaluation
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import check_free, share_state
 from nnmpi.parallel.state import LayoutState
 from nnmpi.synchrony.sync import Sync
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
 
 Rate: TypeAlias = Callable[[int], float]
 Tell: TypeAlias = Callable[[Progress], None]
@@ -138,16 +135,8 @@ class RelaxedWorker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
-        begin = time.perf_counter()
-        totals = np.zeros(3)
-        for batch in batches:
-            x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-            with no_grad(), evaluation():
-                logits = self.model(Tensor(x))
-                totals += self.evaluation_loss(logits, y).item(), count_correct(logits, y), len(batch.y)
-        loss_sum, correct, samples = self.group.sum_floats(list(totals))
-        count = max(samples, 1)
-        return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
+        one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
+        return evaluate_all(self.group, batches, one)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays as those of the whole model; see `Worker.state`."""
@@ -167,11 +156,7 @@ class RelaxedWorker:
 
     def _check(self, pace: Pace) -> None:
         """Refuse what does not go together."""
-        if self.optimizer.storage is not self.model.storage:
-            raise UsageError(
-                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
-                "model.initialize()"
-            )
+        check_optimizer(self.model, self.optimizer)
         if not self.sync.relaxed:
             raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
         self.sync.check(self.group.size)

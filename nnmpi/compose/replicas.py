@@ -12,14 +12,14 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.compose.evaluation import evaluate_batch
 from nnmpi.compose.runner import Correct, Outcome, SumLoss, check_cuts
 from nnmpi.data.loader import Batch, Cut
-from nnmpi.nn.mode import evaluation, training
+from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.parallel.fixed import FixedReduction
-from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -101,12 +101,8 @@ class Replicas:
 
     def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """See `Runner.evaluate`."""
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-        with no_grad(), evaluation():
-            logits = self.model(Tensor(x))
-            loss_sum = self.evaluation_loss(logits, y).item()
-        correct = self._correct(logits, y)
-        return (loss_sum, correct, len(batch.y)) if self._counts else (0.0, 0.0, 0)
+        found = evaluate_batch(self.model, self.evaluation_loss, self._correct, self.backend, batch)
+        return found if self._counts else (0.0, 0.0, 0)
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""

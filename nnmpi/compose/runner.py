@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,9 @@ from nnmpi.comm.exchange import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pipeline import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes
@@ -103,12 +106,26 @@ def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 
     return partial(sharded_cross_entropy, group=arrangement.mesh.tp, classes=arrangement.classes, **options)
 
 
+def check_optimizer(model: Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would update other arrays than the model's.
+
+    Raises:
+        UsageError: saying what to do.
+    """
+    if optimizer.storage is not model.storage:
+        raise UsageError(
+            "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
+            "model.initialize()"
+        )
+
+
 def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
-    """Refuse a loss that would see this rank's classes alone and take them for all.
+    """Refuse a loss that is a mean, or would see this rank's classes alone and take them for all.
 
     Raises:
         UsageError: naming what to do.
     """
+    _refuse_mean(loss)
     if arrangement is None or not arrangement.classes:
         return
     if getattr(loss, "func", None) is not sharded_cross_entropy:
@@ -116,6 +133,19 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
             f"the {arrangement.classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so "
             "this loss would see a part of them alone; take compose.runner.sum_cross_entropy(arrangement), or "
             "Sharding.COLUMN, after which the logits are whole"
+        )
+
+
+def _refuse_mean(loss: SumLoss) -> None:
+    """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
+    try:
+        reduction = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):  # a callable that has no signature
+        return
+    if reduction is not None and reduction.default != "sum":
+        raise UsageError(
+            f"the loss has reduction={reduction.default!r}, but a Worker divides the sum of all ranks' losses once: "
+            'give it partial(loss, reduction="sum")'
         )
 
 

@@ -5,7 +5,8 @@
     worker 2   | pull |  gradient of batch 0, part 1         | push | pull | ...
 
 A worker that is a server too looks after its messages after the forward pass, after each layer of the backward pass,
-while it waits, and while it is slowed down. What it does for others counts as time of its own step.
+while it waits, and while it is slowed down. What it does for others is in the time of its step, but is not multiplied
+by a straggler's factor.
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
 
 from nnmpi import timeline
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import LocalGradient
-from nnmpi.compose.meeting import Tally, exchange, step_seconds
+from nnmpi.compose.meeting import Tally, exchange, sum_up
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.segment import Progress, SegmentReport
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.divergence import find_place, tell_place
 from nnmpi.parallel.push_pull import PushPull
 from nnmpi.parallel.server import ParameterServer, Push
 from nnmpi.parallel.shards import Shard, cut_shards
@@ -53,7 +52,7 @@ class Served:
         backend: Backend,
         synchronous: bool,
     ) -> None:
-        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
+        self.optimizer, self.group, self.sync = optimizer, group, sync
         self._gradient, self._pace = gradient, pace
         self._workers, servers = sync.worker_ranks(group.size), sync.server_ranks(group.size)
         self._is_worker = group.rank in self._workers
@@ -150,9 +149,9 @@ class Served:
             self._served_s = 0.0
             gradient = self._gradient.run(batch, number)
             self._linger(started)
-            broken = not (isfinite(gradient.loss_sum) and isfinite(gradient.norm))
-            if broken:
-                tally.broken = tally.broken or self._find(batch, number, gradient.loss_sum)
+            broken = not gradient.is_finite
+            if broken and not tally.broken:
+                tally.broken = self._gradient.explain(gradient, batch, number, f"rank {self.group.rank}")
             spent_s, wait_s = time.perf_counter() - started, pulled - begin
             tally.add(gradient, wait_s, started - pulled)
             tally.compute_s += spent_s - gradient.compute_s
@@ -185,12 +184,6 @@ class Served:
         begin = time.perf_counter()
         self._talk.serve()
         self._served_s += time.perf_counter() - begin
-
-    def _find(self, batch: Batch, number: int, loss_sum: float) -> str:
-        """Return the sentence about a loss or gradient of this rank that is not finite."""
-        place = find_place(self.model, *self._gradient.again(batch, number))
-        value = loss_sum / max(len(batch.y), 1)
-        return tell_place(number + 1, value, place, f"rank {self.group.rank}")
 
     def _count(
         self,
@@ -243,15 +236,10 @@ class Served:
             loss_sum=loss_sum,
             correct=correct,
             seconds=self.group.share(seconds),
-            messages=sum(tally.messages for tally in tallies),
-            bytes=sum(tally.bytes for tally in tallies),
             updates=first["updates"],
             dropped=first["dropped"],
             undealt=first["undealt"],
             staleness=Staleness.from_json(first["staleness"]),
             lead=first["lead"],
-            signal=max(tally.signal for tally in tallies),
-            compute_s=step_seconds(tallies, "compute_s"),
-            wait_s=step_seconds(tallies, "wait_s"),
-            input_s=step_seconds(tallies, "input_s"),
+            **sum_up(tallies),
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import isfinite
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.checkup import Checkup
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import LocalGradient
-from nnmpi.compose.meeting import Tally, exchange, step_seconds
+from nnmpi.compose.meeting import Tally, exchange, sum_up
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.data.loader import Batch, Loader
@@ -27,7 +26,6 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.divergence import find_place, tell_place
 from nnmpi.parallel.gossip import Gossip, LocalSGD
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
@@ -132,11 +130,9 @@ class Unserved:
         """Do one update of this rank's own weights with the gradient of its part's mean loss."""
         started = time.perf_counter()
         gradient = self._gradient.run(batch, number)
-        if not (isfinite(gradient.loss_sum) and isfinite(gradient.norm)):
-            if not tally.broken:
-                place = find_place(self.model, *self._gradient.again(batch, number))
-                value = gradient.loss_sum / max(len(batch.y), 1)
-                tally.broken = tell_place(number + 1, value, place, f"rank {self.group.rank}")
+        if not gradient.is_finite:
+            who = f"rank {self.group.rank}"
+            tally.broken = tally.broken or self._gradient.explain(gradient, batch, number, who)
         elif gradient.rows:
             scale(self.model.storage.grads, batch.global_rows / gradient.rows)
             self.optimizer.lr = lr
@@ -163,13 +159,8 @@ class Unserved:
             loss_sum=float(np.sum([tally.loss_sum for tally in tallies])),
             correct=float(np.sum([tally.correct for tally in tallies])),
             seconds=self.group.share(seconds),
-            messages=sum(tally.messages for tally in tallies),
-            bytes=sum(tally.bytes for tally in tallies),
             updates=batches,
             staleness=staleness if self.sync.mode == "local" else None,
             disagreement=disagreement,
-            signal=max(tally.signal for tally in tallies),
-            compute_s=step_seconds(tallies, "compute_s"),
-            wait_s=step_seconds(tallies, "wait_s"),
-            input_s=step_seconds(tallies, "input_s"),
+            **sum_up(tallies),
         )

@@ -22,16 +22,14 @@ no time. Servers, desks, clocks and gradients are those of a run on ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import isfinite
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.compose.evaluation import evaluate_all, evaluate_batch
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.playing.joint import Joint
@@ -40,20 +38,17 @@ from nnmpi.compose.playing.served import Served
 from nnmpi.compose.playing.statistics import Statistics
 from nnmpi.compose.playing.unserved import Unserved
 from nnmpi.compose.report import EvalReport
-from nnmpi.compose.runner import SumLoss, check_loss, count_correct, sum_cross_entropy
+from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.nn.mode import evaluation
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import check_free
 from nnmpi.parallel.state import LayoutState
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
 
 Observe: TypeAlias = Callable[[float, "VirtualWorker"], None]
 
@@ -96,11 +91,7 @@ class VirtualWorker:
         network: LinkSpeed | None = None,
     ) -> None:
         pace = Pace(1.0) if pace is None else pace
-        if optimizer.storage is not model.storage:
-            raise UsageError(
-                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
-                "model.initialize()"
-            )
+        check_optimizer(model, optimizer)
         if workers < 1:
             raise UsageError(f"{workers} virtual workers cannot compute anything; give 1 or more")
         if group.size > 1:
@@ -109,7 +100,7 @@ class VirtualWorker:
             )
         if not (isfinite(pace.seconds) and pace.seconds > 0):
             raise UsageError(f"a virtual step of {pace.seconds:g} s is not possible; give a number above 0")
-        ranks = workers + (sync.server_count if sync.dedicated else 0)
+        ranks = sync.ranks_of(workers)
         sync.check(ranks)
         pace.slowdown.check(sync.worker_ranks(ranks))
         check_free(model)
@@ -180,16 +171,8 @@ class VirtualWorker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over all batches; its seconds are real ones."""
-        begin = time.perf_counter()
-        totals = np.zeros(3)
-        for batch in batches:
-            x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-            with no_grad(), evaluation():
-                logits = self.model(Tensor(x))
-                totals += self.evaluation_loss(logits, y).item(), count_correct(logits, y), len(batch.y)
-        loss_sum, correct, samples = totals.tolist()
-        count = max(samples, 1)
-        return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
+        one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
+        return evaluate_all(self.group, batches, one)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays; see `Worker.state`."""

@@ -10,7 +10,6 @@ model may be cut and sharded (see `compose.arrange`); without one, every rank ha
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,13 +27,14 @@ from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.equal import check_equal
+from nnmpi.compose.evaluation import evaluate_all
 from nnmpi.compose.housing import Housing, fuse
 from nnmpi.compose.meter import Meter
 from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.compose.replicas import Replicas
 from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, correct_of, sum_cross_entropy
+from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_optimizer, correct_of, sum_cross_entropy
 from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
@@ -94,16 +94,11 @@ class Worker:
         arrangement: Arrangement | None = None,
         synchronous: bool = False,
     ) -> None:
-        if optimizer.storage is not model.storage:
-            raise UsageError(
-                "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
-                "model.initialize()"
-            )
+        check_optimizer(model, optimizer)
         self.model, self.optimizer, self.group = model, optimizer, group
         self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
         for each in (self.loss, self.evaluation_loss):
-            _refuse_mean(each)
             check_loss(each, arrangement)
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
@@ -243,13 +238,7 @@ class Worker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
-        begin = time.perf_counter()
-        totals = np.zeros(3)
-        for batch in batches:
-            totals += self.runner.evaluate(batch)
-        loss_sum, correct, samples = self.group.sum_floats(list(totals))
-        count = max(samples, 1)
-        return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
+        return evaluate_all(self.group, batches, self.runner.evaluate)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
@@ -347,17 +336,4 @@ def _check_pairs(model: Module, arrangement: Arrangement | None, fused_update: b
         raise UsageError(
             "clipping needs the gradient of all stages at once, but with pipedream each stage updates when its own is "
             "there; leave one of them out"
-        )
-
-
-def _refuse_mean(loss: SumLoss) -> None:
-    """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
-    try:
-        reduction = inspect.signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):  # a callable that has no signature
-        return
-    if reduction is not None and reduction.default != "sum":
-        raise UsageError(
-            f"the loss has reduction={reduction.default!r}, but a Worker divides the sum of all ranks' losses once: "
-            'give it partial(loss, reduction="sum")'
         )

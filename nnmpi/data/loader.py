@@ -176,11 +176,14 @@ class Loader:
         """
         where = (number, rank, world, self.microbatches, self.whole)
         ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
-        indices = np.concatenate([epoch_order[:0], *(epoch_order[mine.start : mine.stop] for mine in ranges.values())])
-        if self.partition != "none":
+        if self.partition == "none":
+            places = (epoch_order[mine.start : mine.stop] for mine in ranges.values())
+            indices = np.concatenate([epoch_order[:0], *places])
+        else:
             if taken is None:
                 taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
-            indices = own_rows(self._owned(rank, world), self.seed, rank, taken, len(indices))
+            count = sum(map(len, ranges.values()))
+            indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
         x = self.dataset.rows(indices, self.dtype)
         if self.transform is not None:
             x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))

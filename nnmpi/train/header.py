@@ -89,9 +89,6 @@ def _partition(config: Config) -> str:
 def _synchrony(config: Config, group: Group) -> list[str]:
     """Return how far ranks may drift apart, and how slow they are on purpose; nothing for an ordinary run."""
     sync = config.sync
-    ranks = group.size
-    if sync.virtual_workers:
-        ranks = sync.virtual_workers + (sync.rule.server_count if sync.rule.dedicated else 0)
     slow, pace = sync.slowdown(config.run.seed).describe(), ""
     if sync.pace_ms:
         pace = f"a step takes {'' if sync.virtual_workers else 'at least '}{sync.pace_ms:g} ms"
@@ -100,7 +97,7 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     warmup = sync.sync_warmup_epochs
     begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
     return [
-        *([f"sync: {sync.rule.describe(ranks)}{begins}"] if sync.in_segments else []),
+        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.in_segments else []),
         *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
     ]
 

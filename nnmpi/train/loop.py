@@ -81,6 +81,15 @@ class Loop(ABC):
     def _details(self) -> Sequence[str]:
         """Return lines about what has run since the last time. Collective."""
 
+    def _do_what_is_due(self, ended: bool) -> None:
+        """End the epoch if it has `ended`, and save if it is time. Collective."""
+        if ended:
+            self._end_epoch()
+        options = self._parts.options
+        due = ended and is_due(self.state.epoch, options.save_every)
+        if due or is_due(self.state.step, options.save_steps):
+            self._save()
+
     def _end_epoch(self) -> None:
         """Tell of the epoch, after an evaluation if one is due, and go on to the next. Collective."""
         totals, report = self._over_ranks(self.state.in_epoch), None

@@ -7,7 +7,6 @@ step    0 ------------------ 100 ------------------ 200 ------ 235      235 batc
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from nnmpi.compose.relaxed import RelaxedWorker
@@ -28,7 +27,6 @@ class SegmentLoop(Loop):
     """Trains segment by segment with a worker whose ranks need not be in step.
 
     Args:
-        gradients: how many gradients make a step, of those that the worker tells of.
         warmup: the epochs in which the ranks stay in step.
     """
 
@@ -39,11 +37,10 @@ class SegmentLoop(Loop):
         state: State,
         reporter: Reporter,
         recorder: Recorder,
-        gradients: int,
         warmup: int,
     ) -> None:
         super().__init__(parts, state, reporter, recorder)
-        self._worker, self._gradients, self._warmup = worker, gradients, warmup
+        self._worker, self._gradients, self._warmup = worker, worker.told, warmup
         self._window, self._seen, self._norm = Totals(), 0, 0.0
         self._told_s = self._at_s = 0.0
         self._lag = Lag()
@@ -57,15 +54,11 @@ class SegmentLoop(Loop):
         return report
 
     def _run_epoch(self) -> None:
-        loader, options = self._parts.inputs.train_loader, self._parts.options
+        loader = self._parts.inputs.train_loader
         while self.state.batch < loader.batches_per_epoch:
             report = self._run_segment(self._stop_at(loader.batches_per_epoch))
             ended = self.state.batch == loader.batches_per_epoch
-            if ended:
-                self._end_epoch()
-            due = ended and is_due(self.state.epoch, options.save_every)
-            if due or is_due(self.state.step, options.save_steps):
-                self._save()
+            self._do_what_is_due(ended)
             if self._finished:
                 return
             self._leave_if(report.signal)
@@ -147,8 +140,7 @@ class SegmentLoop(Loop):
             state = replace(self.state, step=self.state.step + done, batch=self.state.batch + done, window=window)
             more: dict[str, Any] = {"virtual_s": self._at_s} if isinstance(self._worker, VirtualWorker) else {}
             more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
-            norm = self._norm if isfinite(self._norm) else float("nan")
-            self._reporter.steps(state, norm, self._parts.schedule(max(state.step - 1, 0)), more)
+            self._reporter.steps(state, self._norm, self._parts.schedule(max(state.step - 1, 0)), more)
         self._window, self._told_s = Totals(), self._at_s
 
     def _details(self) -> Sequence[str]:

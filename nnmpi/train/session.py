@@ -85,7 +85,7 @@ def _make_loop(config: Config, parts: Parts, state: State, reporter: Reporter, r
     worker, sync = parts.worker, config.sync
     if isinstance(worker, Worker):
         return StepLoop(parts, worker, state, reporter, recorder)
-    return SegmentLoop(parts, worker, state, reporter, recorder, worker.told, sync.sync_warmup_epochs)
+    return SegmentLoop(parts, worker, state, reporter, recorder, sync.sync_warmup_epochs)
 
 
 def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
@@ -116,9 +116,7 @@ def check_sync(config: Config, group: Group) -> None:
             f"--virtual-workers {sync.virtual_workers} plays all workers in one process, but there are {group.size} "
             "ranks; start it without mpirun"
         )
-    ranks = group.size
-    if sync.virtual_workers:  # dedicated servers are further ones
-        ranks = sync.virtual_workers + (rule.server_count if rule.dedicated else 0)
+    ranks = sync.ranks(group.size)
     rule.check(ranks)
     sync.slowdown(config.run.seed).check(rule.worker_ranks(ranks))
 

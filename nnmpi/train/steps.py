@@ -35,12 +35,7 @@ class StepLoop(Loop):
                 totals = self._run_step(batches)
                 if is_due(self.state.step, options.log_every) or self._finished:
                     self._log()
-                ended = batch_number + 1 == loader.batches_per_epoch
-                if ended:
-                    self._end_epoch()
-                due = ended and is_due(self.state.epoch, options.save_every)
-                if due or is_due(self.state.step, options.save_steps):
-                    self._save()
+                self._do_what_is_due(ended=batch_number + 1 == loader.batches_per_epoch)
                 if self._finished:
                     return
                 self._leave_if(self._stop.asked(totals.wall_s))

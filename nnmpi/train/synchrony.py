@@ -85,6 +85,10 @@ class SyncConfig:
             self.staleness_lr,
         )
 
+    def ranks(self, size: int) -> int:
+        """Return how many ranks the run has, or plays, in a job of this size."""
+        return self.rule.ranks_of(self.virtual_workers) if self.virtual_workers else size
+
     @property
     def links(self) -> LinkSpeed:
         """The network of virtual time."""

@@ -11,6 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.relaxed import RelaxedWorker
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
 from nnmpi.synchrony.sync import Sync
 from tests.compose.relaxed_play import (
     EVERY_MODE,
@@ -167,6 +168,8 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
         make(group, Sync("asp", servers=group.size + 1))
     with pytest.raises(UsageError, match=f"slows rank {group.size} down, which is none of the workers"):
         make(group, Sync("asp"), straggler=f"rank={group.size},factor=2")
+    with pytest.raises(UsageError, match="the loss has reduction='mean'"):
+        make(group, Sync("asp"), loss=cross_entropy)
     worker = make(group, Sync("local"))
     if group.size > 1:
         own = group.split(group.rank)

@@ -19,6 +19,7 @@ from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import CheckpointError, DivergenceError, UsageError
+from nnmpi.ops.loss import cross_entropy
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
 from tests.compose.virtual_play import (
@@ -320,5 +321,7 @@ def test_impossible_workers_are_refused(group: Group) -> None:
         make(group, Sync("asp"), 4, straggler="rank=4,factor=2")
     with pytest.raises(UsageError, match="--straggler slows rank 0 down"):  # it is the server
         make(group, Sync("asp", dedicated=True), 4, straggler="rank=0,factor=2")
+    with pytest.raises(UsageError, match="the loss has reduction='mean'"):
+        VirtualWorker(*options, Sync("asp"), 2, evaluation_loss=cross_entropy)
     with pytest.raises(UsageError, match="the optimizer works on other arrays"):
         VirtualWorker(build(), options[1], group, Sync("asp"), 2)

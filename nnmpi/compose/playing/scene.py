@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import isfinite
 
 from nnmpi.compose.gradient import Gradient, LocalGradient
 from nnmpi.compose.pace import Pace
@@ -14,7 +13,6 @@ from nnmpi.data.loader import Batch, Parts
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.divergence import find_place, tell_place
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
 
@@ -93,13 +91,12 @@ class Scene:
 
     def check(self, gradient: Gradient, batch: Batch, number: int, who: str) -> None:
         """Raise DivergenceError for a gradient that is not finite."""
-        if not (isfinite(gradient.loss_sum) and isfinite(gradient.norm)):
-            place = find_place(self.model, *self.gradient.again(batch, number))
-            raise DivergenceError(tell_place(number + 1, gradient.loss_sum / max(len(batch.y), 1), place, who))
+        if not gradient.is_finite:
+            raise DivergenceError(self.gradient.explain(gradient, batch, number, who))
 
     def take_step(self, worker: int) -> float:
         """Count one more step of a worker, and return the virtual seconds that it takes."""
-        first = self.sync.server_count if self.sync.dedicated else 0
-        seconds = self.pace.due_s(0.0, first + worker, self.steps[worker])
+        rank = self.sync.worker_ranks(self.sync.ranks_of(self.workers))[worker]
+        seconds = self.pace.due_s(0.0, rank, self.steps[worker])
         self.steps[worker] += 1
         return seconds

@@ -1,0 +1,53 @@
+"""Evaluations are means over all samples, whoever has them, and whichever worker is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.synchrony.sync import Sync
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+from tests.compose.virtual_play import build, dataset, optimizer_of
+
+ROWS = 23
+
+
+def expected() -> tuple[float, float]:
+    """Return loss and accuracy of the model as it begins, without the workers' code."""
+    data = dataset(ROWS)
+    with no_grad():
+        logits = build()(Tensor(data.x.astype("float64"))).data
+    of_label = logits[np.arange(ROWS), data.y]
+    losses = np.log(np.exp(logits).sum(axis=1)) - of_label
+    return float(losses.mean()), float((logits.argmax(axis=1) == data.y).mean())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["worker", "relaxed", "virtual"])
+def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
+    """With batches and parts that divide nothing, and ranks that have no sample of the last batch."""
+    model = build()
+    alone = group.split(group.rank)
+    workers: dict[str, Any] = {
+        "worker": lambda: Worker(model, optimizer_of(model), group),
+        "relaxed": lambda: RelaxedWorker(model, optimizer_of(model), group, Sync("local")),
+        "virtual": lambda: VirtualWorker(model, optimizer_of(model), alone, Sync("asp"), 3),
+    }
+    worker = workers[kind]()
+    own = worker.group
+    batches = Loader(dataset(ROWS), 7, rank=own.rank, world=own.size, shuffle=False, dtype="float64", workers=0)
+    report = worker.evaluate(batches.epoch(0))
+    worker.release()
+    alone.free()
+    found = (report.loss, report.accuracy)
+    assert (
+        group.gather([bool(np.allclose(found, expected(), rtol=1e-12)), report.samples]) == [[True, ROWS]] * group.size
+    )
