@@ -18,7 +18,10 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
+from nnmpi.backend.kernels.active import jit  # noqa: E402
+from nnmpi.backend.precision import use_precision  # noqa: E402
 from nnmpi.errors import NnmpiError  # noqa: E402
+from nnmpi.nn.compiled import compile  # noqa: E402
 from nnmpi.tensor import Tensor, no_grad  # noqa: E402
 
 if TYPE_CHECKING:
@@ -48,7 +51,9 @@ __all__ = [
     "arrange",
     "backend",
     "comm",
+    "compile",
     "data",
+    "jit",
     "models",
     "nn",
     "no_grad",
@@ -57,6 +62,7 @@ __all__ = [
     "parallel",
     "start",
     "tensor",
+    "use_precision",
 ]
 
 # What needs an MPI library is imported when it is first used.

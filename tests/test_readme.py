@@ -18,6 +18,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.mpi
+@pytest.mark.host_only("a program of its own, in which nothing is said of a device")
 def test_library_program_trains(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
     """The first program, as it stands, on every number of ranks; it reaches 97 % and prints on rank 0 alone."""
     exec(compile(PROGRAMS[0], "README.md", "exec"), {"__name__": "__main__"})

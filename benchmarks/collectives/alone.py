@@ -24,12 +24,13 @@ from benchmarks.collectives import results  # noqa: E402
 from benchmarks.collectives.contestants import Entry  # noqa: E402
 from benchmarks.collectives.gloo import gloo_sum, join, stop_gloo  # noqa: E402
 from benchmarks.collectives.names import ALL_REDUCE, GLOO, NO_MPI  # noqa: E402
-from benchmarks.collectives.options import HelpAsked, Options, parse  # noqa: E402
+from benchmarks.collectives.options import Options, parse  # noqa: E402
 from benchmarks.collectives.pattern import Pattern  # noqa: E402
 from benchmarks.collectives.rows import Row, build_rows, line, title  # noqa: E402
 from benchmarks.collectives.timing import gather, never, nothing, take  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.collective import ALL_REDUCE as SUM  # noqa: E402
+from nnmpi.command import HelpAsked  # noqa: E402
 from nnmpi.errors import UsageError  # noqa: E402
 
 

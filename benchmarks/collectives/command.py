@@ -7,12 +7,13 @@ from benchmarks.collectives import gloo, plot, results
 from benchmarks.collectives.header import collect, lines
 from benchmarks.collectives.measure import Measurement
 from benchmarks.collectives.names import GLOO
-from benchmarks.collectives.options import HelpAsked, Options, parse
+from benchmarks.collectives.options import Options, parse
 from benchmarks.collectives.prediction import Prediction
 from nnmpi.backend.record import Backend
 from nnmpi.backend.select import select
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked
 from nnmpi.launcher import read_launch
 from nnmpi.train.progress import Console
 from nnmpi.train.root import on_root

@@ -63,7 +63,7 @@ class Entry:
 def staged(run: Callable[[], Any], host: NDArray[Any], device: Array, backend: Backend) -> Callable[[], None]:
     """Return the call that does the same on a device array: down to the host array, `run`, and up again.
 
-    It ends when the device holds the result. MPI never sees the device's memory.
+    It ends when the device holds the result.
     """
 
     def down_run_up() -> None:

@@ -76,6 +76,8 @@ class Field:
             self._memory.free()
 
     def _make(self, name: str) -> Entry:
+        if self._backend.is_device and name not in (GLOO, UPDATE, FUSED):
+            return self._on_device(name)
         if name == AUTO:
             return self._auto()
         if name == UPDATE:
@@ -105,15 +107,33 @@ class Field:
         pending = self._group.bind(array, algorithm, operation=self._options.operation)
         return self._entry(name, array, pending.run, pending.free)
 
+    def _on_device(self, name: str) -> Entry:
+        """Return what works on device arrays, however they travel; a call ends when the device has the result."""
+        device, group = self._device_buffer(), self._group
+        if name == AUTO:
+            group.fit = self._fit
+            self.chosen[AUTO] = group.devices().choose(device).algorithm
+        pending = group.bind(device, name, operation=self._options.operation)
+
+        def run() -> None:
+            pending.run()
+            self._backend.synchronize()
+
+        return Entry(name, self._pattern, device, run, lambda: self._backend.to_host(device), free=pending.free)
+
+    def _device_buffer(self) -> Array:
+        """Return this rank's buffer on the device."""
+        if self._device is None:
+            self._device = self._backend.zeros(self._elements, self._options.dtype)
+        return self._device
+
     def _entry(
         self, name: str, host: NDArray[Any], run: Callable[[], Any], free: Callable[[], Any] | None = None
     ) -> Entry:
         """Return a contestant that works on a host array, by way of it if the buffers are on a device."""
         if self._backend.xp is np:
             return Entry(name, self._pattern, host, run, free=free)
-        if self._device is None:
-            self._device = self._backend.zeros(self._elements, self._options.dtype)
-        device = self._device
+        device = self._device_buffer()
         call = staged(run, host, device, self._backend)
         return Entry(name, self._pattern, device, call, result=lambda: self._backend.to_host(device), free=free)
 

@@ -29,6 +29,7 @@ def collect(options: Options, group: Group, backend: Backend, fit: str) -> dict[
         "algorithms": list(options.algorithms),
         "dtype": options.dtype,
         "backend": f"{backend.name} on {backend.device}",
+        "device_arrays": group.devices().describe() if backend.is_device else "",
         "checked": options.check,
         "ranks": group.size,
         "nodes": found.nodes,
@@ -59,6 +60,7 @@ def lines(header: Mapping[str, Any], options: Options, fit_place: str) -> list[s
         ("threads", header["blas"]),
         ("settings", pins or "none"),
         ("fit", header["fit"] + fit_place),
+        *([("device arrays", header["device_arrays"])] if header["device_arrays"] else []),
         *(("warning", text) for text in header["warnings"]),
     ]
     return [f"{name + ':':<12} {text}" for name, text in named]

@@ -1,6 +1,6 @@
 """What can be timed, by the names of the command line."""
 
-from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, IPC, NATIVE, NCCL, SHARED
 
 ALL_REDUCE = "all-reduce"
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
@@ -15,14 +15,15 @@ OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")
 BASELINES = {FUSED: UPDATE, UPDATE: UPDATE}
 
 
-def algorithms(operation: str) -> tuple[str, ...]:
-    """Return the names of all that "all" means for an operation: the baseline first."""
+def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
+    """Return the names of all that "all" means for an operation, on host or device arrays: the baseline first."""
     made_of_steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
-        return (NATIVE, *made_of_steps)
-    return (NATIVE, SHARED, *made_of_steps, AUTO, UPDATE, FUSED)
+        return (NATIVE, *made_of_steps, *([NCCL] if on_device else []))
+    return (NATIVE, SHARED, *made_of_steps, AUTO, *([IPC, NCCL] if on_device else [UPDATE, FUSED]))
 
 
-def known(operation: str) -> tuple[str, ...]:
+def known(operation: str, on_device: bool = False) -> tuple[str, ...]:
     """Return the names that may be asked for."""
-    return (*algorithms(operation), GLOO) if operation == ALL_REDUCE else algorithms(operation)
+    names = algorithms(operation, on_device)
+    return (*names, GLOO) if operation == ALL_REDUCE else names

@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from benchmarks.collectives.names import ALL, ALL_REDUCE, OPERATIONS, algorithms, known
+from benchmarks.words import listed
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.sizes import name_bytes, parse_bytes
+from nnmpi.command import HelpAsked, Parser
 from nnmpi.errors import UsageError
 
 PROGRAM = "mpirun -n P python benchmarks/collectives"
@@ -16,10 +17,6 @@ DESCRIPTION = """Time collectives, interleaved in one process, beside what the c
 The README beside the program says what the columns mean and how they are measured."""
 BACKENDS = ("numpy", "cupy")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-class HelpAsked(Exception):
-    """The user asked for help; the text is the message."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,6 @@ class Options:
     refit: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that neither prints nor exits."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists the options")
-
-
 def parse(words: Sequence[str]) -> Options:
     """Return the options that these words of a command line stand for.
 
@@ -77,7 +67,8 @@ def parse(words: Sequence[str]) -> Options:
         raise HelpAsked(parser.format_help().rstrip())
     dtype = _one_of("--dtype", found.dtype, sorted(each.name for each in DTYPES))
     operation = _one_of("--operation", found.operation, OPERATIONS)
-    names, everything = _algorithms(found.algorithms, operation)
+    backend = _one_of("--backend", found.backend, BACKENDS)
+    names, everything = _algorithms(found.algorithms, operation, backend == "cupy")
     itemsize = next(each.itemsize for each in DTYPES if each.name == dtype)
     return Options(
         operation=operation,
@@ -85,10 +76,10 @@ def parse(words: Sequence[str]) -> Options:
         everything=everything,
         sizes=_sizes(_bytes("--min", found.min), _bytes("--max", found.max), _factor(found.factor), itemsize),
         dtype=dtype,
-        backend=_one_of("--backend", found.backend, BACKENDS),
+        backend=backend,
         check=found.check,
-        iterations=None if found.iterations is None else _count(found.iterations),
-        budget_s=_seconds(found.budget_s),
+        iterations=None if found.iterations is None else count("--iterations", found.iterations),
+        budget_s=seconds("--budget-s", found.budget_s),
         json=_path("--json", found.json),
         plot=_plot(found.plot),
         fit=_path("--fit", found.fit),
@@ -96,8 +87,8 @@ def parse(words: Sequence[str]) -> Options:
     )
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROGRAM,
         description=DESCRIPTION,
         add_help=False,
@@ -108,7 +99,12 @@ def _parser() -> _Parser:
     add("-h", "--help", action="store_true", help="print this")
     add("--operation", default=ALL_REDUCE, metavar="NAME", help=f"{', '.join(OPERATIONS)} (default: {ALL_REDUCE})")
     names = ", ".join(known(ALL_REDUCE))
-    add("--algorithms", default=ALL, metavar="A,B,...", help=f"of {names}; all (default): all but gloo")
+    add(
+        "--algorithms",
+        default=ALL,
+        metavar="A,B,...",
+        help=f"of {names}, with cupy ipc, nccl; all (default): all but gloo",
+    )
     add("--min", default="4", metavar="BYTES", help="the shortest buffer (default: 4)")
     add("--max", default="64m", metavar="BYTES", help="the longest buffer, like 64k or 1.5GiB (default: 64m)")
     add("--factor", default="4", metavar="N", help="from one size to the next (default: 4)")
@@ -124,14 +120,15 @@ def _parser() -> _Parser:
     return parser
 
 
-def _algorithms(text: str, operation: str) -> tuple[tuple[str, ...], bool]:
+def _algorithms(text: str, operation: str, on_device: bool) -> tuple[tuple[str, ...], bool]:
     """Return the names, each once, and whether "all" is among them."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = listed(text)
     if not words:
         raise UsageError("--algorithms is empty; give names like native,ring, or all")
     names: list[str] = []
     for word in words:
-        names += algorithms(operation) if word == ALL else [_one_of("--algorithms", word, (ALL, *known(operation)))]
+        everything = algorithms(operation, on_device)
+        names += everything if word == ALL else [_one_of("--algorithms", word, (ALL, *known(operation, on_device)))]
     return tuple(dict.fromkeys(names)), ALL in words
 
 
@@ -169,20 +166,30 @@ def _factor(text: str) -> int:
     return int(text)
 
 
-def _count(text: str) -> int:
+def count(option: str, text: str) -> int:
+    """Return what an option's word counts.
+
+    Raises:
+        UsageError: when it is not a whole number above 0.
+    """
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--iterations {text!r} is not a whole number above 0")
+        raise UsageError(f"{option} {text!r} is not a whole number above 0")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(option: str, text: str) -> float:
+    """Return the seconds that an option's word stands for.
+
+    Raises:
+        UsageError: when they are not above 0 and finite.
+    """
     try:
-        seconds = float(text)
+        found = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--budget-s {text!r} is not a number of seconds above 0")
-    return seconds
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UsageError(f"{option} {text!r} is not a number of seconds above 0")
+    return found
 
 
 def _path(option: str, text: str | None) -> Path | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.accuracy.machine import facts
 from benchmarks.pipeline import picture
@@ -16,6 +16,7 @@ from benchmarks.pipeline.marks import MISSED
 from benchmarks.pipeline.parts import PARTS
 from benchmarks.pipeline.readme import rewrite
 from benchmarks.pipeline.tables import TABLES, machine
+from nnmpi.command import Parser
 from nnmpi.errors import NnmpiError, UsageError
 
 Content = Mapping[str, Any]
@@ -58,11 +59,6 @@ PIPELINE = Benchmark(
     ("times",),
     {"order": lambda folder: picture.draw(folder / PICTURE, PICTURE_MICROBATCHES)},
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def main(words: Sequence[str] | None = None, benchmark: Benchmark = PIPELINE) -> int:
@@ -117,7 +113,7 @@ def _make(folder: Path) -> None:
 
 
 def _parse(benchmark: Benchmark, words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(benchmark.program, description=benchmark.description)
+    parser = Parser(benchmark.program, description=benchmark.description)
     every = ",".join(benchmark.parts)
     parser.add_argument("--parts", default=every, metavar="A,B,...", help=f"what to measure ({every})")
     parser.add_argument("--check", action="store_true", help="reduced: seconds, and no times worth keeping")

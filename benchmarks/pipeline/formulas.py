@@ -5,8 +5,12 @@ the next one's input; a stage also keeps the input that it received.
 
     kept       per microbatch: the stage's layers, and its input beyond the first stage (the first one's is the batch)
     live       how many microbatches: all M (GPipe), min(S - s, M) (1F1B), 1 without a pipeline
-    at work    the gradients that a backward has in hand when it begins, where the peak is
+    at work    what a backward has in hand near its beginning, where the peak is
     under way  received ahead, or sent and not gone yet: one message each way
+
+A linear layer and its ReLU are one operation. Its backward has in hand the gradient, the same where the result was
+positive, and that of the input; and that of the weights, except in a step's first microbatch, which computes it in its
+place. The walk drops a layer's gradients when the next one's are there.
 """
 
 from __future__ import annotations
@@ -50,19 +54,13 @@ def activation_bytes(subject: Subject, stage: int, stages: int, schedule: str, r
     layers, live = subject.layers // stages, live_microbatches(subject, stage, stages, schedule)
     is_first, is_last, is_repeated = stage == 0, stage == stages - 1, recompute == ALWAYS and stages > 1
     received = 0 if is_first else unit
-    if is_repeated:
-        kept = live * received + layers * unit + is_last * logits
-    else:
-        kept = live * (received + layers * unit + is_last * logits)
-    return kept + _at_work(subject, unit, is_last) + _under_way(unit, is_first, is_last, is_repeated, schedule)
-
-
-def _at_work(subject: Subject, unit: int, is_last: bool) -> int:
-    """Return what the first layers of a backward hold beside all that is kept."""
-    if is_last:  # the gradient of the last activation, where that was positive (a byte each), and their product
-        return 2 * unit + unit // ITEM_BYTES
-    # the gradient that was received, that of the product, that of the layer's input, and that of its weights
-    return 3 * unit + subject.width**2 * ITEM_BYTES
+    each = received + layers * unit + is_last * logits  # of a microbatch
+    kept = (live - 1) * received + each if is_repeated else live * each
+    later = subject.width**2 * ITEM_BYTES * (1 if is_last else 2)  # the weights' gradients of one layer, or of two
+    if schedule == "gpipe" and stages > 1 and not is_repeated:
+        later = max(0, later - each)  # there is a microbatch less when gradients are added to others
+    work = (3 if is_last else 4) * unit  # beyond the last stage also what was received, to the end
+    return kept + work + later + _under_way(unit, is_first, is_last, is_repeated, schedule)
 
 
 def _under_way(unit: int, is_first: bool, is_last: bool, is_repeated: bool, schedule: str) -> int:

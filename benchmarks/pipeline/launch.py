@@ -56,14 +56,13 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
     Raises:
         LaunchError: when there is no mpirun, or the time is over.
     """
-    environ = {**_VARIABLES, **(_ROOT if os.geteuid() == 0 else {}), **os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as sink:  # not a pipe, which a stray rank could hold open for ever
         process = subprocess.Popen(
-            [_mpirun(), "-n", str(ranks), *words],
+            [mpirun(), "-n", str(ranks), *words],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=environ,
+            env=environment(),
             start_new_session=True,
         )
         try:
@@ -78,8 +77,17 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
         return status, sink.read().decode(errors="replace")
 
 
-def _mpirun() -> str:
-    """Return the mpirun that NNMPI_MPIRUN names, or the one beside this Python, or the PATH's."""
+def environment() -> dict[str, str]:
+    """Return the variables under which ranks are started: this process's, what mpirun needs, and one thread each."""
+    return {**_VARIABLES, **(_ROOT if os.geteuid() == 0 else {}), **os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def mpirun() -> str:
+    """Return the mpirun that NNMPI_MPIRUN names, or the one beside this Python, or the PATH's.
+
+    Raises:
+        LaunchError: when there is none.
+    """
     beside = Path(sys.executable).with_name("mpirun")
     found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:

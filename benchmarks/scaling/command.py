@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from benchmarks.scaling.crossings import EQUAL, Crossing, best_by_ranks, crossings, in_words
 from benchmarks.scaling.models import Model, cluster, fitted, flat
@@ -14,15 +13,11 @@ from benchmarks.scaling.plot import check_can_draw, draw
 from benchmarks.scaling.sweep import NAMES, Point, is_power, rank_counts, sweep
 from nnmpi.comm.fit import load_fit
 from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes, parse_seconds
+from nnmpi.command import Parser
 from nnmpi.errors import NnmpiError, UsageError
 
 TAUGHT = ("ps", "tree", "ring")  # those of the course's table
 CROSSING_RANKS = (4, 16, 64, 100, 256)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see python benchmarks/scaling --help)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -113,7 +108,7 @@ def _crossings(model: Model, counts: Sequence[int]) -> list[Crossing]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         "python benchmarks/scaling",
         description="Simulated time of all all-reduces against the number of ranks, and where one overtakes another.",
     )

@@ -6,23 +6,27 @@ MLP, in pairs of a column and a row layer, all of one width; the unit is rows x 
     whole              1/t                whole      whole
 
 CNN, per image: convolutions cut by output channels, and between them the images gathered. Every size is float32 but
-the pooling's choices (2 bytes) and a comparison's results (1 byte).
+the pooling's choices (1 byte).
+
+A layer, or a rank's column of it, is one operation with its ReLU and pooling, whose results before the last are never
+stored.
 """
 
 from __future__ import annotations
 
 from benchmarks.tensor.networks import CLASSES, CNN, Network
-from nnmpi.ops.conv import COLUMNS_BYTES
+from nnmpi.ops.tiles import TILES_BYTES, image_bytes
 from nnmpi.optim.blocks import HOST_BLOCK_BYTES
 
 ITEM_BYTES = 4  # float32
 COPIES = 4  # parameters, gradients, and Adam's two slots
 SCRATCH_BYTES = 2 * HOST_BLOCK_BYTES  # of the optimizer
-POSITIVE = 1 / ITEM_BYTES  # what the comparison with zero takes, of the array that is compared
+CHOICE = 1 / ITEM_BYTES  # what the pooling's choices take, of its result
 
-# The CNN's arrays per image, in elements: the bordered inputs of the convolutions, their results, and the pooled ones.
-FIRST_IN, FIRST_OUT, FIRST_POOLED = 30 * 30, 28 * 28 * 32, 14 * 14 * 32
-SECOND_IN, SECOND_OUT, SECOND_GRAD = 16 * 16 * 32, 14 * 14 * 64, 16 * 16 * 64  # the last one with a border
+# What of the CNN is pooled, per image, in elements.
+FIRST_POOLED = 14 * 14 * 32
+SECOND_POOLED = 7 * 7 * 64
+SECOND_SIDE, SECOND_CHANNELS = 14, (32, 64)
 FLAT, HIDDEN = 7 * 7 * 64, (128, 64)
 
 
@@ -47,22 +51,37 @@ def _cnn_elements() -> tuple[int, int]:
 def activation_bytes(network: Network, ranks: int) -> float:
     """Return the most that a step needs beyond parameters, gradients, state and batch."""
     if network.name == CNN:
-        return network.rows * _cnn_image_bytes(ranks) + COLUMNS_BYTES
+        return _cnn_bytes(network.rows, ranks)
     unit = network.rows * network.width * ITEM_BYTES
     pairs = (network.layers + 1) // 2
     kept = (pairs / ranks + pairs - 1) * unit + 2 * network.rows * CLASSES * ITEM_BYTES
-    # A relu's backward holds the gradient, where it counts, and their product: of a part, or of a whole activation,
-    # when the part above it is gone.
-    product = 2 + POSITIVE
-    return kept + max(product / ranks, product - 1 / ranks) * unit
+    if ranks == 1:
+        return kept + 3 * unit  # the gradient, the same where it counts, and that of the layer's input
+    # A relu's backward holds the gradient, and the same where it counts: most for a whole activation, when the part
+    # above it is gone.
+    return kept + (2 - 1 / ranks) * unit
 
 
-def _cnn_image_bytes(ranks: int) -> float:
-    """Return the larger of two moments of the backward pass."""
-    at_relu = FIRST_IN + (3 + POSITIVE) * FIRST_OUT / ranks  # the first one's result, gradient, product
-    kept = FIRST_IN + (FIRST_OUT + FIRST_POOLED / 2) / ranks + SECOND_IN
-    at_conv = kept + (SECOND_OUT + SECOND_GRAD) / ranks + FIRST_POOLED  # the second's gradients, and its input's, whole
-    return ITEM_BYTES * max(at_relu, at_conv)
+def _cnn_bytes(rows: int, ranks: int) -> float:
+    """Return the largest of some moments of the second convolution's backward pass."""
+    image = ITEM_BYTES * rows
+    tiles = _tiles_bytes(rows, SECOND_CHANNELS[0], SECOND_CHANNELS[1] // ranks)
+    choices = CHOICE * FIRST_POOLED / ranks  # of the first convolution's pooling
+    # its input, the gradient of that, and of what was pooled, with the choices there
+    at_conv = 2 * FIRST_POOLED + (1 + CHOICE) * SECOND_POOLED / ranks
+    at_sum = 3 * FIRST_POOLED if ranks > 1 else 0  # its input's gradient, the same in parts, and these in one piece
+    return max(image * (choices + at_conv) + tiles, image * (choices + at_sum))
+
+
+def _tiles_bytes(rows: int, c: int, o: int) -> float:
+    """Return what the second convolution's tiles take: those of a block of images, and of the last and shorter one."""
+    side = SECOND_SIDE
+    transforms = image_bytes(side, side, c, o, ITEM_BYTES)
+    block = min(rows, TILES_BYTES // transforms)
+    # the images with a border, rows of them for each row of tiles, results, one of each tile, and a comparison (a byte)
+    others = ((side + 2) ** 2 + 2 * side * (side + 2)) * c + (1 + 1 / 4 + 1 / ITEM_BYTES) * side**2 * o
+    kernels = 3 * 16 * c * o  # the kernel's places, the sum of their gradients, and what is added to it
+    return (block + rows % block) * (transforms + ITEM_BYTES * others) + ITEM_BYTES * kernels
 
 
 def exchanged_bytes(network: Network, ranks: int) -> dict[str, int]:

@@ -1,11 +1,14 @@
 """The array type that the engine works on, and how to find the library behind an array."""
 
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nnmpi.errors import DeviceError
 
 # CuPy has no type information and follows NumPy's interface, so NumPy's type stands for both.
 Array: TypeAlias = NDArray[Any]
@@ -24,3 +27,19 @@ def namespace(array: Array) -> ModuleType:
 def is_array(x: Any) -> bool:
     """Return whether x is an array of any library, rather than a number or a list."""
     return isinstance(x, np.ndarray) or hasattr(x, "__array_namespace__") or hasattr(x, "__cuda_array_interface__")
+
+
+def mixed_error(values: Iterable[Any]) -> DeviceError | None:
+    """Return the error for an operation that was given arrays of the host and of a device; None if it was not.
+
+    The libraries refuse such arrays themselves, but do not say which it is and what to do about it.
+    """
+    arrays = [(i, x) for i, x in enumerate(values) if is_array(x)]
+    host = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if isinstance(x, np.ndarray)]
+    device = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if not isinstance(x, np.ndarray)]
+    if not host or not device:
+        return None
+    return DeviceError(
+        f"one operation was given arrays in the host's memory (input {', '.join(host)}) and on the device (input "
+        f"{', '.join(device)}): bring them to where the model is, with backend.asarray(x) or backend.to_host(x)"
+    )

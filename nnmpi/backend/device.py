@@ -1,39 +1,61 @@
 """The CuPy backend. The only file that imports cupy, and only when it is asked for."""
 
+from __future__ import annotations
+
 import importlib
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, TracebackType
+from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start
+from nnmpi.backend.memory import MemoryUse, gib
 from nnmpi.backend.record import Backend
+from nnmpi.backend.streams import Event, Stream
 from nnmpi.errors import DeviceError
+
+# Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
+# the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
+SHARED_FRACTION = 0.9
+UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
 
 
 def device_problem() -> str | None:
-    """Return why no device can be used here, as half a sentence, or None when one can."""
+    """Return why no device can be used here, in words with what would help, or None when one can."""
     try:
         cupy = importlib.import_module("cupy")
-    except ImportError as error:
-        return f"cupy cannot be imported ({error}); install nnmpi[cuda12] or nnmpi[cuda13]"
-    if not cupy.cuda.is_available():
-        return "cupy finds no CUDA device (no driver, or none visible); use --backend numpy"
-    return None
+    except Exception as error:  # besides ImportError, a NumPy that does not fit gives AttributeError and others
+        return explain_import(error)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return explain_start(error, *_versions(cupy))
+    return None if count else explain_start(None, *_versions(cupy))
 
 
 def cupy_backend(local_rank: int) -> Backend:
     """Return the CuPy backend on the device of this rank: local_rank modulo the number of devices.
 
     Raises:
-        DeviceError: when cupy is not installed or sees no device.
+        DeviceError: when cupy cannot be imported, sees no device, or cannot use it; the message says what would help.
     """
     problem = device_problem()
     if problem is not None:
         raise DeviceError(f"backend cupy cannot be used: {problem}")
     cupy: ModuleType = importlib.import_module("cupy")
     number = local_rank % cupy.cuda.runtime.getDeviceCount()
-    cupy.cuda.Device(number).use()
-    model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
+    try:
+        cupy.cuda.Device(number).use()
+        model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
+        # Makes the context, so that its memory is taken when ranks share the rest, and compiles a kernel (once; CuPy
+        # keeps it on disk), so that libraries that are missing are missed here and not in the middle of a run.
+        cupy.ones(1, "float32").get()
+    except Exception as error:
+        problem = explain_start(error, *_versions(cupy))
+        raise DeviceError(f"backend cupy cannot use device {number}: {problem}") from error
 
     def to_host(array: Array) -> Array:
         return array if isinstance(array, np.ndarray) else cupy.asnumpy(array)
@@ -41,4 +63,206 @@ def cupy_backend(local_rank: int) -> Backend:
     def synchronize() -> None:
         cupy.cuda.get_current_stream().synchronize()
 
-    return Backend("cupy", cupy, f"{model}, device {number}", to_host, synchronize)
+    return DeviceBackend("cupy", cupy, f"{model}, device {number}", to_host, synchronize, number=number)
+
+
+def _versions(cupy: ModuleType) -> tuple[int, int]:
+    """Return the CUDA versions of the driver (0 without one) and of cupy, as CUDA counts them: 13020 is 13.2."""
+    try:
+        return cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
+    except Exception:
+        return 0, 0
+
+
+def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
+    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current device.
+
+    The bindings let the handle work on the current stream, at every call. They must be asked for as an attribute: it is
+    then that CuPy looks for the library in the wheels that may bring it; importing the module finds it on the system's
+    path alone.
+    """
+    bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
+    return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
+
+
+class DeviceStream:
+    """A stream of CuPy's, `raw`."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    @property
+    def ptr(self) -> int:
+        """The stream's handle."""
+        return int(self.raw.ptr)
+
+    def synchronize(self) -> None:
+        """Wait until all work given to the stream is done."""
+        self.raw.synchronize()
+
+    def wait(self, event: Event) -> None:
+        """Let the stream's later work begin after the mark; the host does not wait."""
+        assert isinstance(event, DeviceEvent)
+        self.raw.wait_event(event.raw)
+
+    def __enter__(self) -> DeviceStream:
+        self.raw.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.raw.__exit__(kind, error, trace)
+
+
+class DeviceEvent:
+    """An event of CuPy's, `raw`, and whether it was recorded."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.recorded = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Put the mark behind all that was given to the stream so far; by default to the current one."""
+        assert stream is None or isinstance(stream, DeviceStream)
+        self.raw.record(None if stream is None else stream.raw)
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to the mark."""
+        self.raw.synchronize()
+
+
+@dataclass
+class _Pool:
+    """What is noted of the memory pool.
+
+    Attributes:
+        peak_bytes: the most it had when it was asked, or before it gave memory back.
+        note: where its limit comes from.
+    """
+
+    peak_bytes: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceBackend(Backend):
+    """CuPy on a device.
+
+    Memory comes from CuPy's pool, which gives none back by itself: what it has taken from the device is its peak. To
+    follow every array instead would cost about 1 us for each, a tenth of what it takes to start a kernel.
+
+    Attributes:
+        number: of the device, among those that this process sees.
+        pool: what is noted of the pool.
+    """
+
+    number: int = 0
+    pool: _Pool = field(default_factory=_Pool, repr=False, compare=False)
+
+    @property
+    def card(self) -> str:
+        """The device's address on its bus and its identity, by which ranks that see different numbers for it know it.
+
+        (Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.)
+        """
+        runtime = self.xp.cuda.runtime
+        identity = runtime.getDeviceProperties(self.number).get("uuid", b"")
+        return f"{runtime.deviceGetPCIBusId(self.number)} {bytes(identity[:UUID_BYTES]).hex()}"
+
+    def empty_pinned(self, elements: int, dtype: Any) -> Array:
+        """Return a NumPy array of any values, (elements,), in page-locked memory."""
+        if elements == 0:
+            return np.empty(0, dtype)
+        pinned: Array = importlib.import_module("cupyx").empty_pinned(elements, np.dtype(dtype))
+        return pinned
+
+    def to_host_async(self, array: Array, host: Array, stream: Stream) -> None:
+        """Copy an array to the host when the stream comes to it; see Backend."""
+        assert isinstance(stream, DeviceStream)
+        array.get(stream=stream.raw, out=host, blocking=False)  # type: ignore[attr-defined]
+
+    def from_host_async(self, host: Array, array: Array, stream: Stream) -> None:
+        """Copy from the host to an array when the stream comes to it; see Backend."""
+        assert isinstance(stream, DeviceStream)
+        array.set(host, stream=stream.raw)  # type: ignore[attr-defined]
+
+    def new_stream(self) -> Stream:
+        """Return a stream that waits for no other, the default stream included."""
+        return DeviceStream(self.xp.cuda.Stream(non_blocking=True))
+
+    def current_stream(self) -> Stream:
+        """Return the stream to which this thread's operations go."""
+        return DeviceStream(self.xp.cuda.get_current_stream())
+
+    def new_event(self) -> Event:
+        """Return an event that is not recorded yet."""
+        return DeviceEvent(self.xp.cuda.Event())
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        """Return the time from one event to another in seconds, as the device saw it; waits for the second.
+
+        Raises:
+            DeviceError: when one of them was not recorded.
+        """
+        assert isinstance(begin, DeviceEvent) and isinstance(end, DeviceEvent)
+        if not (begin.recorded and end.recorded):
+            raise DeviceError("the time between two events needs both to be recorded first")
+        end.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(begin.raw, end.raw)) / 1000
+
+    def memory(self) -> MemoryUse:
+        """Return what this process's arrays use of the device's memory, and what they may."""
+        pool = self.xp.get_default_memory_pool()
+        taken, limit = pool.total_bytes(), pool.get_limit()
+        self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
+        note = self.pool.note or ("as CUPY_GPU_MEMORY_LIMIT or set_limit says" if limit else "none was set")
+        return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
+
+    def reset_peak(self) -> None:
+        """Measure the peak of the memory from now on; gives back what is not in use, which takes milliseconds."""
+        self.xp.get_default_memory_pool().free_all_blocks()
+        self.pool.peak_bytes = 0
+
+    def release_memory(self) -> None:
+        """Give memory that no array uses back to the device and the host."""
+        self.memory()  # notes the peak
+        self.xp.get_default_memory_pool().free_all_blocks()
+        self.xp.get_default_pinned_memory_pool().free_all_blocks()
+
+    def use(self) -> None:
+        """Let the calling thread's operations go to this device."""
+        self.xp.cuda.Device(self.number).use()
+
+    def share(self, ranks: int) -> None:
+        """Leave room for the other ranks on this device: limit the pool to a fair part, unless a limit was set.
+
+        All of them should be on the device by then, and have no large arrays yet.
+        """
+        pool = self.xp.get_default_memory_pool()
+        if ranks < 2 or pool.get_limit():
+            return
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        part = int(SHARED_FRACTION * (free + pool.total_bytes()) / ranks)
+        pool.set_limit(size=part)
+        self.pool.note = (
+            f"{SHARED_FRACTION:.0%} of the {gib(free)} that were free of {gib(total)}, shared by {ranks} ranks on the "
+            "device; CUPY_GPU_MEMORY_LIMIT sets another limit"
+        )
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Let the pool take so much of the device's memory at most, if it may not take less already."""
+        pool = self.xp.get_default_memory_pool()
+        if not pool.get_limit() or limit_bytes < pool.get_limit():
+            pool.set_limit(size=limit_bytes)
+            self.pool.note = "as --memory-limit says"
+
+    def explain(self, error: BaseException) -> DeviceError | None:
+        """Return a library's error in a sentence that says what would help; None if it is no error of the device."""
+        return explain_error(error, self._facts)
+
+    def _facts(self) -> Facts:
+        """Return what is known of the device and its memory."""
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        return Facts(self.device, self.memory(), free, total)

@@ -1,5 +1,7 @@
 """The error function, which NumPy lacks."""
 
+from typing import Any
+
 from nnmpi.backend.array import Array, namespace
 
 # erfc(x) = t exp(-x^2 + P(t)) for x >= 0, t = 2 / (2 + x): P is smooth, and this is its Chebyshev series in 2 t - 1,
@@ -35,16 +37,34 @@ _SERIES = (
 )
 
 
-def erf(x: Array) -> Array:
-    """Return the error function of x, elementwise, in the dtype of x (Clenshaw's recurrence for the series above)."""
-    xp = namespace(x)
-    size = xp.minimum(abs(x), 100)  # it is 1 long before; the square of a larger number may be beyond the range
-    t = 2 / (2 + size)
-    u = 2 * t - 1
+def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
+    """Return the error function of x, elementwise, in the dtype of x (Clenshaw's recurrence for the series above).
+
+    Args:
+        x: any shape.
+        xp: the module whose functions are called; by default that of x.
+        out: where to write the result; it may be x.
+    """
+    xp = namespace(x) if xp is None else xp
+    size, t, u, high, higher, spare = (xp.empty(x.shape, x.dtype) for _ in range(6))
+    xp.absolute(x, out=size)
+    xp.minimum(size, 100, out=size)  # it is 1 long before; the square of a larger number may be beyond the range
+    xp.divide(2, xp.add(size, 2, out=t), out=t)
+    xp.subtract(xp.multiply(t, 4, out=u), 2, out=u)  # twice the point, as the recurrence wants it
     terms = _SERIES if x.dtype.itemsize > 4 else _SERIES[:13]  # float32 ends at 1e-8
-    high, higher = xp.zeros_like(x), xp.zeros_like(x)
-    for coefficient in reversed(terms[1:]):
-        high, higher = 2 * u * high - higher + coefficient, high
-    series = u * high - higher + terms[0]
-    result: Array = xp.sign(x) * (1 - t * xp.exp(series - size * size))
+    xp.copyto(high, terms[-1])
+    xp.copyto(higher, 0)
+    for coefficient in reversed(terms[1:-1]):
+        xp.multiply(u, high, out=spare)
+        xp.subtract(spare, higher, out=spare)
+        xp.add(spare, coefficient, out=spare)
+        high, higher, spare = spare, high, higher
+    series = xp.multiply(u, high, out=spare)
+    xp.multiply(series, 0.5, out=series)
+    xp.subtract(series, higher, out=series)
+    xp.add(series, terms[0], out=series)
+    xp.subtract(series, xp.multiply(size, size, out=size), out=series)
+    xp.multiply(t, xp.exp(series, out=series), out=t)
+    xp.subtract(1, t, out=t)
+    result: Array = xp.multiply(xp.sign(x, out=u), t, out=t if out is None else out)
     return result

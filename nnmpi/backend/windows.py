@@ -1,29 +1,41 @@
-"""Views of images for convolution and pooling: a zero-copy array of all windows, and a border around images.
+"""Views of images for convolution and pooling: a zero-copy array of all windows, their corners, borders around images.
 
 Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c d e:
 
     window 0   a b c            the same memory, seen as (batch, out_height, out_width, kernel_height,
     window 1     b c d          kernel_width, channels); copying it is im2col
     window 2       c d e
+
+`corners` of a 2x2 pooling over four rows of four pixels gives one plane per place in the pooling's windows:
+
+    a b | c d
+    e f | g h          planes   a c   b d   e g   f h
+    ----+----                   i k   j l   m o   n p
+    i j | k l
+    m n | o p
 """
 
 from math import prod
-from types import ModuleType
+from typing import Any
 
 from nnmpi.backend.array import Array, namespace
 
 Pair = tuple[int, int]
 
 
-def bordered(x: Array, padding: Pair, value: float = 0.0) -> Array:
-    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when there are none."""
+def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Array:
+    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when there are none.
+
+    Args:
+        xp: the library that makes it, when it is not x's own that is to be called.
+    """
     rows, columns = padding
     if rows == 0 and columns == 0:
         return x
     n, h, w, c = x.shape
-    xp: ModuleType = namespace(x)
+    xp = namespace(x) if xp is None else xp
     result: Array = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, dtype=x.dtype)
-    result[:, rows : rows + h, columns : columns + w] = x
+    xp.copyto(result[:, rows : rows + h, columns : columns + w], x)
     return result
 
 
@@ -49,6 +61,17 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
         return empty
     view: Array = namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
     return view
+
+
+def corners(x: Array, pool: Pair) -> Array:
+    """Return a view (pool_h, pool_w, n, h // pool_h, w // pool_w, ...) of x (n, h, w, ...): the windows' places first.
+
+    Rows and columns that no window covers are left out.
+    """
+    (p, q), (n, h, w) = pool, x.shape[:3]
+    rows, columns = h // p, w // q
+    covered = x[:, : rows * p, : columns * q].reshape(n, rows, p, columns, q, *x.shape[3:])  # splits axes: a view
+    return covered.transpose(2, 4, 0, 1, 3, *range(5, covered.ndim))
 
 
 def tap(x: Array, place: Pair, out: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:

@@ -10,13 +10,11 @@ python -m nnmpi.comm choose --fit FILE --bytes 64k
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
 
 import numpy as np
 
@@ -32,16 +30,8 @@ from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import simulate
 from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes, parse_seconds
-from nnmpi.errors import NnmpiError, UsageError
-from nnmpi.launcher import read_launch
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises the package's error where argparse would end the program."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise with the message as a sentence."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
+from nnmpi.command import Parser, say
+from nnmpi.errors import UsageError
 
 
 def main(words: Sequence[str]) -> str:
@@ -165,9 +155,9 @@ DEFAULT_RANKS = 4
 ALPHA_S, BETA_S = 1e-5, 1e-9
 
 
-def _parser() -> _Parser:
-    parser = _Parser("python -m nnmpi.comm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
+def _parser() -> Parser:
+    parser = Parser("python -m nnmpi.comm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     operations = ", ".join(dict.fromkeys(operation for operation, _ in COLLECTIVES))
     for name, command in _COMMANDS.items():
         one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
@@ -269,20 +259,5 @@ def _title(arguments: argparse.Namespace) -> str:
     return f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {name_bytes(arguments.bytes)}"
 
 
-def _speaks() -> bool:
-    """Whether this process is the one of a job that talks."""
-    launch = read_launch(os.environ)
-    return launch is None or launch.rank == 0
-
-
 if __name__ == "__main__":
-    try:
-        text = main(sys.argv[1:])
-        if _speaks():
-            print(text, flush=True)
-    except BrokenPipeError:  # the reader has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except NnmpiError as error:
-        if _speaks():
-            print(f"nnmpi: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+    sys.exit(say(main))

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.backend.precision import is_low
 from nnmpi.errors import DtypeError, ShapeError
 
 Buffer: TypeAlias = NDArray[Any]
@@ -16,6 +17,48 @@ DTYPES = frozenset(
     np.dtype(name)
     for name in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
+
+
+# Floating-point numbers of 16 bits, by name as NumPy knows bfloat16 only through a package. Sums take them as float32.
+LOW = ("float16", "bfloat16")
+
+
+def is_device(array: object) -> bool:
+    """Return whether an array lies in a device's memory."""
+    return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
+
+
+def check_any(array: object) -> Buffer:
+    """Return the array if a collective can work on it, on the host or on a device, of 16-bit floating point too.
+
+    Raises:
+        ShapeError, DtypeError: see `check_buffer`.
+    """
+    if isinstance(array, np.ndarray):
+        return check_buffer(array.view(np.uint16)).view(array.dtype) if is_low(array.dtype) else check_buffer(array)
+    return check_device(array)
+
+
+def check_device(array: object) -> Buffer:
+    """Return the device array if a collective can work on it in place.
+
+    Args:
+        array: 1-D, C-contiguous, of a dtype in `DTYPES` or `LOW`.
+
+    Raises:
+        ShapeError, DtypeError: see `check_buffer`.
+    """
+    if not is_device(array):
+        raise DtypeError(f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of these")
+    found: Any = array
+    if found.dtype not in DTYPES and not is_low(found.dtype):
+        names = ", ".join(sorted([*LOW, *(dtype.name for dtype in DTYPES)]))
+        raise DtypeError(f"a collective cannot add {found.dtype} arrays; convert to one of {names}")
+    if found.ndim != 1:
+        raise ShapeError(f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)")
+    if not found.flags.c_contiguous:
+        raise ShapeError(f"the {found.shape} array with strides {found.strides} has gaps; copy it: ascontiguousarray")
+    return found  # type: ignore[no-any-return]
 
 
 def check_buffer(array: object) -> Buffer:

@@ -13,15 +13,15 @@ another gradient is reported.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import nan
 
 from nnmpi import timeline
 from nnmpi.comm.agree import agreed
-from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, DEVICE_NAMES, IPC, NAMES, NATIVE, SHARED
 from nnmpi.comm.buckets import Bucket, Span, plan_buckets
-from nnmpi.comm.buffers import Buffer, check_buffer
+from nnmpi.comm.buffers import Buffer, check_any, is_device
 from nnmpi.comm.choose import Choice
 from nnmpi.comm.group import Group, Pending
 from nnmpi.errors import CommError, DeviceError, UsageError
@@ -39,18 +39,7 @@ from nnmpi.errors import CommError, DeviceError, UsageError
 # core that computes has no time to copy.
 BUCKET_BYTES = 4 * 2**20
 
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """How a bucket gets from a device into its host buffer and back; both return when the copy is done.
-
-    Attributes:
-        to_host: called before the bucket is summed.
-        from_host: called after it.
-    """
-
-    to_host: Callable[[Bucket], None]
-    from_host: Callable[[Bucket], None]
+WHOLE_BYTES = 2**62  # a bucket for each flat buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +62,13 @@ class Traffic:
 
     def plus(self, other: "Traffic") -> "Traffic":
         """Return the sums of both."""
-        return Traffic(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Traffic(  # spelled out, as a loop over the fields takes ten times as long
+            self.sync_s + other.sync_s,
+            self.hidden_s + other.hidden_s,
+            self.bytes + other.bytes,
+            self.calls + other.calls,
+            self.predicted_s + other.predicted_s,
+        )
 
 
 class Exchange:
@@ -82,15 +77,17 @@ class Exchange:
     Args:
         group: the ranks whose gradients are summed. The exchange works on a duplicate of it, so that its messages
             never meet those of others (say, of a batch norm in the same backward pass).
-        buffers: flat gradient buffers, 1-D NumPy arrays; the same lengths and dtypes on all ranks.
+        buffers: flat gradient buffers, 1-D NumPy or device arrays; the same lengths and dtypes on all ranks.
         spans: where each parameter's gradient lies, in order of registration.
         algorithm: for every bucket, or one name for each bucket in order; "auto" asks `choose`. Where "shared" is asked
             for and there is no shared memory, MPI's own takes its place, and the choice says why.
-        bucket_bytes: the longest bucket, unless a single gradient is longer.
-        overlap: whether buckets are launched as they become complete; otherwise all are summed in `finish`.
-        stage: for gradients on a device: `buffers` are then their places in host memory.
+        bucket_bytes: the longest bucket, unless a single gradient is longer; None for 4 MiB with `overlap`, and without
+            it for one bucket for each buffer.
+        overlap: whether buckets are launched as they become complete; otherwise all are summed in `finish`. None for
+            what pays: with ranks on several nodes, or gradients on a device, and not on one node's processors.
 
     Attributes:
+        overlap: whether buckets are launched as they become complete.
         buckets: in the order in which they are launched.
         choices: the algorithm of each bucket, and why.
         traffic: what the last finished step was.
@@ -106,19 +103,18 @@ class Exchange:
         buffers: Sequence[Buffer],
         spans: Sequence[Span],
         algorithm: str | Sequence[str] = AUTO,
-        bucket_bytes: int = BUCKET_BYTES,
-        overlap: bool = True,
-        stage: Staging | None = None,
+        bucket_bytes: int | None = None,
+        overlap: bool | None = None,
     ) -> None:
+        on_device = any(is_device(buffer) for buffer in buffers)
+        self.overlap = overlaps(group, on_device) if overlap is None else overlap
         with agreed(group):
-            itemsizes = [check_buffer(buffer).itemsize for buffer in buffers]
-            self.buckets = plan_buckets(spans, itemsizes, bucket_bytes)
+            itemsizes = [check_any(buffer).itemsize for buffer in buffers]
+            self.buckets = plan_buckets(spans, itemsizes, bucket_limit(bucket_bytes, self.overlap))
             names = [algorithm] * len(self.buckets) if isinstance(algorithm, str) else list(algorithm)
             _check_names([algorithm] if isinstance(algorithm, str) else names, len(names), len(self.buckets))
         _check_same(group, self.buckets, buffers)
         self._alone = group.size == 1
-        self._overlap = overlap
-        self._stage = stage
         self._group = group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
         bound = [self._bind(part, name, tag) for tag, (part, name) in enumerate(zip(parts, names, strict=True))]
@@ -157,7 +153,7 @@ class Exchange:
             raise CommError(f"gradient {span} was reported final twice in one step; report it once, then call finish()")
         self._reported.add(span)
         self._missing[self._home[span]] -= 1
-        if self._overlap and not self._alone:
+        if self.overlap and not self._alone:
             begin = self._come_back()
             self._launch_complete()
             self._poll()
@@ -178,7 +174,7 @@ class Exchange:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
         begin = self._come_back()
         with timeline.span("gradients", "collective", timeline.REDUCE):
-            if not self._alone and self._overlap:
+            if not self._alone and self.overlap:
                 self._launch_rest()
                 self._wait()
             elif not self._alone:
@@ -191,7 +187,17 @@ class Exchange:
         self._reset()
 
     def free(self) -> None:
-        """Give the exchange's communicator back to MPI. Collective."""
+        """Give the exchange's communicator back to MPI. Collective.
+
+        After a step that broke off, some ranks may have launched more buckets than others: MPI would go on to write
+        into their arrays, so the others launch as many, and all wait; nobody uses these sums.
+        """
+        if self.overlap and not self._alone:
+            most = int(self._group.max_floats([self._launched])[0])
+            while self._launched < most:
+                self._launch()
+            self._wait()
+            self._reset()
         for pending in self._sums:
             pending.free()
         self._group.free()
@@ -208,15 +214,16 @@ class Exchange:
         """Return a bucket's sum, ready to be started, and what it is; collective."""
         group = self._group
         if name == AUTO:
-            choice = group.choose(part, started=self._overlap)
+            choice = group.choose(part, started=self.overlap)
         else:
-            choice = Choice(name, "asked for", predict(group, name, part.nbytes, self._overlap))
+            choice = Choice(name, "asked for", predict(group, name, part.nbytes, self.overlap))
         try:
             return group.bind(part, choice.algorithm, tag), choice
         except DeviceError as error:
-            if choice.algorithm != SHARED:
+            if choice.algorithm not in (SHARED, IPC):
                 raise
-            instead = Choice(NATIVE, f"instead of shared: {error}", predict(group, NATIVE, part.nbytes, self._overlap))
+            reason = f"instead of {choice.algorithm}: {error}"
+            instead = Choice(NATIVE, reason, predict(group, NATIVE, part.nbytes, self.overlap))
             return group.bind(part, NATIVE, tag), instead
 
     def _launch_complete(self) -> None:
@@ -229,8 +236,6 @@ class Exchange:
 
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
-        if self._stage:
-            self._stage.to_host(bucket)
         self._sums[bucket.index].start()
         self._launched += 1
         self._flying.append(bucket)
@@ -239,35 +244,42 @@ class Exchange:
         """Move all launched buckets on, and let go of those that are finished."""
         for _ in range(len(self._flying)):
             bucket = self._flying.popleft()
-            if self._sums[bucket.index].poll():
-                self._landed(bucket)
-            else:
+            if not self._sums[bucket.index].poll():
                 self._flying.append(bucket)
 
     def _wait(self) -> None:
         """Wait for one after the other: a rank that waits for an earlier bucket is served by those further on."""
         while self._flying:
-            bucket = self._flying.popleft()
-            self._sums[bucket.index].wait()
-            self._landed(bucket)
+            self._sums[self._flying.popleft().index].wait()
 
     def _sum_all(self) -> None:
         for bucket in self.buckets:
-            if self._stage:
-                self._stage.to_host(bucket)
             self._sums[bucket.index].run()
-            self._landed(bucket)
 
-    def _landed(self, bucket: Bucket) -> None:
-        if self._stage:
-            self._stage.from_host(bucket)
+
+def overlaps(group: Group, on_device: bool = False) -> bool:
+    """Return whether it pays to sum gradients while backward still runs. Collective.
+
+    With ranks on several nodes, or where a device computes: then this rank's core has nothing to do but to send. Within
+    a node the copying takes the time of the cores that compute; see BUCKET_BYTES.
+    """
+    if on_device:
+        return group.size > 1
+    return group.size > 1 and len(set(group.nodes())) > 1
+
+
+def bucket_limit(bucket_bytes: int | None, overlap: bool) -> int:
+    """Return the longest bucket that is meant: None is one that suits, with overlap or without."""
+    if bucket_bytes is None:
+        return BUCKET_BYTES if overlap else WHOLE_BYTES
+    return bucket_bytes
 
 
 def predict(group: Group, algorithm: str, nbytes: int, started: bool = False) -> float | None:
     """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it does not know."""
     if group.size == 1:
         return 0.0
-    if group.fit is None or (algorithm == SHARED and group.fit.shared is None):
+    if group.fit is None or algorithm in DEVICE_NAMES or (algorithm == SHARED and group.fit.shared is None):
         return None
     return group.fit.predict(algorithm, nbytes, started)
 
@@ -280,8 +292,9 @@ def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
 
 def _check_names(names: Sequence[str], given: int, buckets: int) -> None:
     for name in names:
-        if name not in NAMES:
-            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
+        if name not in (*NAMES, *DEVICE_NAMES):
+            names = ", ".join((*NAMES, *DEVICE_NAMES))
+            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {names}")
     if given != buckets:
         raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 

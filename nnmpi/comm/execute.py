@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, pieces
+from nnmpi.backend.array import namespace
+from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, pieces
 from nnmpi.comm.steps import Chunks, Step, runs
 from nnmpi.errors import CommError
 from nnmpi.shard import split
@@ -59,6 +59,8 @@ class Execution:
         tag: tells the messages of this execution from those of others in flight between the same ranks.
         max_message_bytes: longer messages are cut into pieces of at most that.
         persistent: whether it will be started often; costs a little once and saves a little each time.
+        on_device: whether the array is a device's, and MPI takes such arrays. What was computed is waited for then
+            before MPI sees it.
 
     Raises:
         ShapeError: see `check_buffer`.
@@ -73,9 +75,13 @@ class Execution:
         tag: int = 0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         persistent: bool = False,
+        on_device: bool = False,
     ) -> None:
         self._comm, self._tag = comm, tag
-        self._bound = _bind(steps, check_buffer(array), comm.Get_size(), max_message_bytes)
+        checked = check_device(array) if on_device else check_buffer(array)
+        self._add = namespace(checked).add
+        self._current = namespace(checked).cuda.get_current_stream if on_device else None
+        self._bound = _bind(steps, checked, comm.Get_size(), max_message_bytes)
         self._kept = [bound.prepare(comm, tag) for bound in self._bound] if persistent else []
         self._at = len(self._bound)
         self._requests: Sequence[MPI.Request] = ()
@@ -112,15 +118,20 @@ class Execution:
         if not self._kept or self._at < len(self._bound):
             self.start()
             return self.wait()
+        add, current = self._add, self._current
         for requests, bound in zip(self._kept, self._bound, strict=True):  # without a call per step, 1 us shorter
+            if current is not None:
+                current().synchronize()
             MPI.Prequest.Startall(requests)
             MPI.Request.Waitall(requests)
             for target, arrived in bound.sums:
-                np.add(target, arrived, out=target)
+                add(target, arrived, out=target)
         return None
 
     def _post(self) -> None:
         """Start the messages of the step it has come to."""
+        if self._current is not None:
+            self._current().synchronize()
         if self._at == len(self._bound):
             self._requests = ()
         elif self._kept:
@@ -132,7 +143,7 @@ class Execution:
     def _next(self) -> None:
         """Finish the step it is in, whose messages are through, and begin the next."""
         for target, arrived in self._bound[self._at].sums:
-            np.add(target, arrived, out=target)
+            self._add(target, arrived, out=target)
         self._at += 1
         self._post()
 
@@ -148,7 +159,7 @@ def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> li
     """Give every step its places in the array and in scratch; leave out those whose chunks are all empty."""
     chunks = split(array.size, size)
     longest = max((sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0)
-    scratch = np.empty(longest, array.dtype)  # one for all steps: only one step is under way
+    scratch = namespace(array).empty(longest, dtype=array.dtype)  # one for all steps: only one step is under way
     bound = []
     for step in steps:
         targets = list(_slices(step.recv, array, chunks))

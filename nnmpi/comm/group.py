@@ -12,11 +12,14 @@ import numpy as np
 from mpi4py import MPI
 
 from nnmpi import timeline
+from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm import wire
 from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, find_algorithm, find_collective
-from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_contiguous, pieces
+from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_contiguous, is_device, pieces
 from nnmpi.comm.choose import Choice, choose
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.device.transport import Devices
+from nnmpi.comm.device.widened import Widened
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.native import Native
@@ -75,6 +78,7 @@ class Group:
         self.fit: Fit | None = None
         self._nodes: list[int] | None = None
         self._memory: SharedMemory | None = None
+        self._devices: Devices | None = None
 
     def __repr__(self) -> str:
         """Return rank and size."""
@@ -116,23 +120,33 @@ class Group:
         """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
-        if self._memory is not None:
+        if self._devices is not None:
+            twin._devices = Devices(twin, self._devices.awareness)
+        if self._memory is not None and not self._memory.closed:
             with suppress(DeviceError):  # no room for its barriers: who asks for shared sums will be told
                 twin._memory = self._memory.twin(twin)
         return twin
 
     def memory(self) -> SharedMemory:
-        """Return the memory that the ranks of each node share, the same one each time. Collective the first time.
+        """Return the memory that the ranks of each node share, the same until it is freed. Collective when it is new.
 
         Raises:
             DeviceError: on all ranks, when there is none on one of their nodes.
         """
-        if self._memory is None:
+        if self._memory is None or self._memory.closed:
             self._memory = SharedMemory(self)
         return self._memory
 
+    def devices(self) -> Devices:
+        """Return what this group knows about device arrays, the same each time. Collective the first time."""
+        if self._devices is None:
+            self._devices = Devices(self)
+        return self._devices
+
     def free(self) -> None:
         """Give the communicators back to MPI; for programs that make many groups. Shared arrays stay."""
+        if self._devices is not None:
+            self._devices.free()
         if self._memory is not None:
             self._memory.close()
         self.comm.Free()
@@ -145,7 +159,10 @@ class Group:
         Args:
             array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks. Where a sum of
                 8-bit integers does not fit, MPI's own may stop at the largest number and the others wrap around.
-            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring".
+                float16 and bfloat16 are added up in float32. It may be a device's: the result is there for what is
+                given to the current stream afterwards.
+            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; for device arrays also "ipc" and
+                "nccl".
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
                 differ may wait for ever.
 
@@ -196,7 +213,7 @@ class Group:
             ShapeError, CommError: as in `all_reduce`.
         """
         self.check_same(array)
-        if array.dtype.kind != "f":
+        if not is_floating(array.dtype):
             raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
@@ -249,7 +266,10 @@ class Group:
         with timeline.span(operation, "collective", timeline.REDUCE):
             if check:
                 self.check_same(array)
-            self._bind(array, algorithm, BLOCKING_TAG, operation).run()
+            pending = self._bind(array, algorithm, BLOCKING_TAG, operation)
+            pending.run()
+            if is_device(array):
+                pending.free()
 
     def _bind(
         self,
@@ -259,28 +279,49 @@ class Group:
         operation: str = ALL_REDUCE.name,
         persistent: bool = False,
     ) -> Pending:
-        check_buffer(array)
+        check_any(array)
+        if is_device(array):
+            if algorithm == AUTO and operation == ALL_REDUCE.name:
+                algorithm = self.devices().choose(array, persistent=persistent).algorithm
+            host, direct = (
+                lambda part, on=on: self._bind_one(part, algorithm, tag, operation, persistent, on)
+                for on in (False, True)
+            )
+            return self.devices().bind(array, algorithm, tag, operation, persistent, host, direct)
+        if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
+            array = array.view(np.uint16)
+        elif is_low(array.dtype):
+            return Widened(array, lambda wide: self._bind(wide, algorithm, tag, operation, persistent))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm
+        return self._bind_one(array, algorithm, tag, operation, persistent)
+
+    def _bind_one(
+        self, array: Buffer, algorithm: str, tag: int, operation: str, persistent: bool, on_device: bool = False
+    ) -> Pending:
+        """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
         if algorithm == NATIVE:
-            return Native(array, self.comm, operation)
+            return Native(array, self.comm, operation, on_device=on_device)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
         if operation != ALL_REDUCE.name:
             collective = find_collective(operation, algorithm)
         else:
             collective = find_algorithm(algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
-        return Execution(collective(self.rank, self.size), array, self.comm, tag, persistent=persistent)
+        steps = collective(self.rank, self.size)
+        return Execution(steps, array, self.comm, tag, persistent=persistent, on_device=on_device)
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
-        """Return what "auto" means for this array, and why (not collective, but the same on all ranks).
+        """Return what "auto" means for this array, and why; the same on all ranks. Collective for device arrays alone.
 
         Shared memory is among what is chosen from only if the array was allocated there (on all ranks): see `memory`.
 
         Args:
             started: whether it will be started and polled, and not be a blocking call.
         """
-        shared = self._memory is not None and self._memory.holds(array)
+        if is_device(array):
+            return self.devices().choose(array, started)
+        shared = self._memory is not None and not self._memory.closed and self._memory.holds(array)
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:
@@ -317,8 +358,11 @@ class Group:
             ShapeError: for an array with gaps, or a read-only one.
             DtypeError: for an object array.
         """
+        if is_device(array):
+            return self.devices().broadcast(array, root)
         for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):
             self.comm.Bcast([piece, MPI.BYTE], root)
+        return None
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, in rank order, on every rank.

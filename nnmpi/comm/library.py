@@ -13,6 +13,11 @@ from types import ModuleType
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import Launch, read_launch
 
+# Open MPI looks for network cards by libfabric, for about a second; between the ranks of one node it uses none.
+NO_NETWORK = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}
+_CHOSEN = ("OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_pml")
+_OTHER_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
+
 
 def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     """Return mpi4py's MPI module, initialised with thread support; initialising again does nothing.
@@ -21,7 +26,7 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
     """
     launch = read_launch(environ)
-    mpi = _import_mpi()
+    mpi = import_mpi()
     if not mpi.Is_initialized():
         refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
         # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
@@ -30,11 +35,25 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         # Open MPI's UCX component for windows prints an error for each window where it cannot be used; nnmpi's windows
         # are all shared memory, for which it is never used.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+        if stays_on_one_node(launch, os.environ):
+            os.environ.update(NO_NETWORK)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
     refuse_lonely_rank(mpi.COMM_WORLD.Get_size(), mpi.get_vendor()[0], launch)
     return mpi
+
+
+def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
+    """Return whether all processes of this job are surely on this node, and nobody has chosen how they talk.
+
+    Without a launcher that is known there must be no trace of another one, which may have started more elsewhere.
+    """
+    if any(name in environ for name in _CHOSEN):
+        return False
+    if launch is None:
+        return not any(name.startswith(_OTHER_LAUNCHERS) for name in environ)
+    return launch.local_size == launch.size
 
 
 def refuse_foreign_launcher(vendor: str, launch: Launch | None, environ: Mapping[str, str]) -> None:
@@ -74,7 +93,7 @@ def _mismatch(vendor: str, launch: Launch) -> LaunchError:
     )
 
 
-def _import_mpi() -> ModuleType:
+def import_mpi() -> ModuleType:
     """Import mpi4py.MPI without initialising MPI; leave mpi4py's own settings as they were."""
     try:
         settings = importlib.import_module("mpi4py").rc

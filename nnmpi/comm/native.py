@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from mpi4py import MPI
 
-from nnmpi.comm.buffers import Buffer, check_buffer, pieces
+from nnmpi.backend.array import namespace
+from nnmpi.comm.buffers import Buffer, check_buffer, check_device, is_device, pieces
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
 from nnmpi.comm.execute import MAX_MESSAGE_BYTES
 from nnmpi.errors import CommError, UsageError
@@ -30,8 +31,11 @@ class Native:
     Args:
         array: (n,) the buffer, worked on in place.
         comm: the communicator whose ranks take part.
-        operation: "all-reduce", "broadcast" (from rank 0), "all-gather" or "reduce-scatter".
+        operation: "all-reduce", "broadcast", "all-gather" or "reduce-scatter".
         max_message_bytes: longer arrays are worked on in pieces of at most that.
+        on_device: whether the array is a device's, and MPI takes such arrays. What was computed is waited for then
+            before MPI sees it.
+        root: whose values a broadcast spreads.
 
     Raises:
         UsageError: for another operation.
@@ -43,21 +47,32 @@ class Native:
         comm: MPI.Comm,
         operation: str = ALL_REDUCE.name,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        on_device: bool = False,
+        root: int = ROOT,
     ) -> None:
         if operation not in _CALLS:
             raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(_CALLS)}")
-        self._calls = tuple(_CALLS[operation](check_buffer(array), comm, max_message_bytes))
+        checked = check_device(array) if on_device else check_buffer(array)
+        self._current = namespace(checked).cuda.get_current_stream if on_device else None
+        more = (root,) if operation == BROADCAST.name else ()
+        self._calls = tuple(_CALLS[operation](checked, comm, max_message_bytes, *more))
         self._requests: list[MPI.Request] = []
 
     def start(self) -> None:
         """Begin; the array must be left alone until `poll` says true or `wait` is over.
 
+        A device's array is done with on return: Open MPI takes device pointers in its blocking collectives, but not in
+        those that are only started (https://www.open-mpi.org/faq/?category=runcuda).
+
         Raises:
             CommError: when it is running already.
         """
+        if self._current is not None:
+            return self.run()
         if self._requests:
             raise CommError("this native collective is still running; wait for it before the next start")
         self._requests = [begin() for begin, _ in self._calls]
+        return None
 
     def poll(self) -> bool:
         """Return whether it is finished, without waiting; MPI moves on while it is asked."""
@@ -78,6 +93,8 @@ class Native:
         """
         if self._requests:
             raise CommError("this native collective is still running; wait for it before the next start")
+        if self._current is not None:
+            self._current().synchronize()
         for _, block in self._calls:
             block()
 
@@ -116,6 +133,7 @@ def _reduce_scatter(array: Buffer, comm: MPI.Comm, limit: int) -> list[tuple[Beg
     chunks = split(array.size, comm.Get_size())
     own = chunks[comm.Get_rank()]
     counts, scratch, into = [len(chunk) for chunk in chunks], array.copy(), array[own.start : own.stop]
+    on_device = is_device(array)
 
     def begin() -> MPI.Request:
         scratch[...] = array  # what MPI writes may not overlap what it reads
@@ -123,12 +141,14 @@ def _reduce_scatter(array: Buffer, comm: MPI.Comm, limit: int) -> list[tuple[Beg
 
     def block() -> None:
         scratch[...] = array
+        if on_device:
+            namespace(array).cuda.get_current_stream().synchronize()
         comm.Reduce_scatter(scratch, into, counts)
 
     return [(begin, block)]
 
 
-_CALLS: Mapping[str, Callable[[Buffer, MPI.Comm, int], list[tuple[Begin, Block]]]] = MappingProxyType(
+_CALLS: Mapping[str, Callable[..., list[tuple[Begin, Block]]]] = MappingProxyType(
     {
         ALL_REDUCE.name: _all_reduce,
         BROADCAST.name: _broadcast,

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from nnmpi.comm.buffers import check_buffer
+from nnmpi.backend.array import is_array
+from nnmpi.comm.buffers import check_any
 from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import CommError, DtypeError, ShapeError
 
@@ -31,8 +32,9 @@ def check_same(group: Ranks, array: object) -> None:
     """
     wrong = _describe_error(array)
     own = np.array([-1, -1], np.int64)
-    if isinstance(array, np.ndarray) and not wrong:
-        own[:] = array.size, array.dtype.num
+    if not wrong:
+        found_array: Any = array
+        own[:] = found_array.size, found_array.dtype.num
     everyones = np.empty((group.size, 2), np.int64)
     group.comm.Allgather(own, everyones)
     if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
@@ -43,18 +45,18 @@ def check_same(group: Ranks, array: object) -> None:
     if len(found) > 1:
         listed = "; ".join(f"{name_ranks(ranks)}: {have}" for have, ranks in found.items())
         raise CommError(f"a collective needs the same array on every rank, but these differ: {listed}")
-    check_buffer(array)
+    check_any(array)
 
 
-def _describe(array: object) -> str:
+def _describe(array: Any) -> str:
     """Return length and dtype in words."""
-    return f"{array.size} elements of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+    return f"{array.size} elements of {array.dtype}" if is_array(array) else type(array).__name__
 
 
 def _describe_error(array: object) -> str:
     """Return what keeps the array from being summed, nothing if nothing does."""
     try:
-        check_buffer(array)
+        check_any(array)
     except (ShapeError, DtypeError) as error:
         return str(error)
     return ""

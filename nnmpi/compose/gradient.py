@@ -10,9 +10,12 @@ from math import isfinite
 import numpy as np
 
 from nnmpi import timeline
-from nnmpi.backend.array import Array
+from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
-from nnmpi.compose.runner import Correct, SumLoss, count_correct
+from nnmpi.compose.given import Given, give, label_check
+from nnmpi.compose.norm import note_squares, read_norm
+from nnmpi.compose.readings import Readings
+from nnmpi.compose.runner import CORRECT, LOSS, Correct, SumLoss, Values, count_correct
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import training
@@ -55,6 +58,7 @@ class LocalGradient:
         seed: of the run; keys dropout masks.
         clip: the largest length of the gradient of a part's mean loss, or None.
         correct: counts right answers.
+        precision: of products, see `backend.precision`.
     """
 
     def __init__(
@@ -65,9 +69,11 @@ class LocalGradient:
         seed: int,
         clip: float | None = None,
         correct: Correct = count_correct,
+        precision: str = "float32",
     ) -> None:
         self.model, self.loss, self.backend, self.seed, self.clip = model, loss, backend, seed, clip
-        self._correct = correct
+        self._correct, self._precision = correct, precision
+        self._readings, self._check = Readings(backend), label_check(loss, 0)
         self._poll: Callable[[], None] | None = None
 
     def look_after(self, poll: Callable[[], None]) -> None:
@@ -76,7 +82,8 @@ class LocalGradient:
         Raises:
             UsageError: when a strategy has the model's hooks already.
         """
-        if any(span.parameter.hook is not None for span in self.model.storage.spans):
+        parameters = [span.parameter for span in self.model.storage.spans]
+        if any(each.hook is not None or each.guard is not None for each in parameters):
             raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
         self._poll = poll
         for span in self.model.storage.spans:
@@ -90,24 +97,31 @@ class LocalGradient:
         Args:
             step: the number of the batch in the run, which keys dropout: the masks are those of a synchronous run.
         """
+        with use_precision(self._precision):
+            return self._run(batch, step)
+
+    def _run(self, batch: Batch, step: int) -> Gradient:
         begin = time.perf_counter()
         self.model.storage.zero_grad()
-        loss_sum = correct = 0.0
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        self._readings.clear()
+        given = give(batch, self.model, self.backend)
         for cut in batch.cuts:
             if cut.stop == cut.start:
                 continue
-            part = slice(cut.start, cut.stop)
-            loss, logits = self._forward(x, y, cut, step)
+            loss, logits = self._forward(given, cut, step)
             self._look_up()
             with timeline.span(f"B{step}", "backward"):
                 loss.backward(np.full(loss.shape, 1 / max(batch.global_rows, 1)))
-            loss_sum += loss.item()
-            correct += self._correct(logits, y[part])
+            self._readings.add(LOSS, loss.data)
+            self._readings.add(CORRECT, self._correct(logits, given.rows(slice(cut.start, cut.stop))))
         self.model.storage.finish_gradients()
-        rows = len(batch.y)
-        norm = self._clip(batch.global_rows / rows) if rows else 0.0
-        return Gradient(loss_sum, correct, rows, norm, time.perf_counter() - begin)
+        rows, norm = len(batch.y), 0.0
+        if rows and self.backend.is_device:
+            note_squares(self._readings, self.model.storage)
+        values = self._readings.read()
+        if rows:
+            norm = self._clip(values, batch.global_rows / rows)
+        return Gradient(values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, norm, time.perf_counter() - begin)
 
     def explain(self, gradient: Gradient, batch: Batch, step: int, who: str) -> str:
         """Return the sentence about a gradient that is not finite, after computing it again.
@@ -115,17 +129,22 @@ class LocalGradient:
         Args:
             who: whose it is: "rank 2", "worker 2".
         """
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-        first = next((cut for cut in batch.cuts if not isfinite(self._forward(x, y, cut, step)[0].item())), None)
+        with use_precision(self._precision):
+            return self._explain(gradient, batch, step, who)
+
+    def _explain(self, gradient: Gradient, batch: Batch, step: int, who: str) -> str:
+        given = give(batch, self.model, self.backend)
+        first = next((cut for cut in batch.cuts if not isfinite(self._forward(given, cut, step)[0].item())), None)
         cut = batch.cuts[-1] if first is None else first
-        place = find_place(self.model, x[cut.start : cut.stop], lambda: self._forward(x, y, cut, step)[0])
+        place = find_place(self.model, given.x[cut.start : cut.stop], lambda: self._forward(given, cut, step)[0])
         return tell_place(step + 1, gradient.loss_sum / max(gradient.rows, 1), place, who)
 
-    def _forward(self, x: Array, y: Array, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
-        part = slice(cut.start, cut.stop)
+    def _forward(self, given: Given, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
+        part = given.rows(slice(cut.start, cut.stop))
         with timeline.span(f"F{step}", "forward"), training(self.seed, step, cut.first_row):
-            logits = self.model(Tensor(x[part]))
-            return self.loss(logits, y[part]), logits
+            logits = self.model(Tensor(part.x))
+            self._check(part, cut.start, logits)
+            return self.loss(logits, part.y), logits
 
     def release(self) -> None:
         """Take everything off the model again."""
@@ -133,10 +152,10 @@ class LocalGradient:
             for span in self.model.storage.spans:
                 span.parameter.hook = None
 
-    def _clip(self, parts: float) -> float:
+    def _clip(self, values: Values, parts: float) -> float:
         """Return the length of the mean loss's gradient, of which the storage has one of so many parts; clip it."""
         grads = self.model.storage.grads
-        norm = global_norm(grads) * parts
+        norm = (read_norm(values, self.model.storage) if self.backend.is_device else global_norm(grads)) * parts
         if self.clip is not None:
             scale(grads, coefficient(norm, self.clip))
         return norm

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import Gradient
 from nnmpi.errors import DivergenceError
@@ -79,7 +78,7 @@ def exchange(group: Group, own: Tally) -> list[Tally]:
     return tallies
 
 
-def average_buffers(model: Module, group: Group, backend: Backend, steps: int) -> None:
+def average_buffers(model: Module, group: Group, steps: int) -> None:
     """Let running statistics be the mean of all ranks', each counted by the steps that it did. Collective.
 
     A rank's own statistics have seen its own samples alone; where nobody did a step nothing changes.
@@ -87,4 +86,4 @@ def average_buffers(model: Module, group: Group, backend: Backend, steps: int) -
     total = group.sum_floats([steps])[0]
     if group.size == 1 or not total:
         return
-    average((buffer.data for _, buffer in model.named_buffers()), group, backend, steps / total)
+    average((buffer.data for _, buffer in model.named_buffers()), group, steps / total)

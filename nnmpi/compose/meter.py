@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import nan
 
 from nnmpi.comm.exchange import Traffic
@@ -18,19 +18,20 @@ class Meter:
         needed: whether there are such layers; otherwise it does nothing.
 
     Attributes:
+        needed: as given.
         traffic: of the last body that ran.
     """
 
     def __init__(self, needed: bool) -> None:
         self.traffic = Traffic()
-        self._needed = needed
+        self.needed = needed
+
+    def running(self) -> AbstractContextManager[None]:
+        """Count what the body exchanges; where a trace is recorded, its events serve."""
+        return self._counting() if self.needed else nullcontext()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what the body exchanges; where a trace is recorded, its events serve."""
-        if not self._needed:
-            yield
-            return
+    def _counting(self) -> Iterator[None]:
         timeline = current() or Timeline()
         first = len(timeline.events)
         with recording(timeline):

@@ -9,10 +9,16 @@ shards                  each counts its own
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from nnmpi.backend.array import Array
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.optim.clip import sum_of_squares
+from nnmpi.compose.readings import Readings
+from nnmpi.compose.runner import Values
+from nnmpi.optim.clip import sum_of_squares, trusted, write_squares
 from nnmpi.tensor.flat import FlatStorage
+
+SQUARES = "squares"  # the first part of their names in `Readings`
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
@@ -29,6 +35,53 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     if arrangement.layout.fixed:
         return math.sqrt(_exact_sum([value for own in group.gather(list(squares.values())) for value in own]))
     return math.sqrt(group.sum_floats([_exact_sum(list(squares.values()))])[0])
+
+
+def note_squares(readings: Readings, storage: FlatStorage, arrangement: Arrangement | None = None) -> None:
+    """Ask a device for the squares of this rank's part of the gradient, without waiting; then see `read_norm`."""
+    for name, grad in _parts(storage, arrangement):
+        write_squares(grad, readings.place((SQUARES, name)))
+
+
+def read_norm(values: Values, storage: FlatStorage, arrangement: Arrangement | None = None) -> float:
+    """Return the Euclidean length of the global gradient; collective over the replica's ranks.
+
+    Args:
+        values: what was read after `note_squares`. Where a float32 sum of squares has overflowed or underflowed, the
+            device is asked again, in float64.
+    """
+    squares = [
+        value if trusted(value := values[SQUARES, name]) else sum_of_squares([grad])
+        for name, grad in _parts(storage, arrangement)
+    ]
+    if arrangement is None:
+        return math.sqrt(sum(squares))
+    group = arrangement.mesh.model
+    if arrangement.layout.fixed:
+        return math.sqrt(_exact_sum([value for own in group.gather(squares) for value in own]))
+    return math.sqrt(group.sum_floats([_exact_sum(squares)])[0])
+
+
+def _parts(storage: FlatStorage, arrangement: Arrangement | None) -> Iterator[tuple[int, Array]]:
+    """Yield what this rank counts of the gradients, numbered.
+
+    In a fixed order of sums that is parameter by parameter. Otherwise it is as few pieces as there can be, since a
+    device takes as long to begin with a short one as with a long one: parameters that lie together are one.
+    """
+    fixed = arrangement is not None and arrangement.layout.fixed
+    if arrangement is None:
+        yield from enumerate(storage.grads)
+        return
+    found: list[tuple[int, int, int]] = []
+    for span in storage.spans:
+        if not arrangement.counts(span.parameter.name, span.parameter):
+            found.append((-1, 0, 0))  # what follows does not lie beside what came before
+        elif not fixed and found and found[-1][0] == span.buffer:
+            found[-1] = (span.buffer, found[-1][1], span.stop)  # with the gap between them, which holds zeros
+        else:
+            found.append((span.buffer, span.start, span.stop))
+    pieces = [each for each in found if each[0] >= 0]
+    yield from ((i, storage.grads[buffer][start:stop]) for i, (buffer, start, stop) in enumerate(pieces))
 
 
 def _exact_sum(values: list[float]) -> float:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import nan
-from typing import Any
-
-import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.runner import Outcome, SumLoss, check_cuts, correct_of
+from nnmpi.compose.given import Given, give, label_check
+from nnmpi.compose.readings import Readings
+from nnmpi.compose.runner import CORRECT, LOSS, Outcome, SumLoss, Values, check_cuts, correct_of
 from nnmpi.data.loader import Batch
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
@@ -59,8 +59,8 @@ class Pipelined:
         backend: Backend,
         seed: int,
         allreduce: str | Sequence[str],
-        bucket_bytes: int,
-        overlap: bool,
+        bucket_bytes: int | None,
+        overlap: bool | None,
         synchronous: bool = False,
     ) -> None:
         self.arrangement, self.optimizer, self.backend, self.seed = arrangement, optimizer, backend, seed
@@ -87,7 +87,9 @@ class Pipelined:
         self.fixed = FixedReduction(self.model, mesh.dp, parts, backend) if layout.fixed else None
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
         self._correct = correct_of(arrangement)
+        self.readings, self._check = Readings(backend), label_check(loss, arrangement.classes)
         self._batch: _Running | None = None
+        self._is_released = False
         self._traffic = Traffic()  # of the updates within a pass
         stages = {
             number: Stage(
@@ -112,39 +114,42 @@ class Pipelined:
 
     # ---- what a Worker calls ----
 
-    def run(self, batch: Batch, step: int) -> Outcome:
+    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
         """See `Runner.run`."""
         check_cuts(batch, self.fixed is not None)
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
-        running = self._batch = _Running(batch, x, y, step, self._losses[0])
+        given = give(batch, self.model, self.backend)
+        self.readings.clear()
+        running = self._batch = _Running(batch, given, step, self._losses[0], self.readings)
         if self.fixed is not None:
             self.fixed.begin(batch.microbatches)
         self._waiting = self._holders()
         self._traffic = Traffic()
-        report = self.pipeline.train(running.inputs, self._seeds(running)) if batch.cuts else None
+        report = self.pipeline.train(running.inputs, self._seeds(running, scale)) if batch.cuts else None
         begin = time.perf_counter()
-        losses: dict[int, float] = {m: float(loss) for m, loss in running.losses.items()}
-        numbered = {batch.cuts[m].number: loss for m, loss in losses.items()} if self._counts else {}
-        total = sum(numbered.values())
         traffic = self._traffic if self.updates else self._finish()
+        if self.fixed is not None:
+            traffic = Traffic(time.perf_counter() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
+        rows = len(batch.y) if self._counts else 0
+        return Outcome(partial(self._sums, batch), rows, traffic, report, tuple(running.staleness))
+
+    def _sums(self, batch: Batch, values: Values) -> tuple[float, float]:
+        """See `Outcome.sums`."""
+        cuts = batch.cuts if self._counts else ()
+        numbered = {cut.number: values[LOSS, m] for m, cut in enumerate(cuts)}
+        total = sum(numbered.values())
         if self.fixed is not None:
             total = self.fixed.sum_numbers(numbered, self.arrangement.mesh.world)
             total = total if self.arrangement.mesh.world.is_root else 0.0
-            traffic = Traffic(time.perf_counter() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
-        correct = sum(running.correct.values()) if self._counts else 0.0
-        rows = len(batch.y) if self._counts else 0
-        return Outcome(total, correct, rows, traffic, report, tuple(running.staleness))
+        return total, sum(values[CORRECT, m] for m in range(len(cuts)))
 
-    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
+    def evaluate(self, batch: Batch, readings: Readings) -> int:
         """See `Runner.evaluate`."""
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        given = give(batch, self.model, self.backend)
         parts = [(part.start, part.stop) for part in split(len(batch.y), max(1, min(len(batch.y), self._last + 1)))]
-        running = self._batch = _Running(batch, x, y, 0, self._losses[1], parts, trains=False)
+        self._batch = _Running(batch, given, 0, self._losses[1], readings, parts, trains=False)
         with no_grad():
-            self.pipeline.infer(running.inputs)
-        if not self._counts:
-            return 0.0, 0.0, 0
-        return float(sum(map(float, running.losses.values()))), sum(running.correct.values()), len(batch.y)
+            self.pipeline.infer(self._batch.inputs)
+        return len(batch.y) if self._counts else 0
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""
@@ -153,6 +158,9 @@ class Pipelined:
 
     def release(self) -> None:
         """See `Runner.release`."""
+        if self._is_released:
+            return
+        self._is_released = True
         self.parallel.release()
         self.pipeline.free()
         if self.fixed is not None:
@@ -180,24 +188,33 @@ class Pipelined:
     def _head(self, result: Tensor, microbatch: int) -> Tensor:
         running = self._batch
         assert running is not None
-        y = running.labels[microbatch]
-        loss = running.loss(result, y)
-        if not current().again:
-            running.losses[microbatch] = loss.data
-            running.correct[microbatch] = self._correct(result, y)
+        given = running.given.rows(slice(*running.parts[microbatch]))
+        again = current().again
+        if not again:
+            self._check(given, running.parts[microbatch][0], result)
+        loss = running.loss(result, given.y)
+        if not again:
+            hits = self._correct(result, given)
+            if running.trains:
+                running.readings.put((LOSS, microbatch), loss.data)
+                running.readings.put((CORRECT, microbatch), hits)
+            elif self._counts:
+                running.readings.add(LOSS, loss.data)
+                running.readings.add(CORRECT, hits)
         return loss
 
     def _recomputes(self, microbatch: int) -> bool:
         running = self._batch
         return running is not None and self.arrangement.layout.recomputes(microbatch, len(running.inputs))
 
-    def _seeds(self, running: _Running) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: 1 / the samples that an update's mean is over."""
+    def _seeds(self, running: _Running, scale: float) -> list[Array]:
+        """Return the gradients of the microbatches' loss sums: scale / the samples that an update's mean is over."""
         batch = running.batch
         rows = [len(part) for part in split(batch.global_rows, batch.microbatches)]
         counts = [rows[cut.number] if self.updates else batch.global_rows for cut in batch.cuts]
-        xp = namespace(running.x)
-        return [xp.asarray(1 / max(count, 1)) for count in counts]  # `backward` converts them to the loss's dtype
+        xp = self.backend.xp
+        seeds = {count: xp.full((), scale / max(count, 1), "float64") for count in set(counts)}
+        return [seeds[count] for count in counts]  # `backward` converts them to the loss's dtype
 
     # ---- what the pipeline calls: see parallel.pipeline.Sink ----
 
@@ -247,9 +264,9 @@ class Pipelined:
         for tie in self.arrangement.ties:  # in the same order on all ranks of the pipeline
             grad = own[tie.name].grad
             assert grad is not None
-            host = np.ascontiguousarray(self.backend.to_host(grad)).reshape(-1)
-            tie.group.all_reduce(host, check=False)
-            grad[...] = self.backend.asarray(host.reshape(grad.shape))
+            total: Array = namespace(grad).ascontiguousarray(grad)
+            tie.group.all_reduce(total.reshape(-1), check=False)
+            grad[...] = total
         return self.parallel.traffic
 
     def _holders(self) -> dict[int, set[int]]:
@@ -267,19 +284,17 @@ class _Running:
     def __init__(
         self,
         batch: Batch,
-        x: Array,
-        y: Array,
+        given: Given,
         step: int,
         loss: SumLoss,
+        readings: Readings,
         parts: Sequence[tuple[int, int]] | None = None,
         trains: bool = True,
     ) -> None:
-        parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
-        self.batch, self.x, self.step, self.loss, self.trains = batch, x, step, loss, trains
-        self.inputs = [x[start:stop] for start, stop in parts]
-        self.labels = [y[start:stop] for start, stop in parts]
-        self.losses: dict[int, Any] = {}
-        self.correct: dict[int, float] = {}
+        self.parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
+        self.batch, self.given, self.step, self.loss, self.trains = batch, given, step, loss, trains
+        self.readings = readings
+        self.inputs = [given.x[start:stop] for start, stop in self.parts]
         self.versions: dict[int, int] = {}
         self.staleness: list[int] = []
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
+from nnmpi.backend.precision import precision as mode_of
+from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
@@ -23,6 +25,7 @@ from nnmpi.compose.evaluation import evaluate_all, evaluate_batch
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.meeting import average_buffers
 from nnmpi.compose.pace import Pace
+from nnmpi.compose.pairs import check_precision, refuse_scaling
 from nnmpi.compose.report import EvalReport
 from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
 from nnmpi.compose.segment import Progress, SegmentReport
@@ -58,6 +61,7 @@ class RelaxedWorker:
         backend: where the model lives; NumPy by default.
         pace: the least time of a step, and stragglers.
         synchronous: let no message leave before its receive is posted (for tests).
+        precision: of products, see `backend.precision`; by default that of the context. fp16 is for synchronous runs.
 
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
 
@@ -79,21 +83,23 @@ class RelaxedWorker:
         backend: Backend | None = None,
         pace: Pace | None = None,
         synchronous: bool = False,
+        precision: str | None = None,
     ) -> None:
         pace = Pace() if pace is None else pace
         self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
         self.loss: SumLoss = sum_cross_entropy(None) if loss is None else loss
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        self.backend = numpy_backend() if backend is None else backend
+        self.precision = mode_of() if precision is None else precision
         with agreed(group):  # only servers' ranks have hooks in a model
             self._check(pace)
         self.seed = seed
-        self.backend = numpy_backend() if backend is None else backend
-        share_state(model, group, self.backend)
-        gradient = LocalGradient(model, self.loss, self.backend, seed, clip)
+        share_state(model, group)
+        gradient = LocalGradient(model, self.loss, self.backend, seed, clip, precision=self.precision)
         self.runner = (
             Served(model, optimizer, group, sync, gradient, pace, self.backend, synchronous)
             if sync.served
-            else Unserved(model, optimizer, group, sync, gradient, pace, self.backend, seed)
+            else Unserved(model, optimizer, group, sync, gradient, pace, seed)
         )
 
     def run(
@@ -130,13 +136,14 @@ class RelaxedWorker:
         report = self.runner.run(
             loader, epoch, range(first, stop), step, lr, bsp, progress or (lambda _: None), asked or (lambda: 0), begin
         )
-        average_buffers(self.model, self.group, self.backend, self.runner.steps_done)
+        average_buffers(self.model, self.group, self.runner.steps_done)
         return report
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
         one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
-        return evaluate_all(self.group, batches, one)
+        with use_precision(self.precision):
+            return evaluate_all(self.group, batches, one, self.backend)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays as those of the whole model; see `Worker.state`."""
@@ -159,6 +166,8 @@ class RelaxedWorker:
         check_optimizer(self.model, self.optimizer)
         if not self.sync.relaxed:
             raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
+        check_precision(self.precision, self.model, self.backend)
+        refuse_scaling(self.precision, f"with {self.sync.mode}")
         self.sync.check(self.group.size)
         check_free(self.model)
         for loss in (self.loss, self.evaluation_loss):

@@ -8,12 +8,13 @@ from functools import partial
 from math import isfinite, nan
 
 from nnmpi import timeline
-from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.exchange import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.evaluation import evaluate_batch
-from nnmpi.compose.runner import Correct, Outcome, SumLoss, check_cuts
+from nnmpi.compose.given import Given, give, label_check
+from nnmpi.compose.readings import Readings
+from nnmpi.compose.runner import CORRECT, LOSS, Correct, Outcome, SumLoss, Values, check_cuts
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -34,6 +35,7 @@ class Replicas:
         seed: of the run.
         correct: counts right answers; called on every rank, as it may communicate.
         counts: whether this rank, of those that share layers, is the one that counts.
+        classes: where they are shared out over ranks, how many there are; else 0.
         fixed: sum gradients in a fixed order.
         exchanged, allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
     """
@@ -51,71 +53,81 @@ class Replicas:
         seed: int,
         correct: Correct,
         counts: bool,
+        classes: int,
         fixed: bool,
         exchanged: bool,
         allreduce: str | Sequence[str],
-        bucket_bytes: int,
-        overlap: bool,
+        bucket_bytes: int | None,
+        overlap: bool | None,
     ) -> None:
         self.model, self.world, self.backend, self.seed = model, world, backend, seed
         self.loss, self.evaluation_loss, self._counts = loss, evaluation_loss, counts
         self._correct = correct
+        self.readings = Readings(backend)
+        self._check, self._classes = label_check(loss, classes), classes
         self.parallel = DataParallel(
             model, replicas, allreduce, bucket_bytes, overlap, backend, exchanged and not fixed, joint=not fixed
         )
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
 
-    def run(self, batch: Batch, step: int) -> Outcome:
+    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
         """See `Runner.run`."""
         check_cuts(batch, self.fixed is not None)
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        given = give(batch, self.model, self.backend)
+        self.readings.clear()
         if self.fixed is not None:
-            return self._run_fixed(batch, x, y, step, self.fixed)
-        loss_sum = correct = 0.0
+            return self._run_fixed(batch, given, step, scale, self.fixed)
         for number, cut in enumerate(batch.cuts):
-            loss, logits = self._forward(x, y, cut, step)
+            loss, logits = self._forward(given, cut, step)
             with timeline.span(f"B{cut.number}", "backward"):
-                self.parallel.backward(loss, batch.global_rows, last=number == len(batch.cuts) - 1)
-            loss_sum += loss.item()
-            correct += self._correct(logits, y[cut.start : cut.stop])
-        counted = (loss_sum, correct, len(batch.y)) if self._counts else (0.0, 0.0, 0)
-        return Outcome(*counted, self.parallel.traffic)
+                self.parallel.backward(loss, batch.global_rows, number == len(batch.cuts) - 1, scale)
+            self.readings.add(LOSS, loss.data)
+            self.readings.add(CORRECT, self._correct(logits, given.rows(slice(cut.start, cut.stop))))
+        counted = len(batch.y) if self._counts else 0
+        return Outcome(self._sums, counted, self.parallel.traffic)
 
-    def _run_fixed(self, batch: Batch, x: Array, y: Array, step: int, fixed: FixedReduction) -> Outcome:
+    def _sums(self, values: Values) -> tuple[float, float]:
+        return (values.get(LOSS, 0.0), values.get(CORRECT, 0.0)) if self._counts else (0.0, 0.0)
+
+    def _run_fixed(self, batch: Batch, given: Given, step: int, scale: float, fixed: FixedReduction) -> Outcome:
         fixed.begin(batch.microbatches)
-        losses, correct = {}, 0.0
         for cut in batch.cuts:
             fixed.microbatch = cut.number
-            loss, logits = self._forward(x, y, cut, step)
+            loss, logits = self._forward(given, cut, step)
             with timeline.span(f"B{cut.number}", "backward"):
-                self.parallel.backward(loss, batch.global_rows, last=False)
+                self.parallel.backward(loss, batch.global_rows, last=False, scale=scale)
             fixed.add(0, cut.number)
-            losses[cut.number] = loss.item()
-            correct += self._correct(logits, y[cut.start : cut.stop])
+            self.readings.add(cut.number, loss.data)
+            self.readings.add(CORRECT, self._correct(logits, given.rows(slice(cut.start, cut.stop))))
         begin = time.perf_counter()
         fixed.finish()
-        total = fixed.sum_numbers(losses, self.world)
         traffic = Traffic(time.perf_counter() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
-        return Outcome(total if self.world.is_root else 0.0, correct, len(batch.y), traffic)
+        return Outcome(partial(self._sums_fixed, fixed, batch.cuts), len(batch.y), traffic)
 
-    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
+    def _sums_fixed(self, fixed: FixedReduction, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
+        total = fixed.sum_numbers({cut.number: values[cut.number] for cut in cuts}, self.world)
+        return total if self.world.is_root else 0.0, values.get(CORRECT, 0.0)
+
+    def evaluate(self, batch: Batch, readings: Readings) -> int:
         """See `Runner.evaluate`."""
-        found = evaluate_batch(self.model, self.evaluation_loss, self._correct, self.backend, batch)
-        return found if self._counts else (0.0, 0.0, 0)
+        mine = readings if self._counts else None  # the others take part, and count nothing
+        loss, correct = self.evaluation_loss, self._correct
+        rows = evaluate_batch(self.model, loss, correct, self.backend, batch, mine, self._classes)
+        return rows if self._counts else 0
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""
-        x, y = self.backend.asarray(batch.x), self.backend.asarray(batch.y)
+        given = give(batch, self.model, self.backend)
         if self.fixed is not None:
             return explain_gradients(self.world, self.model, step + 1, value, "its microbatches")
         cut = batch.cuts[-1]
         for cut in batch.cuts:  # the first microbatch whose loss is not finite, else the last
-            loss, _ = self._forward(x, y, cut, step)
+            loss, _ = self._forward(given, cut, step)
             if not all(isfinite(value) for value in self.world.sum_floats([loss.item()])):
                 break
-        again = partial(self._forward, x, y, cut, step)
-        return explain(self.world, self.model, x[cut.start : cut.stop], lambda: again()[0], step + 1, value)
+        again = partial(self._forward, given, cut, step)
+        return explain(self.world, self.model, given.x[cut.start : cut.stop], lambda: again()[0], step + 1, value)
 
     def release(self) -> None:
         """See `Runner.release`."""
@@ -123,8 +135,9 @@ class Replicas:
         if self.fixed is not None:
             self.fixed.release()
 
-    def _forward(self, x: Array, y: Array, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
-        part = slice(cut.start, cut.stop)
+    def _forward(self, given: Given, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
+        part = given.rows(slice(cut.start, cut.stop))
         with timeline.span(f"F{cut.number}", "forward"), training(self.seed, step, cut.first_row):
-            logits = self.model(Tensor(x[part]))
-            return self.loss(logits, y[part]), logits
+            logits = self.model(Tensor(part.x))
+            self._check(part, cut.start, logits)
+            return self.loss(logits, part.y), logits

@@ -22,6 +22,8 @@ class StepReport:
         wait_s: seconds in which it waited for other stages of its pipeline; sending to them is in `traffic`.
         passed: what the pass through the pipeline was on this rank; None without a pipeline.
         staleness: see `compose.runner.Outcome`.
+        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
+        skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
     """
 
     loss: float
@@ -33,6 +35,8 @@ class StepReport:
     wait_s: float = 0.0
     passed: PassReport | None = None
     staleness: tuple[int, ...] = ()
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.casting import widened
 from nnmpi.comm.exchange import Traffic
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.given import Given
+from nnmpi.compose.readings import Readings
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
@@ -22,8 +25,12 @@ from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor
 
+LOSS, CORRECT = "loss", "correct"  # the names of their sums in `Readings`
+
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
-Correct: TypeAlias = Callable[[Tensor, Array], float]
+Correct: TypeAlias = Callable[[Tensor, Given], Array | float]
+Values: TypeAlias = Mapping[Hashable, float]
+Sums: TypeAlias = Callable[[Values], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,8 @@ class Outcome:
     """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
 
     Attributes:
-        loss_sum: the sum of the losses of the samples that this rank counts.
-        correct: how many of them were right; NaN where there are no class labels.
+        sums: returns, of what was read of the runner's `Readings` since, the sum of the losses of the samples that this
+            rank counts, and how many of them were right (NaN where there are no class labels). Collective.
         rows: how many samples these are.
         traffic: what was communicated for it.
         report: of the pass through the pipeline; None without one.
@@ -40,8 +47,7 @@ class Outcome:
             gradient changed; empty where there is only one update.
     """
 
-    loss_sum: float
-    correct: float
+    sums: Sums
     rows: int
     traffic: Traffic = Traffic()
     report: PassReport | None = None
@@ -52,28 +58,31 @@ class Runner(Protocol):
     """Takes batches through a model that lies on the ranks in one way or another. Everything is collective.
 
     Attributes:
+        readings: the numbers that are to be known of a step at its end.
         parallel: sums the gradients over the replicas.
         updates: whether weights are updated on the way, and not once by the Worker.
     """
 
+    readings: Readings
     parallel: DataParallel
     updates: bool
 
-    def run(self, batch: Batch, step: int) -> Outcome:
-        """Compute the gradients of the batch's mean loss, summed over the replicas.
+    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
+        """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
 
         Args:
             step: the number of the update, which keys dropout.
+            scale: what the gradients are multiplied by (see `optim.loss_scale`).
         """
 
-    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
-        """Return loss sum, right answers and samples that this rank counts, in evaluation mode."""
+    def evaluate(self, batch: Batch, readings: Readings) -> int:
+        """Add LOSS and CORRECT of the samples that this rank counts, in evaluation mode; return their number."""
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
 
     def release(self) -> None:
-        """Take everything off the model again."""
+        """Take everything off the model again; a second call does nothing."""
 
 
 def check_cuts(batch: Batch, fixed: bool) -> None:
@@ -155,15 +164,21 @@ def correct_of(arrangement: Arrangement | None) -> Correct:
         return count_correct
     group, classes = arrangement.mesh.tp, arrangement.classes
 
-    def count(logits: Tensor, y: Array) -> float:
-        host = getattr(y, "get", lambda: y)()
-        return float((best_classes(logits.data, group, classes) == host).sum())
+    def count(logits: Tensor, given: Given) -> float:
+        labels = Tensor(given.y).numpy() if given.labels is None else given.labels
+        return float((best_classes(logits.data, group, classes) == labels).sum())
 
     return count
 
 
-def count_correct(logits: Tensor, y: Array) -> float:
-    """Return how many rows have their largest logit at their label; NaN where there are no class labels."""
+def count_correct(logits: Tensor, given: Given) -> Array | float:
+    """Return how many rows have their largest logit at their label; NaN where there are no class labels.
+
+    On a device that is an array of one number, for which nobody has waited.
+    """
+    y = given.y
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
-    return float((logits.data.argmax(axis=-1) == y).sum())
+    values = widened(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
+    hits: Array = (values.argmax(axis=-1) == y).sum()
+    return hits

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 
 from nnmpi import timeline
-from nnmpi.backend.record import Backend
 from nnmpi.comm.checkup import Checkup
 from nnmpi.comm.group import Group
 from nnmpi.compose.gradient import LocalGradient
@@ -22,6 +21,7 @@ from nnmpi.compose.meeting import Tally, exchange, sum_up
 from nnmpi.compose.pace import Pace
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
@@ -46,19 +46,18 @@ class Unserved:
         sync: Sync,
         gradient: LocalGradient,
         pace: Pace,
-        backend: Backend,
         seed: int,
     ) -> None:
         self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
         self._gradient, self._pace = gradient, pace
         storage = model.storage
         self._averaging: LocalSGD | Gossip = (
-            LocalSGD(group, storage, optimizer, sync.local_steps, backend=backend)
+            LocalSGD(group, storage, optimizer, sync.local_steps)
             if sync.mode == "local"
-            else Gossip(group, storage, optimizer, sync.neighbours, seed, backend=backend)
+            else Gossip(group, storage, optimizer, sync.neighbours, seed)
         )
         # In a warm-up the mean of all is taken after every step; for plain SGD that is the synchronous run.
-        self._warming = LocalSGD(group, storage, optimizer, 1, backend=backend)
+        self._warming = LocalSGD(group, storage, optimizer, 1)
         self._checkup = Checkup(group)
         self._steps = 0  # of this rank, in the whole run
         self.steps_done = 0
@@ -85,7 +84,7 @@ class Unserved:
         averaging.begin()
         tally, staleness = Tally(), Staleness(self.group.size)
         done, stop, signal = 0, False, 0
-        with loader.epoch(epoch, start=batches.start) as items:
+        with uploaded(loader, epoch, self._gradient.backend, batches.start) as items:
             for number in batches:
                 if stop:
                     break

@@ -27,11 +27,14 @@ from functools import partial
 from math import isfinite
 from typing import Any, TypeAlias
 
+from nnmpi.backend.precision import precision as mode_of
+from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.evaluation import evaluate_all, evaluate_batch
 from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.pace import Pace
+from nnmpi.compose.pairs import check_precision, refuse_scaling
 from nnmpi.compose.playing.joint import Joint
 from nnmpi.compose.playing.scene import Scene, Segment
 from nnmpi.compose.playing.served import Served
@@ -62,7 +65,7 @@ class VirtualWorker:
         group: of this process alone.
         sync: how the workers go on; a synchronous run without servers, too.
         workers: how many compute. Dedicated servers are further ones, and then have the first ranks.
-        loss, evaluation_loss, clip, seed, backend: see `RelaxedWorker`.
+        loss, evaluation_loss, clip, seed, backend, precision: see `RelaxedWorker`.
         pace: the virtual seconds of a step, above 0, and stragglers by rank; 1 s and nobody by default.
         network: the speed of links; by default messages take no time.
 
@@ -89,6 +92,7 @@ class VirtualWorker:
         backend: Backend | None = None,
         pace: Pace | None = None,
         network: LinkSpeed | None = None,
+        precision: str | None = None,
     ) -> None:
         pace = Pace(1.0) if pace is None else pace
         check_optimizer(model, optimizer)
@@ -111,9 +115,12 @@ class VirtualWorker:
             check_loss(each, None)
         self.seed = seed
         self.backend = numpy_backend() if backend is None else backend
+        self.precision = mode_of() if precision is None else precision
+        check_precision(self.precision, model, self.backend)
+        refuse_scaling(self.precision, "in virtual time")
         self.now_s = 0.0
         self.observe: Observe | None = None
-        gradient = LocalGradient(model, self.loss, self.backend, seed, clip)
+        gradient = LocalGradient(model, self.loss, self.backend, seed, clip, precision=self.precision)
         statistics = Statistics(model, workers)
         self._scene = Scene(
             model,
@@ -172,7 +179,8 @@ class VirtualWorker:
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over all batches; its seconds are real ones."""
         one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
-        return evaluate_all(self.group, batches, one)
+        with use_precision(self.precision):
+            return evaluate_all(self.group, batches, one, self.backend)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays; see `Worker.state`."""

@@ -11,8 +11,9 @@ model may be cut and sharded (see `compose.arrange`); without one, every rank ha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import isfinite, nan
 from typing import Any
 
@@ -21,29 +22,44 @@ from threadpoolctl import threadpool_limits
 
 from nnmpi import timeline
 from nnmpi.backend.array import Array
+from nnmpi.backend.precision import precision as mode_of
+from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.comm.algorithms.registry import AUTO, SHARED
-from nnmpi.comm.exchange import BUCKET_BYTES, Traffic, predict, predict_traffic
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
+from nnmpi.comm.exchange import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.equal import check_equal
 from nnmpi.compose.evaluation import evaluate_all
-from nnmpi.compose.housing import Housing, fuse
+from nnmpi.compose.housing import Housing, fuse, fusing_pays
 from nnmpi.compose.meter import Meter
-from nnmpi.compose.norm import gradient_norm
+from nnmpi.compose.norm import gradient_norm, note_squares, read_norm
+from nnmpi.compose.pairs import check_housing, check_pairs, check_precision, has_whole_model
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.compose.replicas import Replicas
 from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_optimizer, correct_of, sum_cross_entropy
+from nnmpi.compose.runner import (
+    Outcome,
+    Runner,
+    SumLoss,
+    Values,
+    check_loss,
+    check_optimizer,
+    correct_of,
+    sum_cross_entropy,
+)
 from nnmpi.compose.state import model_state, optimizer_state, slots
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.nn.chain import Part
+from nnmpi.errors import CheckpointError, NnmpiError, UsageError
+from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
+from nnmpi.optim.loss_scale import LossScale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import check_free
 from nnmpi.parallel.state import LayoutState
+
+NUMBERS_BYTES = 3 * 8  # loss, right answers and rows, in float64
 
 
 class Worker:
@@ -59,15 +75,20 @@ class Worker:
         evaluation_loss: the same for `evaluate`; `loss` by default.
         allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
         fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
-            node (see `parallel.fused`); not where there is no shared memory: `notice` says why.
+            node (see `parallel.fused`): whoever changes them by hand does so for all, on one rank. Not where there is
+            no shared memory: `notice` says why. None for what pays: on one node, where every rank has the whole model
+            and none of the three options above is given.
         check: compare the ranks' weights after every step, by hash.
         clip: the largest length of the gradient, or None.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
         arrangement: how the model lies on the ranks; None for all of it on each.
         synchronous: let no message of a pipeline leave before its receive is posted (for tests).
+        precision: of products, see `backend.precision`; by default that of the context in which the worker is made.
+            With fp16 losses are scaled, and an update whose gradient overflows on any rank is left out on all.
 
     Attributes:
+        scaling: the loss scale of fp16; None otherwise.
         fused: the fused update, None where gradients are summed and used one after the other.
         notice: what is not as it was asked for, and why; else empty.
 
@@ -84,15 +105,16 @@ class Worker:
         loss: SumLoss | None = None,
         evaluation_loss: SumLoss | None = None,
         allreduce: str | Sequence[str] = AUTO,
-        bucket_bytes: int = BUCKET_BYTES,
-        overlap: bool = True,
-        fused_update: bool = False,
+        bucket_bytes: int | None = None,
+        overlap: bool | None = None,
+        fused_update: bool | None = None,
         check: bool = False,
         clip: float | None = None,
         seed: int = 0,
         backend: Backend | None = None,
         arrangement: Arrangement | None = None,
         synchronous: bool = False,
+        precision: str | None = None,
     ) -> None:
         check_optimizer(model, optimizer)
         self.model, self.optimizer, self.group = model, optimizer, group
@@ -103,23 +125,33 @@ class Worker:
         self.check, self.clip, self.seed = check, clip, seed
         self.backend = numpy_backend() if backend is None else backend
         self.arrangement = arrangement
-        self._one_thread = arrangement is not None and arrangement.layout.fixed
+        self.precision = mode_of() if precision is None else precision
+        check_precision(self.precision, model, self.backend)
+        self.scaling = LossScale() if self.precision == "fp16" else None
         self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
-        _check_pairs(model, arrangement, fused_update, clip)
+        check_pairs(model, arrangement, fused_update, clip, self.scaling is not None)
+        check_housing(fused_update, self.backend)
         check_free(model)  # before anything is moved
         self._housing: Housing | None = None
         self.notice = ""
+        if fused_update is None:
+            plain = allreduce == AUTO and bucket_bytes is None and overlap is None and has_whole_model(arrangement)
+            fused_update = plain and fusing_pays(model, group)
         if fused_update:
             self._housing, self.notice = fuse(model, optimizer, group)
         self.fused = None if self._housing is None else self._housing.fused
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
-        self.runner = self._make_runner(allreduce, bucket_bytes, overlap, synchronous)
+        self._predicted_s = self._predict()
+        sums = {"allreduce": allreduce, "bucket_bytes": bucket_bytes, "overlap": overlap}
+        try:
+            self.runner = self._make_runner(synchronous, **sums)
+        except NnmpiError:  # on all ranks
+            self._unhouse()
+            raise
         self.parallel = self.runner.parallel
         self.notice = self.notice or self.parallel.notice
 
-    def _make_runner(
-        self, allreduce: str | Sequence[str], bucket_bytes: int, overlap: bool, synchronous: bool
-    ) -> Runner:
+    def _make_runner(self, synchronous: bool, **sums: Any) -> Runner:
         where, losses = self.arrangement, (self.loss, self.evaluation_loss)
         if where is not None and where.stages:
             return Pipelined(
@@ -128,10 +160,8 @@ class Worker:
                 *losses,
                 self.backend,
                 self.seed,
-                allreduce=allreduce,
-                bucket_bytes=bucket_bytes,
-                overlap=overlap,
                 synchronous=synchronous,
+                **sums,
             )
         return Replicas(
             self.model,
@@ -142,22 +172,43 @@ class Worker:
             self.seed,
             correct=correct_of(where),
             counts=where is None or where.mesh.place.t == 0,
+            classes=0 if where is None else where.classes,
             fixed=where is not None and where.layout.fixed,
             exchanged=self.fused is None,
-            allreduce=allreduce,
-            bucket_bytes=bucket_bytes,
-            overlap=overlap,
+            **sums,
         )
 
+    def _predict(self) -> float:
+        """Return the seconds that a step's last sum is predicted to take, NaN without a fit.
+
+        That is the one of loss, right answers and rows; in a fused update they are added up with the gradients, as a
+        shared all-reduce does it, which writes more, and reads as much.
+        """
+        if self.fused is not None:
+            predicted_s = predict(self.group, SHARED, self._gradient_bytes)
+        else:
+            predicted_s = predict(self.group, NATIVE, NUMBERS_BYTES)
+        return nan if predicted_s is None else predicted_s
+
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself. Collective."""
+        """Take everything off the model again: it is then one that each rank has for itself. Collective.
+
+        A second call does nothing.
+        """
         self.runner.release()
+        self._unhouse()
+
+    def _unhouse(self) -> None:
         if self._housing is not None:
             self._housing.release(self.model, self.optimizer)
             self._housing = self.fused = None
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
+
+        On a device the host waits once: when the gradients are summed, it reads loss, right answers and the gradient's
+        length in one copy. So a gradient that is not finite is found before the update, and clipping needs no second
+        wait; the update itself, and the next batch's copy, go on while the host prepares the next step.
 
         A batch of several microbatches (see `data.Loader`) is one update: their gradients are added up. (With schedule
         pipedream each microbatch is one; the gradient's length is then not known, and reported as NaN.)
@@ -167,50 +218,65 @@ class Worker:
 
         Raises:
             DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then
-                (running statistics are not, and with pipedream the weights are not either).
+                (running statistics are not, and with pipedream the weights are not either). With fp16, only when the
+                gradient overflows at the smallest loss scale, too.
             CommError: with `check`, on all ranks, when weights differ.
-            UsageError: for a batch that was not shared out over the replicas as this worker needs it.
+            UsageError: for a batch that was not shared out over the replicas as this worker needs it; after `release`.
         """
         begin = time.perf_counter()
+        self.parallel.check_held()
         if lr is not None:
             self.optimizer.lr = lr
         self.model.storage.zero_grad()
-        step = self.optimizer.steps
-        with self._threads(), self._meter.running():
-            outcome = self.runner.run(batch, step)
-        traffic = outcome.traffic.plus(self._meter.traffic)
-        if outcome.report is not None and outcome.report.messages:
-            sent = outcome.report
-            traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
-        waited = time.perf_counter()
-        with timeline.span("other ranks", "waiting", timeline.WAITING):
-            loss_sum, correct, rows = self.group.sum_floats([outcome.loss_sum, outcome.correct, outcome.rows])
-        spent_s = time.perf_counter() - waited
-        if self.group.size > 1:
-            traffic = traffic.plus(predict_traffic(self.group, 3 * np.float64().nbytes, spent_s))
+        step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
+        with self._one_way(), self._meter.running():
+            outcome = self.runner.run(batch, step, factor)
+        (loss_sum, correct, rows), norm, traffic = self._meet(outcome)
+        norm /= factor
         if rows != batch.global_rows:
             raise UsageError(
                 f"the ranks' parts of this batch have {rows:.0f} rows together, but the global batch "
                 f"{batch.global_rows}; give Loader the rank and world of the replica ({self._replica()})"
             )
-        waited = time.perf_counter()
-        with self._threads():
-            norm = nan if self.runner.updates else self._norm()
-        if self.fused is not None:
-            predicted_s = predict(self.group, SHARED, self._gradient_bytes)  # which writes more, and reads as much
-            spent_s = time.perf_counter() - waited
-            traffic = traffic.plus(
-                Traffic(spent_s, 0.0, self._gradient_bytes, 1, nan if predicted_s is None else predicted_s)
-            )
+        skipped = False
         if not isfinite(loss_sum) or not (self.runner.updates or isfinite(norm)):
-            raise self.runner.explain(batch, step, loss_sum / max(batch.global_rows, 1))
-        if not self.runner.updates:
-            self._update(norm)
+            skipped = isfinite(loss_sum) and self.scaling is not None and self.scaling.shrink()
+            if not skipped:
+                with self._one_way():
+                    raise self.runner.explain(batch, step, loss_sum / max(batch.global_rows, 1))
+        elif not self.runner.updates:
+            self._update(norm, factor)
         if self.fused is not None:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.check:
             self._check_equal()
-        return self._report(batch, outcome, loss_sum, correct, norm, traffic, time.perf_counter() - begin)
+        report = self._report(batch, outcome, loss_sum, correct, norm, traffic, time.perf_counter() - begin)
+        return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
+
+    def _meet(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
+        """Return loss, right answers and rows of all ranks, the gradient's length, and what was communicated so far."""
+        traffic = outcome.traffic
+        if self._meter.needed:
+            traffic = traffic.plus(self._meter.traffic)
+        if outcome.report is not None and outcome.report.messages:
+            sent = outcome.report
+            traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
+        if self.backend.is_device and not self.runner.updates:
+            note_squares(self.runner.readings, self.model.storage, self.arrangement)
+        values = self.runner.readings.read()  # on a device the one wait of the step; the update is not waited for
+        numbers = [*outcome.sums(values), outcome.rows]
+        begin = time.perf_counter()
+        if self.fused is not None:
+            norm, sums = self.fused.reduce(numbers)
+            spent_s = time.perf_counter() - begin
+            return sums, norm, traffic.plus(Traffic(spent_s, 0.0, self._gradient_bytes, 1, self._predicted_s))
+        with timeline.span("other ranks", "waiting", timeline.WAITING):
+            sums = self.group.sum_floats(numbers)
+        if self.group.size > 1:
+            spent_s = time.perf_counter() - begin
+            traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
+        with self._one_way():
+            return sums, nan if self.runner.updates else self._norm(values), traffic
 
     def _report(
         self,
@@ -238,7 +304,8 @@ class Worker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
-        return evaluate_all(self.group, batches, self.runner.evaluate)
+        with self._one_way():
+            return evaluate_all(self.group, batches, self.runner.evaluate, self.backend)
 
     def state(self) -> tuple[LayoutState, LayoutState]:
         """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
@@ -249,10 +316,11 @@ class Worker:
             self.model, self.optimizer, self.group, self.arrangement
         )
 
-    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, int]]:
+    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""
         arrays = {name: np.array(self.backend.to_host(view)) for name, view in self._slots().items()}
-        return arrays, {"steps": self.optimizer.steps}
+        scaling = {} if self.scaling is None else {f"loss_scale.{name}": x for name, x in self.scaling.state().items()}
+        return arrays, {"steps": self.optimizer.steps, **scaling}
 
     def load_optimizer_state(self, arrays: Mapping[str, Array], scalars: Mapping[str, Any]) -> None:
         """Put back what `optimizer_state` gave.
@@ -275,27 +343,43 @@ class Worker:
         for name, view in own.items():
             view[...] = self.backend.asarray(arrays[name])
         self.optimizer.steps = int(scalars["steps"])
+        if self.scaling is not None and "loss_scale.value" in scalars:  # else it begins anew
+            self.scaling.load({name.partition(".")[2]: x for name, x in scalars.items()})
 
     def _slots(self) -> dict[str, Array]:
         return slots(self.model.storage, self.optimizer)
 
-    def _threads(self) -> AbstractContextManager[object]:
-        """Return a context in which BLAS has one thread, where bits count.
+    @contextmanager
+    def _one_way(self) -> Iterator[None]:
+        """Compute in one way on every layout, where bits count.
 
-        Those of a product or a sum of squares may depend on how many there are: the fewer, the more ranks a node has.
+        Those of a product or a sum of squares may depend on how many threads BLAS has: the fewer, the more ranks a node
+        has. Those of layers that are computed as one differ from those of the layers on two stages. And in one
+        precision, whatever that of the caller is.
         """
-        return threadpool_limits(1, "blas") if self._one_thread else nullcontext()
+        with ExitStack() as stack:
+            if self.precision != mode_of():
+                stack.enter_context(use_precision(self.precision))
+            if self.scaling is not None:  # the gradient's length says it
+                stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
+            if self.arrangement is not None and self.arrangement.layout.fixed:
+                stack.enter_context(threadpool_limits(1, "blas"))
+                stack.enter_context(unfused())
+            yield
 
-    def _norm(self) -> float:
-        """Return the length of the gradient, which the fused update sums only here."""
-        if self.fused is not None:
-            return self.fused.reduce()
+    def _norm(self, values: Values) -> float:
+        """Return the length of the gradient."""
+        if self.backend.is_device:
+            return read_norm(values, self.model.storage, self.arrangement)
         if self.arrangement is not None:
             return gradient_norm(self.model.storage, self.arrangement)
         return global_norm(self.model.storage.grads)
 
-    def _update(self, norm: float) -> None:
-        factor = 1.0 if self.clip is None else coefficient(norm, self.clip)
+    def _update(self, norm: float, scaled: float) -> None:
+        """Update the weights from gradients that are so many times too large, and whose true length is `norm`."""
+        factor = (1.0 if self.clip is None else coefficient(norm, self.clip)) / scaled
+        if self.scaling is not None:
+            self.scaling.grow()
         with timeline.span("update", "update"):
             if self.fused is not None:
                 self.fused.update(factor)
@@ -313,27 +397,3 @@ class Worker:
         self.parallel.check_equal()
         if self.arrangement is not None:
             check_equal(self.model, self.arrangement, self.backend)
-
-
-def _check_pairs(model: Module, arrangement: Arrangement | None, fused_update: bool, clip: float | None) -> None:
-    """Refuse options that do not go together."""
-    if arrangement is None:
-        if isinstance(model, Part) or any(parameter.region is not None for parameter in model.parameters()):
-            raise UsageError(
-                "this rank has a part of the model alone, which the other ranks do not share; give the Worker the "
-                "arrangement that made it: arrangement=where"
-            )
-        return
-    layout, mesh = arrangement.layout, arrangement.mesh.mesh
-    if model is not arrangement.model:
-        raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
-    if fused_update and (mesh.pp > 1 or mesh.tp > 1 or layout.fixed):
-        raise UsageError(
-            f"the fused update is for replicas of a whole model, summed as they come, not for {mesh} with reduction "
-            f"{layout.reduction}; leave it out"
-        )
-    if layout.asynchronous and mesh.pp > 1 and clip is not None:
-        raise UsageError(
-            "clipping needs the gradient of all stages at once, but with pipedream each stage updates when its own is "
-            "there; leave one of them out"
-        )

@@ -4,6 +4,7 @@ from nnmpi.data.catalogue import NAMES, load, prepare
 from nnmpi.data.dataset import Dataset, split
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
+from nnmpi.data.upload import Uploads, batches
 
 __all__ = [
     "NAMES",
@@ -15,6 +16,8 @@ __all__ = [
     "Normalize",
     "Shift",
     "Transform",
+    "Uploads",
+    "batches",
     "load",
     "prepare",
     "split",

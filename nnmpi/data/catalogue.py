@@ -16,7 +16,6 @@ from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
 from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, check_pair, split
-from nnmpi.data.download import download, silent
 from nnmpi.data.files import find
 from nnmpi.data.idx import has_idx, load_idx
 from nnmpi.data.npz import load_npz, load_npz_whole
@@ -73,7 +72,9 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
     return _load_path(_existing(name_or_path), seed, test_fraction)
 
 
-def prepare(name: str, data_dir: str | Path | None = None, *, report: Callable[[str], None] = silent) -> Path | None:
+def prepare(
+    name: str, data_dir: str | Path | None = None, *, report: Callable[[str], None] | None = None
+) -> Path | None:
     """Return the folder (or archive) that `load` will read, after downloading what is missing there.
 
     One rank per node calls this, before all of them load; several at once wait for one another. With data_dir, or for
@@ -81,7 +82,7 @@ def prepare(name: str, data_dir: str | Path | None = None, *, report: Callable[[
     no folder.
 
     Args:
-        report: called with a sentence when a transfer begins.
+        report: called with a sentence when a transfer begins; None for nobody.
 
     Raises:
         UsageError: as `load`.
@@ -93,9 +94,11 @@ def prepare(name: str, data_dir: str | Path | None = None, *, report: Callable[[
     if data_dir is None:
         folder = cache_folder() / name
         if _look(name, folder) is None:
+            from nnmpi.data.download import download, silent
+
             with locked(folder):
                 for source in sources(name):
-                    download(source, folder, report=report)
+                    download(source, folder, report=report or silent)
     return _place(name, data_dir)
 
 

@@ -13,7 +13,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.data.sampler import batches_per_epoch, order, rows
-from nnmpi.data.transform import Transform
+from nnmpi.data.transform import Transform, split_transform
 from nnmpi.errors import ShapeError, UsageError
 
 
@@ -43,6 +43,7 @@ class Batch:
         global_rows: rows of the global batch: what losses are divided by.
         microbatches: how many there are of the global batch, over all ranks.
         epoch, number: which batch of which epoch this is.
+        host_y: the labels on the host, where x and y are on a device; else None.
     """
 
     x: Array
@@ -53,6 +54,12 @@ class Batch:
     epoch: int
     number: int
     microbatches: int = 1
+    host_y: NDArray[np.int64] | None = None
+
+    @property
+    def labels(self) -> NDArray[np.int64] | None:
+        """The labels on the host; None where they are on a device alone."""
+        return self.y if isinstance(self.y, np.ndarray) else self.host_y
 
     @property
     def first_row(self) -> int:
@@ -134,15 +141,19 @@ class Loader:
         """Return the number of global batches in an epoch, the short last one included."""
         return batches_per_epoch(len(self.dataset), self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0) -> Prefetch[Batch]:
+    def epoch(self, epoch: int, start: int = 0, stored: bool = False) -> Prefetch[Batch]:
         """Return an iterator over this rank's part of each batch of an epoch, from batch number `start` on.
 
         Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the transform is
         raised at the batch that it belongs to.
+
+        Args:
+            stored: give samples as the data set has them, at most moved about, and leave their arithmetic to a device;
+                see `data.upload` and `transform.split_transform`.
         """
         epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
         return Prefetch(
-            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
+            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
             workers=self.workers,
             ahead=self.prefetch,
@@ -164,6 +175,7 @@ class Loader:
         rank: int,
         world: int,
         taken: int | None = None,
+        stored: bool = False,
     ) -> Batch:
         """Return a part of a batch, whichever rank this loader is for.
 
@@ -173,6 +185,7 @@ class Loader:
             rank, world: which part of how many.
             taken: with a partition, how many samples this worker has taken in the run; by default its part of each
                 batch before this one.
+            stored: see `epoch`.
         """
         where = (number, rank, world, self.microbatches, self.whole)
         ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
@@ -184,11 +197,20 @@ class Loader:
                 taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
             count = sum(map(len, ranges.values()))
             indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
-        x = self.dataset.rows(indices, self.dtype)
-        if self.transform is not None:
-            x = self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
+        x = self._samples(indices, epoch, stored)
         cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
         return Batch(x, self.dataset.y[indices], indices, cuts, global_rows, epoch, number, microbatches)
+
+    def _samples(self, indices: NDArray[np.int64], epoch: int, stored: bool) -> Array:
+        if stored:
+            x = np.take(self.dataset.x, indices, axis=0)
+            for transform in split_transform(self.transform)[0]:
+                x = transform(x, indices, epoch, self.seed)
+            return np.ascontiguousarray(x)
+        x = self.dataset.rows(indices, self.dtype)
+        if self.transform is None:
+            return x
+        return self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
 
     def rows_before(self, step: int, rank: int, world: int) -> int:
         """Return how many rows the parts have together that a rank has of batches 0..step-1 of the run."""

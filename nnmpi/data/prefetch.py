@@ -49,6 +49,11 @@ class Prefetch(Iterator[T], Generic[T]):
         self._position += 1
         return item
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the next item is there, so that nobody would wait for it."""
+        return bool(self._threads) and self._shared.holds(self._position)
+
     def close(self) -> None:
         """Stop the threads and drop what they made. May be called more than once."""
         self._finalizer()
@@ -111,6 +116,11 @@ class _Shared(Generic[T]):
         if error is not None:
             raise error
         return item  # type: ignore[return-value]
+
+    def holds(self, position: int) -> bool:
+        """Return whether the item at this position is made, and making it raised nothing."""
+        with self._changed:
+            return position in self._made and self._made[position][1] is None
 
     def stop(self) -> None:
         """Tell everyone to end."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset
@@ -68,11 +68,20 @@ class Normalize:
         # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the rounding up.
         return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
 
+    def fitted(self, dtype: DTypeLike, sample_shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Return mean and std for samples of this kind.
+
+        Raises:
+            ShapeError: when they do not fit.
+        """
+        mean, std = np.asarray(self.mean, dtype), np.asarray(self.std, dtype)
+        if not (_fits(mean.shape, sample_shape) and _fits(std.shape, sample_shape)):
+            raise ShapeError(f"mean {mean.shape} and std {std.shape} do not fit samples of shape {sample_shape}")
+        return mean, std
+
     def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
         """Return (x - mean) / std in the dtype of x."""
-        mean, std = np.asarray(self.mean, x.dtype), np.asarray(self.std, x.dtype)
-        if not (_fits(mean.shape, x.shape[1:]) and _fits(std.shape, x.shape[1:])):
-            raise ShapeError(f"mean {mean.shape} and std {std.shape} do not fit samples of shape {x.shape[1:]}")
+        mean, std = self.fitted(x.dtype, x.shape[1:])
         result: Array = x - mean
         result /= std
         return result
@@ -128,6 +137,30 @@ class Flip:
         result = x.copy()
         result[chosen] = x[chosen, :, ::-1]
         return result
+
+
+def split_transform(transform: Transform | None) -> tuple[list[Transform], Normalize | None]:
+    """Return a transform in two parts: what moves stored samples about, and what then computes with them.
+
+    Moving bytes and scaling them afterwards is the same as doing it the other way round, and a quarter of the memory.
+
+    Raises:
+        UsageError: when it does anything else; see `can_split`.
+    """
+    steps = list(transform.transforms) if isinstance(transform, Compose) else [transform] if transform else []
+    last = steps.pop() if steps and isinstance(steps[-1], Normalize) else None
+    if not all(isinstance(each, Shift | Flip) for each in steps):
+        raise UsageError("this transform computes with samples before it moves them, or is not one of nnmpi's own")
+    return steps, last if isinstance(last, Normalize) else None
+
+
+def can_split(transform: Transform | None) -> bool:
+    """Return whether a transform moves samples about first, and then computes with them, or does less."""
+    try:
+        split_transform(transform)
+    except UsageError:
+        return False
+    return True
 
 
 def _fits(shape: tuple[int, ...], sample_shape: tuple[int, ...]) -> bool:

@@ -1,22 +1,25 @@
 """Layers, and the module tree that they form."""
 
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
+from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.mode import current, evaluation, observed, training
+from nnmpi.nn.mode import current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
 from nnmpi.nn.skip import Pop, Stash
+from nnmpi.nn.transformer import TransformerBlock
 
 __all__ = [
     "GELU",
     "AvgPool2d",
     "BatchNorm",
     "Buffer",
+    "CausalSelfAttention",
     "Constant",
     "Conv2d",
     "Dropout",
@@ -39,6 +42,7 @@ __all__ = [
     "Softmax",
     "Stash",
     "Tanh",
+    "TransformerBlock",
     "Uniform",
     "activation",
     "current",
@@ -47,4 +51,5 @@ __all__ = [
     "kaiming",
     "observed",
     "training",
+    "unfused",
 ]

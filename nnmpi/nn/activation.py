@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
-from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, tanh
+from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
+from nnmpi.ops.gelu import gelu
 from nnmpi.ops.softmax import softmax
 from nnmpi.tensor.tensor import Tensor
 

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from nnmpi.errors import UsageError
 from nnmpi.nn.container import Residual, Sequential, check_empty, fetch, keep
+from nnmpi.nn.fuse import fuse
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.tensor.parameter import Parameter
 
 Kept: TypeAlias = dict[str, Any]
+Run: TypeAlias = Callable[[Any, Kept], Any]
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,15 @@ class Link:
         members: the modules with parameters that it calls, with their full names.
         keeps: the name under which it keeps a value, or None.
         takes: the name of the kept value that it takes, or None.
+        module: what it calls, when it does nothing else.
     """
 
     name: str
-    run: Callable[[Any, Kept], Any]
+    run: Run
     members: tuple[tuple[str, Module], ...] = field(default=())
     keeps: str | None = None
     takes: str | None = None
+    module: Module | None = None
 
 
 def open_chain(model: Module) -> tuple[Link, ...]:
@@ -92,7 +99,7 @@ def _links(module: Module, path: str) -> Iterator[Link]:
         yield from _links(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
     else:
-        yield Link(path, lambda x, kept: module(x), ((path, module),))
+        yield Link(path, lambda x, kept: module(x), ((path, module),), module=module)
 
 
 def _keeper(path: str, name: str) -> Link:
@@ -120,6 +127,7 @@ class Part(Module):
 
     def __init__(self, model: Module, links: Sequence[Link]) -> None:
         self._links = tuple(links)
+        self._joined = join_links(links)
         self._whole = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._whole}
 
@@ -143,16 +151,36 @@ class Part(Module):
     def forward(self, x: Any) -> Any:
         """Return the last link's result for the first one's input."""
         kept: Kept = {}
-        x = run_links(self._links, x, kept)
+        x = run_links(self._links, self._joined, x, kept)
         check_empty(kept)
         return x
 
 
-def run_links(links: Sequence[Link], x: Any, kept: Kept) -> Any:
-    """Return the result of some links; `kept` holds what earlier links kept, and then what later ones will take."""
-    for link in links:
-        x = link.run(x, kept)
+def join_links(links: Sequence[Link]) -> tuple[Run, ...]:
+    """Return the calls that run some links: one for several of them, where `nn.fuse` computes them as one."""
+    runs: list[Run] = []
+    for plain, group in groupby(links, lambda link: link.module is not None):
+        if plain:
+            runs += [partial(_alone, call) for call in fuse([link.module for link in group if link.module is not None])]
+        else:
+            runs += [link.run for link in group]
+    return tuple(runs)
+
+
+def run_links(links: Sequence[Link], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
+    """Return the result of some links; `kept` holds what earlier links kept, and then what later ones will take.
+
+    Args:
+        joined: the links' `join_links`, which run unless the mode wants every module by itself.
+    """
+    for run in joined if current().joins else [link.run for link in links]:
+        x = run(x, kept)
     return x
+
+
+def _alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
+    """Run something that keeps nothing."""
+    return call(x)
 
 
 def cut_chain(links: Sequence[Link], cuts: Sequence[range]) -> tuple[tuple[Link, ...], ...]:

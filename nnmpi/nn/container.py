@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nnmpi.errors import UsageError
+from nnmpi.nn.fuse import fuse
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.ops.activation import relu
@@ -21,6 +23,7 @@ class Sequential(Module):
 
     def __init__(self, *layers: Module) -> None:
         self.layers = list(layers)
+        self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules with their numbers."""
@@ -34,12 +37,24 @@ class Sequential(Module):
             UsageError: when stashes and pops do not pair up.
         """
         kept: dict[str, Any] = {}
-        for layer in self.layers:
+        for layer in self.steps():
             if isinstance(layer, Stash):
                 keep(kept, layer.name, x)
             x = layer(x, fetch(kept, layer.name)) if isinstance(layer, Pop) else layer(x)
-        check_empty(kept)
+        if kept:
+            check_empty(kept)
         return x
+
+    def steps(self) -> Sequence[Callable[..., Any]]:
+        """Return what `forward` calls: the modules, or one call for some of them that are computed as one (see `fuse`).
+
+        When somebody wants to see every module's result, or `nn.unfused()` says so, they are the modules.
+        """
+        if not current().joins:
+            return self.layers
+        if self._fused is None or self._fused[0] != self.layers:
+            self._fused = (list(self.layers), fuse(self.layers))
+        return self._fused[1]
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -28,7 +28,11 @@ class Dropout(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
-        mode = current()
-        if not mode.training or self.rate == 0:
+        if not current().training or self.rate == 0:
             return x
-        return dropout(x, self.rate, key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row)
+        return dropout(x, self.rate, self._draw)
+
+    def _draw(self) -> tuple[tuple[int, int], int]:
+        """Return what the mask depends on: asked anew whenever a compiled step comes here."""
+        mode = current()
+        return key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row

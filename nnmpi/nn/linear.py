@@ -30,7 +30,11 @@ class Linear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
-        return linear(x, self.weight, self.bias)
+        return linear(self.enter(x), self.weight, self.bias)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the input as the product wants it: where ranks share the layer, an exchange comes first."""
+        return x
 
 
 class Embedding(Module):
@@ -46,6 +50,11 @@ class Embedding(Module):
         if entries < 1 or features < 1:
             raise UsageError(f"an embedding needs at least 1 entry and 1 feature, not {entries} and {features}")
         self.weight = Parameter((entries, features), init or Normal(1.0))
+
+    @property
+    def entries(self) -> int:
+        """How many rows there are to pick, on all ranks that share the table."""
+        return self.weight.shape[0]
 
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. See `ops.embedding`."""

@@ -8,15 +8,15 @@ Outside of `training(...)` a model evaluates: dropout passes everything, batch n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from nnmpi.backend.recording import perform
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """What layers may ask about the run that they are part of.
 
     Attributes:
@@ -27,6 +27,7 @@ class Mode:
         again: whether this pass repeats one that has been, whose results were not kept: what a layer updates on its way
             (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
+        fused: whether layers that can be computed as one operation are (see `nn.fuse`).
     """
 
     training: bool = False
@@ -35,6 +36,12 @@ class Mode:
     first_row: int = 0
     again: bool = False
     observe: Callable[[Any, Any], None] | None = None
+    fused: bool = True
+
+    @property
+    def joins(self) -> bool:
+        """Whether layers may be computed as one operation: nobody wants to see each one's result."""
+        return self.fused and self.observe is None
 
 
 _EVALUATING = Mode()
@@ -46,34 +53,54 @@ def current() -> Mode:
     return _mode.get()
 
 
-@contextmanager
-def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> Iterator[None]:
+class _Within(ContextDecorator, AbstractContextManager[None]):
+    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode that is."""
+
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
+        self._before: list[Mode] = []
+
+    def _recreate_cm(self) -> _Within:
+        return _Within(**self._changes)  # a decorated function may be called by several threads
+
+    def __enter__(self) -> None:
+        perform(self._enter)
+
+    def __exit__(self, *error: object) -> None:
+        perform(self._leave)
+
+    def _enter(self) -> None:
+        mode = _mode.get()
+        self._before.append(mode)
+        _mode.set(mode._replace(**self._changes))
+
+    def _leave(self) -> None:
+        _mode.set(self._before.pop())
+
+
+def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> AbstractContextManager[None]:
     """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
 
     The arguments are `Mode`'s.
     """
-    token = _mode.set(Mode(True, seed, step, first_row, again, _mode.get().observe))
-    try:
-        yield
-    finally:
-        _mode.reset(token)
+    return _Within(training=True, seed=seed, step=step, first_row=first_row, again=again)
 
 
-@contextmanager
-def evaluation() -> Iterator[None]:
+def evaluation() -> AbstractContextManager[None]:
     """Run models in evaluation mode, also inside a `training` block."""
-    token = _mode.set(replace(_mode.get(), training=False))
-    try:
-        yield
-    finally:
-        _mode.reset(token)
+    return _Within(training=False)
 
 
-@contextmanager
-def observed(observe: Callable[[Any, Any], None]) -> Iterator[None]:
+def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
     """Call observe(module, result) after the forward of every module."""
-    token = _mode.set(replace(_mode.get(), observe=observe))
-    try:
-        yield
-    finally:
-        _mode.reset(token)
+    return _Within(observe=observe)
+
+
+def unfused() -> AbstractContextManager[None]:
+    """Compute every layer by itself, so that a model cut between any two layers computes the same bits."""
+    return _Within(fused=False)
+
+
+def restore(mode: Mode) -> None:
+    """Run models in this mode from now on: for who has changed it without one of the contexts above."""
+    _mode.set(mode)

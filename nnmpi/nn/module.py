@@ -91,7 +91,7 @@ class Module:
         Raises:
             DtypeError: for a list of numbers, whose dtype nobody has said.
         """
-        result = self.forward(*[_input(x) for x in inputs])
+        result = self.forward(*map(_input, inputs))
         observe = current().observe
         if observe is not None:
             observe(self, result)
@@ -190,6 +190,10 @@ class Module:
 
     def zero_grad(self) -> None:
         """Forget all gradients, so that the next backward pass starts anew."""
+        storage = vars(self).get("storage")
+        if storage is not None:  # it has them all, at hand
+            storage.zero_grad()
+            return
         for _, parameter in self.named_parameters():
             parameter.grad = None
 
@@ -262,6 +266,8 @@ class Module:
 
 def _input(x: Any) -> Any:
     """Return an array as a tensor and refuse lists of numbers; anything else is the module's own business."""
+    if type(x) is Tensor:
+        return x
     if is_array(x):
         return Tensor(x)
     first = x

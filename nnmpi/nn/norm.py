@@ -10,7 +10,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.init import Constant
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.ops.norm import AllReduce, batch_norm, layer_norm
+from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, layer_norm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -59,17 +59,25 @@ class BatchNorm(Module):
         if x.shape[-1:] != weight.shape:
             raise ShapeError(f"batch normalization of {weight.size} channels does not fit an array of shape {x.shape}")
         if not current().training:
-            variance = self.running_variance.data
-            inverse = 1 / namespace(variance).sqrt(variance + self.eps)
-            scale = weight * inverse
+            # as operations on tensors, which a compiled step computes anew when the statistics have moved
+            scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
-            result: Tensor = x * scale + shift
+            result: Tensor = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
             return result
-        y, mean, variance, count = batch_norm(x, weight, bias, self.eps, all_reduce)
-        if count and not current().again:
-            unbiased = variance * (count / max(count - 1, 1))
-            (self.observe or self.take_in)(mean, unbiased)
-        return y
+        return batch_norm(x, weight, bias, self.eps, all_reduce, self._see)[0]
+
+    def _see(self, mean: Array, variance: Array, count: Count) -> None:
+        """Let the running statistics hear of a batch's, unless its pass repeats one that they know, or it is empty."""
+        if current().again or isinstance(count, int | float) and not count:
+            return
+        factor = count / at_least_one(count - 1)
+        if isinstance(factor, int | float):
+            unbiased = variance * factor
+        else:  # a device's count, for which the host does not wait: an empty batch has what there is already
+            xp, some = namespace(factor), count > 0
+            mean = xp.where(some, mean, self.running_mean.data)
+            unbiased = xp.where(some, variance * factor.astype(variance.dtype), self.running_variance.data)
+        (self.observe or self.take_in)(mean, unbiased)
 
     def take_in(self, mean: Array, variance: Array) -> None:
         """Move the running statistics towards a batch's (variance with divisor n - 1).

@@ -1,20 +1,26 @@
 """Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in `nnmpi.tensor`."""
 
-from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, tanh
+from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
+from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv import conv2d
+from nnmpi.ops.conv_pool import conv_relu, conv_relu_pool
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
-from nnmpi.ops.linear import linear
+from nnmpi.ops.gelu import gelu, linear_gelu
+from nnmpi.ops.linear import linear, linear_relu
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
 from nnmpi.ops.norm import batch_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.ops.softmax import log_softmax, softmax
 
 __all__ = [
+    "attention",
     "avg_pool2d",
     "batch_norm",
     "binary_cross_entropy",
     "conv2d",
+    "conv_relu",
+    "conv_relu_pool",
     "cross_entropy",
     "dropout",
     "embedding",
@@ -22,10 +28,13 @@ __all__ = [
     "layer_norm",
     "leaky_relu",
     "linear",
+    "linear_gelu",
+    "linear_relu",
     "log_softmax",
     "max_pool2d",
     "mse",
     "relu",
+    "scaled_dot_product_attention",
     "sigmoid",
     "silu",
     "softmax",

@@ -1,64 +1,36 @@
 """Two-dimensional convolution of channels-last images, by im2col and GEMM.
 
     images  (n, h, w, c)                   kernel (kh, kw, c, o)
-       | windows: a view, no copy               |
+       | columns: a few images at a time        |
        v                                        v
     columns (pixels, kh kw c)       @      (kh kw c, o)      ->   (pixels, o) = images (n, out_h, out_w, o)
 
-Columns are made for a few images at a time, so that they stay in the processor's cache between the copy and the GEMM,
-and are made again in backward instead of being kept: the copy costs less than the memory. The input's gradient is, for
-stride 1, a convolution of the output's gradient with the flipped kernel; otherwise each kernel element's share is
-added into place.
+The input's gradient is, for stride 1, a convolution of the output's gradient with the flipped kernel; otherwise the
+product of the output's gradient with the kernel gives what each window adds to the pixels that it saw.
+
+Device arrays take another way, with kernels of their own or cuDNN (see `device_conv`), and NumPy's arrays are rounded
+before and after where half precision is asked for (see `conv_low`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from operator import index
 
-from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.windows import Pair, bordered, out_size, tap, windows
+from nnmpi.backend.array import Array
+from nnmpi.backend.windows import Pair, out_size
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops import winograd
+from nnmpi.ops.columns import Columns, Frame, repeated
+from nnmpi.ops.conv_grad import InputGradient, ProductSum, pixel_sum, scatter
+from nnmpi.ops.conv_low import narrowly
+from nnmpi.ops.conv_tiles import TiledConv, fits
+from nnmpi.ops.device_conv import DeviceConv, device_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import same_dtype
+from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
-
-COLUMNS_BYTES = 1 << 19  # of one block of columns: half of a usual second-level cache
-
-
-def _blocks(view: Array) -> Iterator[tuple[slice, Array]]:
-    """Yield the columns (pixels, kh kw c) of a few images at a time, with the images' slice. The memory is reused."""
-    n, out_h, out_w, kh, kw, c = view.shape
-    bytes_each = max(1, out_h * out_w * kh * kw * c * view.dtype.itemsize)
-    count = max(1, min(n, COLUMNS_BYTES // bytes_each))
-    columns = namespace(view).empty((count, *view.shape[1:]), dtype=view.dtype)
-    for start in range(0, n, count):
-        images = slice(start, min(start + count, n))
-        block = columns[: images.stop - start]
-        block[...] = view[images]
-        yield images, block.reshape(len(block) * out_h * out_w, kh * kw * c)  # not -1: there may be no elements
-
-
-def correlate(x: Array, kernel: Array, stride: Pair, dilation: Pair, out: Array) -> Array:
-    """Write the correlation of bordered images with a kernel to `out` and return it.
-
-    Args:
-        x: (n, h, w, c), with its border.
-        kernel: (kh, kw, c, o).
-        out: (n, out_h, out_w, o); its images must be contiguous, or its last axis a slice of longer ones.
-    """
-    outputs = kernel.shape[-1]
-    matrix = kernel.reshape(prod(kernel.shape[:-1]), outputs)
-    xp = namespace(x)
-    view = windows(x, (kernel.shape[0], kernel.shape[1]), stride, dilation)
-    direct = out.flags.c_contiguous
-    for images, columns in _blocks(view):
-        if direct:
-            xp.matmul(columns, matrix, out=out[images].reshape(len(columns), outputs))
-        else:
-            out[images] = (columns @ matrix).reshape(out[images].shape)
-    return out
 
 
 class Conv2d(Function):
@@ -66,22 +38,33 @@ class Conv2d(Function):
 
     __slots__ = ("dilation", "groups", "padding", "stride")
 
+    replayable = True
+
     def __init__(self, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> None:
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        n, h, w, _ = x.shape
-        kh, kw, _, o = weight.shape
-        out_h = out_size(h, kh, self.stride[0], self.padding[0], self.dilation[0])
-        out_w = out_size(w, kw, self.stride[1], self.padding[1], self.dilation[1])
-        x = bordered(x, self.padding)
-        y: Array = namespace(x).empty((n, out_h, out_w, o), dtype=x.dtype)
-        for inputs, outputs in self._groups(x.shape[3], o):
-            correlate(x[..., inputs], weight[..., outputs], self.stride, self.dilation, y[..., outputs])
+        xp, frame = self.xp, self._frame(weight)
+        rows, columns = frame.out(*x.shape[1:3])
+        y: Array = xp.empty((len(x), rows, columns, weight.shape[3]), x.dtype)
+        for inputs, outputs in self._groups(x.shape[3], weight.shape[3]):
+            part, result = weight[..., outputs], y[..., outputs]
+            kernel = xp.reshape(part, (prod(part.shape[:3]), part.shape[3]))
+            share = x[..., inputs]
+            seen = Columns(xp, share.shape, x.dtype, frame, part.shape[3], whole=share)
+            for images in seen.blocks():
+                seen.load(share, images)
+                for piece in seen.parts(images.stop - images.start):
+                    pixels = _pixels(result[images][:, piece.rows])
+                    xp.matmul(seen.fill(piece), kernel, out=pixels)
         if bias is not None:
-            y += bias
+            flat = y.reshape(len(y), prod(y.shape[1:]))
+            xp.add(flat, repeated(xp, bias, rows * columns), out=flat)
         self.saved = (x, weight)
         return y
+
+    def _frame(self, weight: Array) -> Frame:
+        return Frame((weight.shape[0], weight.shape[1]), self.stride, self.padding, self.dilation)
 
     def _groups(self, c: int, o: int) -> Iterator[tuple[slice, slice]]:
         """Yield each group's slice of the input channels and of the output channels."""
@@ -91,53 +74,51 @@ class Conv2d(Function):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         x, weight = self.saved
-        xp = namespace(grad)
-        grad = xp.ascontiguousarray(grad)
-        to_x = self._input_gradient(grad, x, weight) if self.needs[0] else None
-        to_weight = self._weight_gradient(grad, x, weight) if self.needs[1] else None
-        rows = grad.reshape(prod(grad.shape[:3]), grad.shape[3])
-        to_bias = xp.sum(rows, axis=0, out=self.into(2)) if self.needs[2] else None
-        return to_x, to_weight, to_bias
+        xp = self.xp
+        grad = xp.reshape(grad, (grad.size,)).reshape(grad.shape)  # without gaps
+        return (
+            self._input_gradient(grad, x, weight) if self.needs[0] else None,
+            self._weight_gradient(grad, x, weight) if self.needs[1] else None,
+            pixel_sum(xp, grad, self.into(2)) if self.needs[2] else None,
+        )
 
     def _weight_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
         """The sum over pixels of column times output gradient: columns^T grad, block by block."""
-        result = self.into(1)
-        result = namespace(grad).empty_like(weight) if result is None else result
-        result[...] = 0
-        kernel = (weight.shape[0], weight.shape[1])
-        for inputs, outputs in self._groups(x.shape[3], grad.shape[3]):
+        xp, result = self.xp, self.into(1)
+        result = xp.empty(weight.shape, weight.dtype) if result is None else result
+        for inputs, outputs in self._groups(x.shape[3], weight.shape[3]):
             part = result[..., outputs]
-            for images, columns in _blocks(windows(x[..., inputs], kernel, self.stride, self.dilation)):
-                share = columns.T @ grad[images][..., outputs].reshape(len(columns), part.shape[-1])
-                part += share.reshape(part.shape)
+            matrix = (prod(part.shape[:3]), part.shape[3])
+            total = ProductSum(xp, part.reshape(matrix) if self.groups == 1 else xp.empty(matrix, part.dtype))
+            share = x[..., inputs]
+            seen = Columns(xp, share.shape, x.dtype, self._frame(weight), part.shape[3], whole=share)
+            for images in seen.blocks():
+                seen.load(share, images)
+                for piece in seen.parts(images.stop - images.start):
+                    total.add(seen.fill(piece).T, _pixels(grad[images][:, piece.rows, :, outputs]))
+            summed = total.finish()
+            if self.groups > 1:
+                xp.copyto(part, summed.reshape(part.shape))
         return result
 
     def _input_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
-        xp = namespace(grad)
-        (ph, pw), (kh, kw) = self.padding, weight.shape[:2]
-        around = (self.dilation[0] * (kh - 1) - ph, self.dilation[1] * (kw - 1) - pw)
-        n, h, w, c = x.shape
-        inner = (n, h - 2 * ph, w - 2 * pw, c)
-        if self.stride == (1, 1) and min(around) >= 0:
-            result: Array = xp.empty(inner, dtype=grad.dtype)
-            spread = bordered(grad, around)
-            for inputs, outputs in self._groups(c, grad.shape[3]):
-                flipped = xp.ascontiguousarray(weight[::-1, ::-1, :, outputs].swapaxes(2, 3))
-                correlate(spread[..., outputs], flipped, (1, 1), self.dilation, result[..., inputs])
-            return result
-        whole: Array = xp.zeros_like(x)
-        for inputs, outputs in self._groups(c, grad.shape[3]):
-            self._scatter(grad[..., outputs], weight[..., outputs], whole[..., inputs])
-        return whole[:, ph : ph + inner[1], pw : pw + inner[2]]
+        xp, frame = self.xp, self._frame(weight)
+        result: Array = xp.empty(x.shape, x.dtype)
+        for inputs, outputs in self._groups(x.shape[3], weight.shape[3]):
+            share, part, place = grad[..., outputs], weight[..., outputs], result[..., inputs]
+            if frame.reversible:
+                back = InputGradient(xp, share.shape, part, frame, place, whole=share)
+                for images in back.columns.blocks():
+                    back.columns.load(share, images)
+                    back.write(images)
+            else:
+                scatter(xp, share, part, frame, place)
+        return result
 
-    def _scatter(self, grad: Array, weight: Array, spread: Array) -> None:
-        """Add each kernel element's share of the input gradient to the pixels that it saw."""
-        out = (grad.shape[1], grad.shape[2])
-        rows = grad.reshape(prod(grad.shape[:3]), grad.shape[3])
-        for i in range(weight.shape[0]):
-            for j in range(weight.shape[1]):
-                seen = tap(spread, (i, j), out, self.stride, self.dilation)
-                seen += (rows @ weight[i, j].T).reshape(seen.shape)
+
+def _pixels(images: Array) -> Array:
+    """Return images (n, h, w, c) as a view (pixels, c)."""
+    return images.reshape(prod(images.shape[:3]), images.shape[3])  # not -1: there may be no elements
 
 
 def conv2d(
@@ -166,16 +147,47 @@ def conv2d(
         DtypeError: when x, weight and bias differ in dtype.
         UsageError: for a stride or dilation below 1, a negative padding, or groups that do not divide the channels.
     """
-    stride, padding, dilation = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
-    _check(x, weight, bias, groups)
-    for axis, name in ((0, "height"), (1, "width")):
-        kernel, size = weight.shape[axis], x.shape[axis + 1]
-        if out_size(size, kernel, stride[axis], padding[axis], dilation[axis]) < 1:
-            reach = dilation[axis] * (kernel - 1) + 1
-            raise ShapeError(
-                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {padding[axis]}"
-            )
-    return Conv2d(stride, padding, dilation, groups)(x, weight, bias)
+    steps, border, spread = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
+    check(x, weight, bias, steps, border, spread, groups)
+    frame = Frame((weight.shape[0], weight.shape[1]), steps, border, spread)
+    return convolve(partial(_conv2d, frame, groups), x, weight, bias, frame, groups)
+
+
+def convolve(
+    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    frame: Frame,
+    groups: int,
+    relu: bool = False,
+) -> Tensor:
+    """Return a convolution by the kernels of the device where x lies, and otherwise plain(x, weight, bias).
+
+    Shapes must fit one another; that there are windows, and rows, is not asked for.
+
+    Args:
+        plain: computes the same, with the pooling of `frame` and ReLU, in float32 or float64.
+        x, weight, bias, groups: see `conv2d`.
+        frame: the windows, and the pooling if there is one; then there is a ReLU.
+        relu: whether there is one.
+
+    Raises:
+        DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
+        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
+    """
+    dtype, kernels = read_as("conv2d", x, weight, bias), device_kernels(x)
+    if kernels is not None:
+        return DeviceConv(kernels, dtype, frame, groups, relu)(x, weight, bias)
+    return narrowly(dtype, plain, x, weight, bias)
+
+
+def _conv2d(frame: Frame, groups: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if winograd.fits(x, weight, bias, frame, groups):
+        return winograd.compiled_conv(x, weight, bias, relu=False)
+    if fits(x, weight, frame, groups):
+        return TiledConv()(x, weight, bias)
+    return Conv2d(*frame[1:4], groups)(x, weight, bias)
 
 
 def pair(name: str, value: int | Pair, least: int) -> Pair:
@@ -194,7 +206,10 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
     return first, second
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
+def check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> None:
+    """Raise the errors of `conv2d` about the shapes of what it is given."""
     if x.ndim != 4:
         raise ShapeError(f"conv2d needs images (batch, height, width, channels), not an array of shape {x.shape}")
     if weight.ndim != 4:
@@ -208,4 +223,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
         )
     if bias is not None and bias.shape != weight.shape[3:]:
         raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
-    same_dtype("conv2d", x, weight, bias)
+    for axis, name in ((0, "height"), (1, "width")):
+        kernel, size = weight.shape[axis], x.shape[axis + 1]
+        if out_size(size, kernel, stride[axis], padding[axis], dilation[axis]) < 1:
+            reach = dilation[axis] * (kernel - 1) + 1
+            raise ShapeError(
+                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {padding[axis]}"
+            )

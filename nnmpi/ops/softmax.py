@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from nnmpi.backend.array import Array, namespace
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.casting import device_kernels
 from nnmpi.errors import ShapeError
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import real
 from nnmpi.tensor.tensor import Tensor
@@ -14,19 +18,48 @@ class Softmax(Function):
 
     __slots__ = ("axis",)
 
+    replayable = True
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
     def forward(self, x: Array) -> Array:
-        y: Array = namespace(x).exp(x - x.max(axis=self.axis, keepdims=True))
-        y /= y.sum(axis=self.axis, keepdims=True)
+        xp = self.xp
+        y: Array = xp.subtract(x, xp.max(x, axis=self.axis, keepdims=True))
+        xp.exp(y, out=y)
+        xp.divide(y, xp.sum(y, axis=self.axis, keepdims=True), out=y)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,) = self.saved
-        weighted = grad * y
-        return (weighted - y * weighted.sum(axis=self.axis, keepdims=True),)
+        (y,), xp = self.saved, self.xp
+        weighted = xp.multiply(grad, y)
+        total = xp.sum(weighted, axis=self.axis, keepdims=True)
+        return (xp.subtract(weighted, xp.multiply(y, total), out=weighted),)
+
+
+class _DeviceSoftmax(Function):
+    """The softmax along the last axis by a device's kernels."""
+
+    __slots__ = ("table",)
+
+    replayable = True
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def forward(self, x: Array) -> Array:
+        xp = self.xp
+        y: Array = xp.empty(x.shape, x.dtype)
+        self.invoke(self.table.softmax, xp.ascontiguousarray(x), 1.0, False, y)
+        self.saved = (y,)
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (y,), xp = self.saved, self.xp
+        to_x = xp.empty(y.shape, y.dtype)
+        self.invoke(self.table.softmax_grad, xp.ascontiguousarray(grad), y, 1.0, False, to_x)
+        return (to_x,)
 
 
 class LogSoftmax(Function):
@@ -34,19 +67,23 @@ class LogSoftmax(Function):
 
     __slots__ = ("axis",)
 
+    replayable = True
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
     def forward(self, x: Array) -> Array:
-        xp = namespace(x)
-        y: Array = x - x.max(axis=self.axis, keepdims=True)
-        y -= xp.log(xp.exp(y).sum(axis=self.axis, keepdims=True))
+        xp = self.xp
+        y: Array = xp.subtract(x, xp.max(x, axis=self.axis, keepdims=True))
+        xp.subtract(y, xp.log(xp.sum(xp.exp(y), axis=self.axis, keepdims=True)), out=y)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,) = self.saved
-        return (grad - namespace(y).exp(y) * grad.sum(axis=self.axis, keepdims=True),)
+        (y,), xp = self.saved, self.xp
+        share = xp.exp(y)
+        xp.multiply(share, xp.sum(grad, axis=self.axis, keepdims=True), out=share)
+        return (xp.subtract(grad, share, out=share),)
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -56,7 +93,10 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
         ShapeError: when x has no such axis, or no elements along it.
     """
     _check(x, axis)
-    return Softmax(axis)(real("softmax", x))
+    table = device_kernels(real("softmax", x).data)
+    if table is not None and axis % x.ndim == x.ndim - 1:
+        return _DeviceSoftmax(table)(x)
+    return widely(Softmax(axis), x)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -66,7 +106,7 @@ def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
         ShapeError: when x has no such axis, or no elements along it.
     """
     _check(x, axis)
-    return LogSoftmax(axis)(real("log_softmax", x))
+    return widely(LogSoftmax(axis), real("log_softmax", x))
 
 
 def _check(x: Tensor, axis: int) -> None:

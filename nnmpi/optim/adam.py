@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from nnmpi.backend.array import Array
-from nnmpi.optim.blocks import Block
+from nnmpi.optim.blocks import Block, block_kernels
 from nnmpi.optim.checks import below_one, non_negative
 from nnmpi.optim.optimizer import Optimizer, decayed_gradient
 from nnmpi.optim.storage import Storage
@@ -52,6 +52,11 @@ class Adam(Optimizer):
         rate = lr * root / (1 - beta1**self.steps)
         eps = self.eps * root
         for block in blocks:
+            compiled = block_kernels(block)
+            if compiled is not None:
+                decays = self._decays(block, lr)
+                compiled.adam(block.data, block.grad, *block.slots, rate, eps, beta1, beta2, *decays)
+                continue
             self._average(block, self._gradient(block, lr))
             xp, (m, v), change = block.xp, block.slots, block.scratch[1]
             xp.sqrt(v, out=change)
@@ -76,6 +81,10 @@ class Adam(Optimizer):
         """Return the gradient that enters the averages."""
         return decayed_gradient(block)
 
+    def _decays(self, block: Block, lr: float) -> tuple[float, float]:
+        """Return the decay that enters the gradient, and what the data are multiplied by."""
+        return block.decay, 1.0
+
 
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the same numbers as torch.optim.AdamW.
@@ -99,3 +108,6 @@ class AdamW(Adam):
         if block.decay:
             block.xp.multiply(block.data, 1 - lr * block.decay, out=block.data)
         return block.grad
+
+    def _decays(self, block: Block, lr: float) -> tuple[float, float]:
+        return 0.0, 1 - lr * block.decay

@@ -4,13 +4,19 @@ An Adam update is twelve array operations. Done on whole buffers that do not fit
 main memory; done block by block, only the first and the last touch do. All views and scratch arrays are made once.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, ModuleType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.kernels.active import kernels_for
+
+if TYPE_CHECKING:
+    from nnmpi.backend.kernels.table import Kernels
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
 # calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):
@@ -42,6 +48,15 @@ class Block:
     decay: float
     scratch: tuple[Array, Array]
     is_spent: bool = False
+
+
+def block_kernels(block: Block) -> Kernels | None:
+    """Return the compiled kernels, where they are switched on and work on this block."""
+    compiled = kernels_for(block.data)
+    if compiled is None:
+        return None
+    arrays = (block.data, block.grad, *block.slots)
+    return compiled if all(array.ndim == 1 and array.flags.c_contiguous for array in arrays) else None
 
 
 def block_elements(array: Array) -> int:

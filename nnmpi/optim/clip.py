@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.kernels.active import kernels_for
+from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import block_elements, pieces
 
@@ -27,13 +29,43 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 
     A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the time that widening
     takes. Where that overflows or underflows, everything is done again in float64, block by block, so that gradients
-    of 1e30 or 1e-30 have their right norm. On a device this waits for the result, once (or twice when done again).
+    of 1e30 or 1e-30 have their right norm. On a device all of it is added up in float64, and waited for once.
     """
+    refuse("a gradient's norm")
+    if grads and all(type(grad) is not np.ndarray and kernels_for(grad) is not None for grad in grads):
+        return _on_device(grads)
     with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
         total = float(sum(_squares(grad, grad.dtype) for grad in grads))
-        if not _TRUSTED[0] < total < _TRUSTED[1]:
+        if not trusted(total):
             total = float(sum(_squares(grad, "float64") for grad in grads))
     return total
+
+
+def write_squares(grad: Array, out: Array) -> None:
+    """Write the sum of one gradient's squares to (1,) float64, where the gradient lies; nothing is waited for.
+
+    The sum may have overflowed or underflowed: see `trusted`.
+    """
+    kernels = kernels_for(grad)
+    add = getattr(kernels, "sum_of_squares", None)  # the kernels for a device have it
+    if add is not None and grad.flags.c_contiguous:
+        add(grad.reshape(-1), out)
+    else:
+        namespace(grad).copyto(out, _squares(grad, grad.dtype))
+
+
+def _on_device(grads: Sequence[Array]) -> float:
+    """Return the sum of squares by a device's kernels: one number comes back, at the end."""
+    total: Array = namespace(grads[0]).empty((1,), "float64")
+    for i, grad in enumerate(grads):
+        whole = grad if grad.flags.c_contiguous else namespace(grad).ascontiguousarray(grad)
+        kernels_for(grad).sum_of_squares(whole, total, i > 0)
+    return float(total[0])
+
+
+def trusted(total: float) -> bool:
+    """Return whether a sum of squares that was added up in float32 blocks can have neither overflow nor underflow."""
+    return _TRUSTED[0] < total < _TRUSTED[1]
 
 
 def global_norm(grads: Sequence[Array]) -> float:
@@ -67,19 +99,29 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
 
     The same numbers as torch's clip_grad_norm_, with one difference: gradients with a NaN or infinity are left as
     they are (torch turns all of them into NaN or 0), so that the caller, who sees the norm, can find the culprit.
+    A compiled step clips each time, but the number that it sees is the first step's.
     Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), algorithm 1.
 
     Raises:
         UsageError: see `coefficient`.
     """
+    norm: float = perform(_clip, grads, max_norm)
+    return norm
+
+
+def _clip(grads: Sequence[Array], max_norm: float) -> float:
     norm = global_norm(grads)
     scale(grads, coefficient(norm, max_norm))
     return norm
 
 
-def _squares(grad: Array, dtype: DTypeLike) -> Array:
+def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """Return the sum of one gradient's squares, blocks in `dtype`: a float64 0-d array where the gradient lies."""
     xp = namespace(grad)
+    if xp is np and grad.ndim == 1 and grad.dtype == dtype:  # the same sum, in half the calls
+        step = block_elements(grad)
+        blocks = [grad[start : start + step] for start in range(0, grad.size, step)]
+        return sum(float(block.dot(block)) for block in blocks)
     total: Array = xp.zeros((), "float64")
     for (block,) in pieces([grad], block_elements(grad)):
         flat = block.reshape(-1).astype(dtype, copy=False)  # copies one block at most

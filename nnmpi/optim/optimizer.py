@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim.blocks import Block, Scratch, block_elements, pieces
 from nnmpi.optim.checks import non_negative
@@ -58,9 +59,18 @@ class Optimizer(ABC):
 
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value, the storage holds other arrays than
-                when the optimizer was made, or the model was initialized again.
+                when the optimizer was made, the model was initialized again, or its parameters stand once for several
+                ranks (see `parallel.fused`).
         """
+        perform(self._step)  # a compiled step does all of it each time, as `lr` may have changed
+
+    def _step(self) -> None:
         non_negative("lr", self.lr)
+        if getattr(self.storage, "common", False):
+            raise UsageError(
+                "the parameters stand once per node, and every rank would update them; let the Worker update them "
+                "(worker.step), or give it fused_update=False"
+            )
         self.storage.finish_gradients()
         if getattr(self.storage, "moves", 0) != self._moves:
             self.move()

@@ -1,14 +1,19 @@
 """Stochastic gradient descent with momentum, Nesterov's momentum and L2 weight decay."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
-from nnmpi.optim.blocks import Block
+from nnmpi.optim.blocks import Block, block_kernels
 from nnmpi.optim.checks import below_one
 from nnmpi.optim.optimizer import Optimizer, decayed_gradient, factor
 from nnmpi.optim.storage import Storage
+
+if TYPE_CHECKING:
+    from nnmpi.backend.kernels.table import Kernels
 
 
 class SGD(Optimizer):
@@ -51,6 +56,10 @@ class SGD(Optimizer):
         rate, dtype = None, None
         for block in blocks:
             grad, data = block.grad, block.data
+            compiled = block_kernels(block)
+            if compiled is not None:
+                self._compiled(compiled, block, lr)
+                continue
             direction = grad if block.decay == 0 else decayed_gradient(block)
             if block.slots:
                 direction = self._direction(block, direction)
@@ -60,6 +69,13 @@ class SGD(Optimizer):
             change = direction if block.is_spent and direction is grad else block.scratch[1]
             block.xp.multiply(direction, rate, out=change)
             block.xp.subtract(data, change, out=data)
+
+    def _compiled(self, compiled: Kernels, block: Block, lr: float) -> None:
+        if block.slots:
+            kept = (lr, self.momentum, block.decay, self.nesterov)
+            compiled.sgd_momentum(block.data, block.grad, *block.slots, *kept)
+        else:
+            compiled.sgd(block.data, block.grad, lr, block.decay)
 
     def _direction(self, block: Block, gradient: Array) -> Array:
         """Return what the learning rate multiplies, after adding the gradient to the momentum."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 
 from nnmpi import timeline
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.alike import check_alike
 from nnmpi.parallel.mean import average
 from nnmpi.tensor.flat import FlatStorage
 
@@ -25,7 +23,6 @@ class Averaging(ABC):
         group: the ranks that train together.
         storage: the model's, with the same weights on all ranks.
         optimizer: of that storage; its state is this rank's own between meetings.
-        backend: where the model lives; NumPy by default.
 
     Attributes:
         messages, bytes: what this rank has sent since `begin`, meetings not counted. A message that had to be cut
@@ -35,13 +32,10 @@ class Averaging(ABC):
         CommError: on all ranks, when their models differ.
     """
 
-    def __init__(
-        self, group: Group, storage: FlatStorage, optimizer: Optimizer, backend: Backend | None = None
-    ) -> None:
-        _check_same(group, storage)
+    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
+        check_alike(group, storage)
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
-        self.backend = numpy_backend() if backend is None else backend
         self.messages = self.bytes = 0
         self._done = 0  # steps since the ranks met
         self._released = False
@@ -83,9 +77,9 @@ class Averaging(ABC):
         weight = self._weight()
         with timeline.span("meeting", "collective", timeline.REDUCE):
             with put_back(self.storage):
-                spread = average(self.storage.data, self.group, self.backend, weight)
+                spread = average(self.storage.data, self.group, weight)
             for arrays in self.optimizer.slots().values():
-                average(arrays, self.group, self.backend, 1 / self.group.size)
+                average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
         self._done = 0
         return spread.relative
@@ -104,18 +98,3 @@ def put_back(storage: FlatStorage) -> Iterator[None]:
     yield
     for part, values in kept:
         part[...] = values
-
-
-def _check_same(group: Group, storage: FlatStorage) -> None:
-    """Make sure that the ranks' weights can be averaged."""
-    dtypes = [str(array.dtype) for array in storage.data]
-    own = [f"{s.parameter.name} {s.parameter.shape} {dtypes[s.buffer]}" for s in storage.spans]
-    everyones = group.gather(own)
-    for rank, theirs in enumerate(everyones):
-        pairs = zip_longest(everyones[0], theirs, fillvalue="nothing")
-        different = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        if different is not None:
-            raise CommError(
-                f"the ranks would average different models: where rank 0 has {different[0]}, rank {rank} has "
-                f"{different[1]}; build the same model on every rank"
-            )

@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.precision import dtype_named
 from nnmpi.backend.record import Backend
+from nnmpi.comm.device.hosts import from_host, room_for, to_hosts
 from nnmpi.comm.messages import Arrival, Messages
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
@@ -83,15 +86,15 @@ class Signature:
             )
         return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes), tuple(needs), single)
 
-    def buffers(self, gradients: bool) -> list[Array]:
-        """Return new arrays for the values, or for the gradients that go back."""
+    def buffers(self, gradients: bool, xp: ModuleType) -> list[Array]:
+        """Return new host memory for the values, or for the gradients that go back, of an array module's arrays."""
         looks = zip(self.shapes, self.dtypes, self.needs, strict=True)
-        return [new_buffer(shape, dtype) for shape, dtype, need in looks if need or not gradients]
+        return [new_buffer(shape, dtype, xp) for shape, dtype, need in looks if need or not gradients]
 
 
-def new_buffer(shape: tuple[int, ...], dtype: str) -> Array:
+def new_buffer(shape: tuple[int, ...], dtype: str, xp: ModuleType = np) -> Array:
     """Return the host memory that one microbatch's message is received into: its own, as layers may keep it."""
-    return np.empty(shape, dtype)
+    return room_for(xp, shape, dtype_named(dtype))
 
 
 def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
@@ -176,13 +179,13 @@ class Crossing:
             if arrivals is None:
                 arrivals = self._post(key)
             signature = self._agreed[key]
-            arrays = tuple(self._backend.asarray(arrival.wait()) for arrival in arrivals)
+            arrays = tuple(from_host(arrival.wait(), self._backend.xp) for arrival in arrivals)
             return Values(arrays, signature.needs, signature.single)
 
         return wait
 
     def _post(self, key: Key) -> list[Arrival]:
-        buffers = self._agreed[key].buffers(gradients=False)
+        buffers = self._agreed[key].buffers(gradients=False, xp=self._backend.xp)
         return [self._messages.receive(buffer, self._peer, self._forward_tag) for buffer in buffers]
 
     # ---- backward ----
@@ -193,15 +196,13 @@ class Crossing:
 
     def expect_back(self, key: Key) -> Callable[[], list[Array]]:
         """Post the receive of a microbatch's gradients, whose activation was sent; the result waits for them."""
-        buffers = self._agreed[key].buffers(gradients=True)
+        buffers = self._agreed[key].buffers(gradients=True, xp=self._backend.xp)
         arrivals = [self._messages.receive(buffer, self._peer, self._backward_tag) for buffer in buffers]
-        return lambda: [self._backend.asarray(arrival.wait()) for arrival in arrivals]
+        return lambda: [from_host(arrival.wait(), self._backend.xp) for arrival in arrivals]
 
     def _send(self, arrays: Sequence[Array], tag: int) -> int:
-        self._backend.synchronize()
         sent = 0
-        for array in arrays:
-            host = np.ascontiguousarray(self._backend.to_host(array))
+        for host in to_hosts(arrays):  # a device has computed and copied them then
             self._messages.send(host, self._peer, tag)
             sent += host.nbytes
         return sent

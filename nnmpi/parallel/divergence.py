@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.casting import widened
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.mode import observed
@@ -14,7 +15,8 @@ from nnmpi.tensor.tensor import Tensor
 
 def finite(array: Array) -> bool:
     """Return whether all elements are finite."""
-    return bool(namespace(array).isfinite(array).all())
+    xp = namespace(array)
+    return bool(xp.isfinite(widened(xp, array)).all())
 
 
 def explain(
@@ -115,11 +117,11 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
 
 def _go_backward(model: Module, loss: Tensor) -> str | None:
     """Return which of this rank's gradients is the first that is not finite, or None."""
-    hooks = {name: parameter.hook for name, parameter in model.named_parameters()}
+    kept = {name: (parameter.hook, parameter.guard) for name, parameter in model.named_parameters()}
     for _, parameter in model.named_parameters():
-        parameter.grad = parameter.hook = None
+        parameter.grad = parameter.hook = parameter.guard = None
     loss.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
     for name, parameter in model.named_parameters():
-        parameter.hook = hooks[name]
+        parameter.hook, parameter.guard = kept[name]
     return f"the gradient of {wrong[-1]!r}" if wrong else None

@@ -26,6 +26,8 @@ import numpy as np
 from nnmpi import timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.device.hosts import put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed import Tree, sum_fixed
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
@@ -74,7 +76,7 @@ class FixedReduction:
         for number in self._parts[part]:
             self.storage.spans[number].parameter.finish_gradient()
         for buffer, tree in self._trees[part].items():
-            tree.push(microbatch, np.ascontiguousarray(self.backend.to_host(self._slice(part, buffer))))
+            tree.push(microbatch, to_host(self._slice(part, buffer)))
         for number in self._parts[part]:
             self.storage.spans[number].parameter.grad = None
 
@@ -89,10 +91,9 @@ class FixedReduction:
         for part, trees in enumerate(self._trees):
             for buffer, tree in trees.items():
                 place = self._slice(part, buffer)
-                out = place if isinstance(place, np.ndarray) else np.empty(place.shape, str(place.dtype))
+                out = room_like(place, place.shape) if is_device(place) else place
                 sum_fixed(self.group, tree, out)
-                if out is not place:
-                    place[...] = self.backend.asarray(out)
+                put(out, place)
             for number in self._parts[part]:
                 parameter = self.storage.spans[number].parameter
                 parameter.grad = parameter.buffer
@@ -138,7 +139,7 @@ class FixedReduction:
         channels = norm.running_mean.data.size
         everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
         for microbatch, (mean, variance) in seen.items():
-            everyones[microbatch, 0], everyones[microbatch, 1] = map(self.backend.to_host, (mean, variance))
+            everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
         self.group.all_reduce(everyones.reshape(-1), check=False)  # one replica has each, so nothing is rounded
         for mean, variance in everyones:
             norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))

@@ -13,7 +13,8 @@ its share of the update, and touches that share of the optimizer's state alone. 
 those of a shared-memory all-reduce and an ordinary update (see `comm.sharing.shared`).
 
 With the length of the gradient, which clipping and the check for divergence need, it takes two passes: `reduce`, then
-`update`. Over several nodes the ranks of the same number on their nodes add up their slices in between.
+`update`. A few numbers more, such as the loss, are added up on the way: they need no message of their own. Over several
+nodes the ranks of the same number on their nodes add up their slices in between.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared import own_slice
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.optim.blocks import Block
-from nnmpi.optim.clip import scale, sum_of_squares
+from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.flat import FlatStorage
 
 # Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
 # and 256 KiB take 411, 323 | 471, 367.
 BLOCK_BYTES = 256 * 1024
+NOTES = 8  # a sum of squares, and up to 7 numbers of the caller's
 
 
 def house(storage: FlatStorage, memory: SharedMemory) -> None:
@@ -52,7 +54,7 @@ def house(storage: FlatStorage, memory: SharedMemory) -> None:
     """
     if not all(isinstance(array, np.ndarray) for array in storage.data):
         raise UsageError("a fused update works on arrays in host memory; use the NumPy backend, or leave it out")
-    data = [memory.common(array.size, array.dtype) for array in storage.data]
+    data = memory.common_all((array.size, array.dtype) for array in storage.data)
     grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
     if memory.rank == 0:
         for new, old in zip(data, storage.data, strict=True):
@@ -97,15 +99,23 @@ class FusedUpdate:
         if not all(memory.holds(grad) for grad in storage.grads):
             raise UsageError("a fused update needs gradients in shared memory; move the model there first: house()")
         _check_nodes(memory)
-        optimizer.move(memory.common)
+        slots = [array for arrays in optimizer.slots().values() for array in arrays]
+        notes, *places = memory.common_all(
+            [(memory.size * NOTES, np.float64), *((array.size, array.dtype) for array in slots)]
+        )  # at once: to make an allocation takes the ranks longer than to fill it
+        following = iter(places)
+        optimizer.move(lambda *_: next(following))
+        memory.barrier()  # every rank copies its state there; nobody may write before the last has
         self.optimizer, self._memory = optimizer, memory
         self._own = [own_slice(data, memory.size, memory.rank) for data in storage.data]
         self._parts = [memory.parts(grad) for grad in storage.grads]
         self._sums = [parts[0][own] for parts, own in zip(self._parts, self._own, strict=True)]
         self._blocks, self._others = self._cut(block_bytes)
+        self._spent = tuple(replace(block, is_spent=True) for block in self._blocks)  # nobody reads them after that
         self._passes = _passes(self._blocks, self._others)
         self._across = self._bind_across(tag)
-        self._lengths = memory.common(memory.size, np.float64)
+        # One line of the cache for each rank: what only this one writes, and all read after a barrier.
+        self._notes = notes.reshape(memory.size, NOTES)
         self._barrier = memory.barrier_of(tag)
         self.waited_s = 0.0
 
@@ -125,21 +135,28 @@ class FusedUpdate:
             self.optimizer.update(self._adding(), self._frozen())
         self._barrier.run()
 
-    def reduce(self) -> float:
-        """Add up the gradients of all ranks and return the length of the sum: the first half of an update.
+    def reduce(self, numbers: Sequence[float] = ()) -> tuple[float, list[float]]:
+        """Add up the gradients of all ranks, and some numbers: the first half of an update.
 
-        The blocks of the sum of squares are cut at other places than `optim.clip` cuts them, so the last bits of the
-        length may differ from what it gives; they are the same on all ranks.
+        Args:
+            numbers: at most 7.
+
+        Returns:
+            The length of the sum of the gradients, and the sums of the numbers; the same bits on all ranks. The blocks
+            of the sum of squares are cut at other places than `optim.clip` cuts them, so the last bits of the length
+            may differ from what it gives.
 
         Raises:
             CommError: when another rank does not come in time.
         """
         self.optimizer.storage.finish_gradients()
+        own, several = self._notes[self._memory.rank], bool(self._across)
+        own[1 : 1 + len(numbers)] = numbers
         self._barrier.run()
-        self._add()
-        self._lengths[self._memory.rank] = sum_of_squares(self._sums)
+        sums = self._memory.sum_floats(numbers) if several else self._notes[:, 1 : 1 + len(numbers)].sum(0).tolist()
+        own[0] = self._add()
         self._barrier.run()
-        return sqrt(sum(self._lengths.tolist()))
+        return sqrt(sum(self._notes[:, 0].tolist())), sums
 
     def update(self, factor: float = 1.0) -> None:
         """Update the parameters from the gradients times a factor: the second half, after `reduce`.
@@ -149,18 +166,23 @@ class FusedUpdate:
             CommError: when another rank does not come in time.
         """
         scale(self._sums, factor)
-        self.optimizer.update(self._blocks, self._frozen())
+        self.optimizer.update(self._spent, self._frozen())
         begin = time.perf_counter()
         self._barrier.run()
         self.waited_s = time.perf_counter() - begin
 
-    def _add(self) -> None:
-        """Add up this rank's slices of all gradients, into the first rank's."""
-        for block, others in zip(self._blocks, self._others, strict=True):
-            for other in others:
-                np.add(block.grad, other, block.grad)
+    def _add(self) -> float:
+        """Add up this rank's slices of all gradients, into the first rank's; return the sum of their squares."""
+        total, add = 0.0, np.add
+        with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
+            for block, others in zip(self._blocks, self._others, strict=True):
+                grad = block.grad
+                for other in others:
+                    add(grad, other, grad)
+                total += float(grad.dot(grad))  # while it is in the cache
         for execution in self._across:
             execution.run()
+        return sum_of_squares(self._sums) if self._across or not trusted(total) else total
 
     def _adding(self) -> Iterator[Block]:
         """Yield this rank's blocks, each when its gradients have just been added up, where they stay in the cache."""

@@ -25,16 +25,17 @@ gossip algorithms" (2006), for random pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from functools import partial
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.pair import pair
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
+from nnmpi.comm.device.staged import Staged
 from nnmpi.comm.doze import doze, sum_dozing
 from nnmpi.comm.execute import Execution
-from nnmpi.comm.group import Group
+from nnmpi.comm.group import Group, Pending
 from nnmpi.comm.steps import Step
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale
@@ -54,17 +55,10 @@ class LocalSGD(Averaging):
         UsageError: for less than 1.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        storage: FlatStorage,
-        optimizer: Optimizer,
-        every: int,
-        backend: Backend | None = None,
-    ) -> None:
+    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer, every: int) -> None:
         if every < 1:
             raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
-        super().__init__(group, storage, optimizer, backend)
+        super().__init__(group, storage, optimizer)
         self.every = every
         self._rows = 0  # since the last average
 
@@ -102,11 +96,8 @@ class LocalSGD(Averaging):
             with put_back(self.storage):
                 for array in self.storage.data:
                     scale([array], weight)
-                    host = np.ascontiguousarray(self.backend.to_host(array))
-                    self.group.all_reduce(host, check=False)
-                    if host is not array:
-                        array[...] = self.backend.asarray(host)
-                    self._count(host.nbytes)
+                    self.group.all_reduce(array, check=False)
+                    self._count(array.nbytes)
         self._rows = 0
 
     def _count(self, nbytes: int) -> None:
@@ -140,17 +131,15 @@ class Gossip(Averaging):
         optimizer: Optimizer,
         neighbours: str = RING,
         seed: int = 0,
-        backend: Backend | None = None,
     ) -> None:
         if neighbours not in NEIGHBOURS:
             raise UsageError(f"gossip knows no neighbours {neighbours!r}; choose from: {', '.join(NEIGHBOURS)}")
         if group.size < 2:
             raise UsageError("gossip needs somebody to talk to, but there is one rank; start at least 2")
-        super().__init__(group, storage, optimizer, backend)
+        super().__init__(group, storage, optimizer)
         self.neighbours, self.seed = neighbours, seed
-        self._ring: list[Execution] = []  # kept from step to step: the partners and the arrays are the same
+        self._ring: list[Pending] = []  # kept from step to step: the partners and the arrays are the same
         self._moves = -1
-        self._host: list[Array] = []
 
     def after(self, step: int, rows: int) -> None:
         """Average with this step's neighbours, as far as they have come; see `Averaging.after`."""
@@ -161,8 +150,8 @@ class Gossip(Averaging):
             return
         with put_back(self.storage):
             self._mix(steps)
-        self.messages += len(steps) * len(self._host)
-        self.bytes += len(steps) * sum(host.nbytes for host in self._host)
+        self.messages += len(steps) * len(self.storage.data)
+        self.bytes += len(steps) * sum(array.nbytes for array in self.storage.data)
 
     def release(self) -> None:
         """Give back what MPI keeps; see `Averaging.release`."""
@@ -183,34 +172,32 @@ class Gossip(Averaging):
 
     def _mix(self, steps: Sequence[Step]) -> None:
         """Replace the weights by the average that the steps make, asleep while others are late."""
-        pairs = list(zip(self.storage.data, self._host, strict=True))
-        for array, host in pairs:
-            if host is not array:
-                host[...] = self.backend.to_host(array)
         sums = self._ring or self._sums(steps)
         for each in sums:
             each.start()
         doze(lambda: _poll(sums))
-        scale(self._host, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
-        for array, host in pairs:
-            if host is not array:
-                array[...] = self.backend.asarray(host)
+        scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
+        if not self._ring:
+            for each in sums:
+                each.free()
 
-    def _sums(self, steps: Sequence[Step], persistent: bool = False) -> list[Execution]:
+    def _sums(self, steps: Sequence[Step], persistent: bool = False) -> list[Pending]:
         """Return the sums of all buffers, which may be under way at the same time."""
+        return [self._sum(steps, array, tag, persistent) for tag, array in enumerate(self.storage.data)]
+
+    def _sum(self, steps: Sequence[Step], array: Array, tag: int, persistent: bool) -> Pending:
         comm = self.group.comm
-        return [Execution(steps, host, comm, tag, persistent=persistent) for tag, host in enumerate(self._host)]
+        if not is_device(array):
+            return Execution(steps, array, comm, tag, persistent=persistent)
+        bind = partial(Execution, steps, comm=comm, tag=tag, persistent=persistent)
+        return Staged(array, bind, NEIGHBOUR_AVERAGE.name, self.group.rank, self.group.size)
 
     def _follow(self) -> None:
-        """Work on the arrays that the storage has now; device arrays get a place in host memory."""
+        """Work on the arrays that the storage has now."""
         if self._moves == self.storage.moves:
             return
         self._forget()
         self._moves = self.storage.moves
-        self._host = [
-            array if isinstance(array, np.ndarray) else np.empty(array.shape, str(array.dtype))
-            for array in self.storage.data
-        ]
         if self.neighbours == RING:
             self._ring = self._sums(self._steps(0), persistent=True)
 
@@ -220,6 +207,6 @@ class Gossip(Averaging):
         self._ring = []
 
 
-def _poll(sums: Sequence[Execution]) -> bool:
+def _poll(sums: Sequence[Pending]) -> bool:
     """Let all go on, and return whether they are finished."""
     return min([each.poll() for each in sums], default=True)

@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 
-import numpy as np
-
-from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.optim.clip import sum_of_squares
 
@@ -32,7 +29,7 @@ class Spread:
         return self.distance / self.length if self.length != 0 else 0.0
 
 
-def average(arrays: Iterable[Array], group: Group, backend: Backend, weight: float) -> Spread:
+def average(arrays: Iterable[Array], group: Group, weight: float) -> Spread:
     """Replace each array by its weighted mean over the ranks, the same bits everywhere. Collective.
 
     What is taken is the mean of the differences from rank 0's. So arrays that are equal already stay as they are, bit
@@ -40,12 +37,11 @@ def average(arrays: Iterable[Array], group: Group, backend: Backend, weight: flo
 
     Args:
         arrays: float32 or float64, any shape; the same number, shapes and dtypes on all ranks.
-        backend: where they live; device arrays go through host memory.
         weight: of this rank; those of all ranks add up to 1.
     """
     squares = length = 0.0
     for array in arrays:
-        own = np.ascontiguousarray(backend.to_host(array)).reshape(-1)
+        own = namespace(array).ascontiguousarray(array).reshape(-1)
         base = own.copy()
         group.broadcast(base)
         mean = own - base
@@ -54,5 +50,5 @@ def average(arrays: Iterable[Array], group: Group, backend: Backend, weight: flo
         mean += base
         squares += sum_of_squares([own - mean])
         length += sum_of_squares([mean])
-        array[...] = backend.asarray(mean.reshape(array.shape))
+        array[...] = mean.reshape(array.shape)
     return Spread(sqrt(group.sum_floats([squares])[0] / group.size), sqrt(length))

@@ -16,8 +16,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.device.hosts import room_for
+from nnmpi.comm.device.lane import lane_of
 from nnmpi.errors import CommError
 from nnmpi.parallel.server import Push, Reply
 from nnmpi.parallel.shards import Shard
@@ -74,7 +77,10 @@ class Parcel:
         dtypes = [np.dtype(str(view.dtype)) for view in views]
         sizes = [view.size * dtype.itemsize for view, dtype in zip(views, dtypes, strict=True)]
         stops = list(accumulate(sizes, initial=HEADER_BYTES))
-        self.buffer = np.zeros(stops[-1], np.uint8)
+        xp = namespace(views[0]) if views else np
+        self._lane = None if xp is np else lane_of(xp)
+        self.buffer = room_for(xp, stops[-1], np.uint8)
+        self.buffer[...] = 0
         self.header = self.buffer[:HEADER_BYTES].view(np.float64)
         self.values: list[Array] = [
             self.buffer[start:stop].view(dtype) for start, stop, dtype in zip(stops, stops[1:], dtypes, strict=False)
@@ -82,12 +88,22 @@ class Parcel:
 
     def put(self, views: Sequence[Array], backend: Backend) -> None:
         """Copy arrays of the shard's lengths, one for each flat array, into the buffer."""
-        for value, view in zip(self.values, views, strict=True):
+        pairs = list(zip(self.values, views, strict=True))
+        if self._lane is not None and all(is_device(view) for view in views):
+            self._lane.fork()
+            self._lane.copy_out([(view, value) for value, view in pairs]).synchronize()
+            return
+        for value, view in pairs:
             value[...] = backend.to_host(view)
 
     def on_device(self, backend: Backend) -> list[Array]:
         """Return the values as arrays of the backend: with NumPy these are the buffer itself."""
-        return [backend.asarray(value) for value in self.values]
+        if self._lane is None:
+            return [backend.asarray(value) for value in self.values]
+        arrays: list[Array] = [backend.xp.empty(value.shape, dtype=value.dtype) for value in self.values]
+        self._lane.fork()
+        self._lane.copy_in(list(zip(arrays, self.values, strict=True))).synchronize()  # the buffer is free again
+        return arrays
 
 
 def write_push(header: Array, stamp: Stamp, push: Push) -> None:

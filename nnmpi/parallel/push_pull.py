@@ -216,10 +216,7 @@ class PushPull:
         """Give all ranks the servers' parts of arrays that are laid out like the flat buffers. Collective."""
         for shard, root in zip(self._shards, self._seats.servers, strict=True):
             for view in shard.views(arrays):
-                values = self._backend.to_host(view)
-                self._group.broadcast(values, root)
-                if values is not view:
-                    view[...] = self._backend.asarray(values)
+                self._group.broadcast(view, root)
 
     def free(self) -> None:
         """Give the communicator back to MPI, between two segments. Collective."""

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.nn.chain import Link, run_links
+from nnmpi.nn.chain import Link, join_links, run_links
 from nnmpi.parallel.crossing import Values, pack, unpack
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tape import Deferred
@@ -74,6 +74,7 @@ class Stage:
         recompute: Callable[[int], bool] = lambda microbatch: False,
     ) -> None:
         self.number, self.links, self.head = number, tuple(links), head
+        self._joined = join_links(links)
         self._names, self._scope, self._recompute = tuple(names), scope, recompute
         self._flights: dict[int, _Flight] = {}
         self._halves: dict[int, Deferred] = {}
@@ -129,7 +130,7 @@ class Stage:
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool, again: bool) -> tuple[list[Tensor], bool]:
         with self._scope(microbatch, again):
             x, kept = unpack(leaves, single, self._names)
-            x = run_links(self.links, x, kept)
+            x = run_links(self.links, self._joined, x, kept)
             if self.head is not None:
                 return [self.head(x, microbatch)], True
             return pack(x, kept, self.number)

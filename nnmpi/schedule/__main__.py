@@ -7,14 +7,12 @@ python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --pn
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from nnmpi.errors import NnmpiError, UsageError
-from nnmpi.launcher import read_launch
+from nnmpi.command import Parser, say
+from nnmpi.errors import UsageError
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.picture import draw
@@ -24,14 +22,6 @@ from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import Costs, Simulation, simulate
 from nnmpi.schedule.trace import events
 from nnmpi.timeline import to_chrome, write_chrome
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises the package's error where argparse would end the program."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise with the message as a sentence."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def main(words: Sequence[str]) -> str:
@@ -106,8 +96,8 @@ def _by_rank(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         "python -m nnmpi.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}")
@@ -141,20 +131,5 @@ def _ms(text: str) -> float:
     return milliseconds
 
 
-def _speaks() -> bool:
-    """Whether this process is the one of a job that talks."""
-    launch = read_launch(os.environ)
-    return launch is None or launch.rank == 0
-
-
 if __name__ == "__main__":
-    try:
-        text = main(sys.argv[1:])
-        if _speaks():
-            print(text, flush=True)
-    except BrokenPipeError:  # the reader has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except NnmpiError as error:
-        if _speaks():
-            print(f"nnmpi: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+    sys.exit(say(main))

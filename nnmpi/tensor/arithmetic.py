@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.errors import DtypeError
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import check_broadcast, operands, real, unbroadcast
 from nnmpi.tensor.variable import Variable
@@ -22,59 +23,73 @@ def _shape(x: Any) -> tuple[int, ...]:
 class Add(Function):
     """a + b"""
 
+    replayable = True
+
     def forward(self, a: Any, b: Any) -> Array:
         self.saved = (_shape(a), _shape(b))
-        result: Array = a + b
+        result: Array = self.xp.add(a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        a, b = self.saved
-        return unbroadcast(grad, a) if self.needs[0] else None, unbroadcast(grad, b) if self.needs[1] else None
+        (a, b), xp = self.saved, self.xp
+        return (
+            unbroadcast(xp, grad, a) if self.needs[0] else None,
+            unbroadcast(xp, grad, b) if self.needs[1] else None,
+        )
 
 
 class Subtract(Function):
     """a - b"""
 
+    replayable = True
+
     def forward(self, a: Any, b: Any) -> Array:
         self.saved = (_shape(a), _shape(b))
-        result: Array = a - b
+        result: Array = self.xp.subtract(a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        a, b = self.saved
-        return unbroadcast(grad, a) if self.needs[0] else None, unbroadcast(-grad, b) if self.needs[1] else None
+        (a, b), xp = self.saved, self.xp
+        return (
+            unbroadcast(xp, grad, a) if self.needs[0] else None,
+            unbroadcast(xp, xp.negative(grad), b) if self.needs[1] else None,
+        )
 
 
 class Multiply(Function):
     """a * b"""
 
+    replayable = True
+
     def forward(self, a: Any, b: Any) -> Array:
         self.saved = (a, b)
-        result: Array = a * b
+        result: Array = self.xp.multiply(a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        a, b = self.saved
+        (a, b), xp = self.saved, self.xp
         return (
-            unbroadcast(grad * b, _shape(a)) if self.needs[0] else None,
-            unbroadcast(grad * a, _shape(b)) if self.needs[1] else None,
+            unbroadcast(xp, xp.multiply(grad, b), _shape(a)) if self.needs[0] else None,
+            unbroadcast(xp, xp.multiply(grad, a), _shape(b)) if self.needs[1] else None,
         )
 
 
 class Divide(Function):
     """a / b"""
 
+    replayable = True
+
     def forward(self, a: Any, b: Any) -> Array:
-        result: Array = a / b
+        result: Array = self.xp.divide(a, b)
         self.saved = (result, _shape(a), b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        quotient, shape, b = self.saved
-        share = grad / b
+        (quotient, shape, b), xp = self.saved, self.xp
+        share = xp.divide(grad, b)
         return (
-            unbroadcast(share, shape) if self.needs[0] else None,
-            unbroadcast(-share * quotient, _shape(b)) if self.needs[1] else None,
+            unbroadcast(xp, share, shape) if self.needs[0] else None,
+            unbroadcast(xp, xp.multiply(xp.negative(share), quotient), _shape(b)) if self.needs[1] else None,
         )
 
 
@@ -88,16 +103,16 @@ class Power(Function):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         a, b, result = self.saved
-        xp = namespace(grad)
+        xp = self.xp
         to_a = to_b = None
         if self.needs[0]:
             zero = b == 0  # d/da of a ** 0 is 0, also where a is 0
             less = xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else b - 1 if b else 1
             lowered = a**less
-            to_a = unbroadcast(grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
+            to_a = unbroadcast(xp, grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
         if self.needs[1]:
             logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
-            to_b = unbroadcast(grad * result * logarithm, _shape(b))
+            to_b = unbroadcast(xp, grad * result * logarithm, _shape(b))
         return to_a, to_b
 
 
@@ -106,58 +121,68 @@ class Extremum(Function):
 
     __slots__ = ("largest",)
 
+    replayable = True
+
     def __init__(self, largest: bool) -> None:
         self.largest = largest
 
     def forward(self, a: Any, b: Any) -> Array:
-        xp = namespace(a if hasattr(a, "dtype") else b)
+        xp = self.xp
         self.saved = (a, b)
         result: Array = xp.maximum(a, b) if self.largest else xp.minimum(a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         a, b = self.saved
-        xp = namespace(grad)
-        first = (a > b) if self.largest else (a < b)
-        half = (a == b) * xp.asarray(0.5, dtype=grad.dtype)
-        share = first + half
+        xp = self.xp
+        first = xp.greater(a, b) if self.largest else xp.less(a, b)
+        share = xp.add(first, xp.multiply(xp.equal(a, b), grad.dtype.type(0.5)))
         return (
-            unbroadcast(grad * share, _shape(a)) if self.needs[0] else None,
-            unbroadcast(grad * (1 - share), _shape(b)) if self.needs[1] else None,
+            unbroadcast(xp, xp.multiply(grad, share), _shape(a)) if self.needs[0] else None,
+            unbroadcast(xp, xp.multiply(grad, xp.subtract(1, share)), _shape(b)) if self.needs[1] else None,
         )
 
 
 class Where(Function):
     """a where the condition holds, b elsewhere."""
 
+    replayable = True
+
     def forward(self, condition: Array, a: Any, b: Any) -> Array:
         self.saved = (condition, _shape(a), _shape(b))
-        result: Array = namespace(condition).where(condition, a, b)
+        result: Array = self.xp.where(condition, a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         condition, a, b = self.saved
-        xp = namespace(grad)
+        xp = self.xp
         return (  # no product with the condition: 0 * inf would be NaN
             None,
-            unbroadcast(xp.where(condition, grad, 0), a) if self.needs[1] else None,
-            unbroadcast(xp.where(condition, 0, grad), b) if self.needs[2] else None,
+            unbroadcast(xp, xp.where(condition, grad, 0), a) if self.needs[1] else None,
+            unbroadcast(xp, xp.where(condition, 0, grad), b) if self.needs[2] else None,
         )
+
+
+def _apply(function: Function, a: Any, b: Any) -> Tensor:
+    """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32 and back would."""
+    if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
+        return function(a, b)
+    return widely(function, a, b)
 
 
 def add(a: Any, b: Any) -> Tensor:
     """Return a + b."""
-    return Add()(*operands("add", a, b))
+    return _apply(Add(), *operands("add", a, b))
 
 
 def subtract(a: Any, b: Any) -> Tensor:
     """Return a - b."""
-    return Subtract()(*operands("subtract", a, b))
+    return _apply(Subtract(), *operands("subtract", a, b))
 
 
 def multiply(a: Any, b: Any) -> Tensor:
     """Return a * b."""
-    return Multiply()(*operands("multiply", a, b))
+    return _apply(Multiply(), *operands("multiply", a, b))
 
 
 def divide(a: Any, b: Any) -> Tensor:
@@ -169,7 +194,7 @@ def divide(a: Any, b: Any) -> Tensor:
     for x in (a, b):
         if isinstance(x, Variable):
             real("divide", x)
-    return Divide()(*operands("divide", a, b))
+    return widely(Divide(), *operands("divide", a, b))
 
 
 def power(a: Any, b: Any) -> Tensor:
@@ -177,17 +202,17 @@ def power(a: Any, b: Any) -> Tensor:
     for x in (a, b):
         if isinstance(x, Variable):
             real("power", x)
-    return Power()(*operands("power", a, b))
+    return widely(Power(), *operands("power", a, b))
 
 
 def maximum(a: Any, b: Any) -> Tensor:
     """Return the larger of a and b, elementwise; equal elements share the gradient."""
-    return Extremum(largest=True)(*operands("maximum", a, b))
+    return widely(Extremum(largest=True), *operands("maximum", a, b))
 
 
 def minimum(a: Any, b: Any) -> Tensor:
     """Return the smaller of a and b, elementwise; equal elements share the gradient."""
-    return Extremum(largest=False)(*operands("minimum", a, b))
+    return widely(Extremum(largest=False), *operands("minimum", a, b))
 
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -202,4 +227,4 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
         raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
     a, b = operands("where", a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
-    return Where()(values, a, b)
+    return widely(Where(), values, a, b)

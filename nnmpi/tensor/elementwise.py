@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
+from nnmpi.backend.precision import dtype_named, is_floating
 from nnmpi.errors import DtypeError, UsageError
+from nnmpi.tensor.convert import AsType, widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import operands, real
 
@@ -18,95 +20,113 @@ if TYPE_CHECKING:
 class Negate(Function):
     """-x"""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
-        return -x
+        y: Array = self.xp.negative(x)
+        return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (-grad,)
+        return (self.xp.negative(grad),)
 
 
 class Exp(Function):
     """e ** x"""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
-        y: Array = namespace(x).exp(x)
+        y: Array = self.xp.exp(x)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad * self.saved[0],)
+        return (self.xp.multiply(grad, self.saved[0]),)
 
 
 class Log(Function):
     """The natural logarithm."""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
-        y: Array = namespace(x).log(x)
+        y: Array = self.xp.log(x)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad / self.saved[0],)
+        return (self.xp.divide(grad, self.saved[0]),)
 
 
 class Sqrt(Function):
     """The square root."""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
-        y: Array = namespace(x).sqrt(x)
+        y: Array = self.xp.sqrt(x)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad / (2 * self.saved[0]),)
+        return (self.xp.divide(grad, self.xp.multiply(2, self.saved[0])),)
 
 
 class Absolute(Function):
     """|x|; the derivative at 0 is taken as 0."""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
-        return abs(x)
+        y: Array = self.xp.absolute(x)
+        return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad * namespace(grad).sign(self.saved[0]),)
+        return (self.xp.multiply(grad, self.xp.sign(self.saved[0])),)
 
 
 class Sin(Function):
     """sin x"""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
-        y: Array = namespace(x).sin(x)
+        y: Array = self.xp.sin(x)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad * namespace(grad).cos(self.saved[0]),)
+        return (self.xp.multiply(grad, self.xp.cos(self.saved[0])),)
 
 
 class Cos(Function):
     """cos x"""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
-        y: Array = namespace(x).cos(x)
+        y: Array = self.xp.cos(x)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (-grad * namespace(grad).sin(self.saved[0]),)
+        return (self.xp.multiply(self.xp.negative(grad), self.xp.sin(self.saved[0])),)
 
 
 class Tanh(Function):
     """tanh x"""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
-        y: Array = namespace(x).tanh(x)
+        y: Array = self.xp.tanh(x)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,) = self.saved
-        return (grad * (1 - y * y),)
+        (y,), xp = self.saved, self.xp
+        return (xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),)
 
 
 class Clip(Function):
@@ -114,72 +134,58 @@ class Clip(Function):
 
     __slots__ = ("high", "low")
 
+    replayable = True
+
     def __init__(self, low: float | None, high: float | None) -> None:
         self.low, self.high = low, high
 
     def forward(self, x: Array) -> Array:
-        y: Array = namespace(x).clip(x, self.low, self.high)
-        self.saved = (x == y,) if self.needs[0] else ()
+        y: Array = self.xp.clip(x, self.low, self.high)
+        self.saved = (self.xp.equal(x, y),) if self.needs[0] else ()
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad * self.saved[0],)
-
-
-class AsType(Function):
-    """x in another dtype; the gradient goes back in the dtype of x."""
-
-    __slots__ = ("wanted",)
-
-    def __init__(self, wanted: Any) -> None:
-        self.wanted = wanted
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x.dtype,)
-        return x.astype(self.wanted)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad.astype(self.saved[0]),)
+        return (self.xp.multiply(grad, self.saved[0]),)
 
 
 def negate(x: Tensor) -> Tensor:
     """Return -x."""
-    return Negate()(x)
+    return widely(Negate(), x)
 
 
 def exp(x: Tensor) -> Tensor:
     """Return e to the power of x, elementwise."""
-    return Exp()(real("exp", x))
+    return widely(Exp(), real("exp", x))
 
 
 def log(x: Tensor) -> Tensor:
     """Return the natural logarithm, elementwise."""
-    return Log()(real("log", x))
+    return widely(Log(), real("log", x))
 
 
 def sqrt(x: Tensor) -> Tensor:
     """Return the square root, elementwise."""
-    return Sqrt()(real("sqrt", x))
+    return widely(Sqrt(), real("sqrt", x))
 
 
 def absolute(x: Tensor) -> Tensor:
     """Return |x|, elementwise; the derivative at 0 is 0."""
-    return Absolute()(x)
+    return widely(Absolute(), x)
 
 
 def sin(x: Tensor) -> Tensor:
     """Return sin x, elementwise."""
-    return Sin()(real("sin", x))
+    return widely(Sin(), real("sin", x))
 
 
 def cos(x: Tensor) -> Tensor:
     """Return cos x, elementwise."""
-    return Cos()(real("cos", x))
+    return widely(Cos(), real("cos", x))
 
 
 def tanh(x: Tensor) -> Tensor:
     """Return tanh x, elementwise."""
-    return Tanh()(real("tanh", x))
+    return widely(Tanh(), real("tanh", x))
 
 
 def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
@@ -194,7 +200,7 @@ def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tens
     if low is not None and high is not None and low > high:
         raise UsageError(f"clip with low {low} above high {high} leaves nothing")
     bounds = [None if bound is None else operands("clip", x, bound)[1] for bound in (low, high)]
-    return Clip(*bounds)(x)
+    return widely(Clip(*bounds), x)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:
@@ -205,13 +211,13 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
             none (integers, booleans).
     """
     try:
-        wanted = np.dtype(dtype)
+        wanted = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except TypeError:
         raise DtypeError(f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'") from None
-    if wanted.kind not in "fiub":
+    if wanted.kind not in "fiub" and not is_floating(wanted):
         raise DtypeError(f"a tensor holds numbers, not {wanted}")
     if wanted == x.data.dtype:
         return x
-    if x.requires_grad and wanted.kind != "f":
+    if x.requires_grad and not is_floating(wanted):
         raise DtypeError(f"a tensor that needs a gradient cannot become {wanted}; use detach() first")
     return AsType(wanted)(x)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.tensor.parameter import Parameter
 
@@ -82,6 +83,7 @@ class FlatStorage:
             self.data.append(allocate(length, dtype))
             self.grads.append(allocate(length, dtype))
         self.known_groups = set(self.groups)
+        self._parameters = tuple(span.parameter for span in self.spans)
         self._bind(parameters, values)
 
     def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
@@ -125,8 +127,16 @@ class FlatStorage:
 
     def zero_grad(self) -> None:
         """Forget all gradients: the next backward pass overwrites them."""
-        for span in self.spans:
-            span.parameter.grad = None
+        recorder = active()
+        if recorder is None:
+            self._forget()
+        else:
+            recorder.perform(self._forget)
+            recorder.cleared.update(id(span.parameter) for span in self.spans)
+
+    def _forget(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def finish_gradients(self) -> None:
         """Let the flat arrays hold every parameter's gradient, whatever they held before.
@@ -136,17 +146,21 @@ class FlatStorage:
         Raises:
             UsageError: when a parameter lies elsewhere now, and updates here would not reach it.
         """
-        for span, (data, buffer) in zip(self.spans, self._views, strict=True):
-            if span.parameter.data is not data or span.parameter.buffer is not buffer:
+        perform(self._finish)
+
+    def _finish(self) -> None:
+        for parameter, (data, buffer) in zip(self._parameters, self._views, strict=True):
+            if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
-                    f"{span.parameter.name} lies in this storage no more: its model was initialized again (then make "
+                    f"{parameter.name} lies in this storage no more: its model was initialized again (then make "
                     "a new optimizer), or its data replaced (write parameter.data[...] = values instead)"
                 )
-            span.parameter.finish_gradient()
+            if parameter.grad is not buffer:
+                parameter.finish_gradient()
 
     def frozen(self) -> list[Array]:
         """Return the data of the parameters that need no gradient now, which an optimizer leaves as they are."""
-        return [span.parameter.data for span in self.spans if not span.parameter.requires_grad]
+        return [parameter.data for parameter in self._parameters if not parameter.requires_grad]
 
     def __reduce__(self) -> NoReturn:
         raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")

@@ -14,19 +14,31 @@ Any subclass may enter the graph; collectives, recomputation and the ends of pip
     y = Square()(x)
 
 The object is the node on the tape: one Python object per operation.
+
+A subclass that says `replayable = True` promises more, so that a recorded step (see `nnmpi.compile`) can be replayed
+without it: in `forward` and `backward` all arithmetic on arrays goes through the functions of `self.xp`, or through
+`self.invoke`, and views are taken by indexing alone. `self.xp` is NumPy or CuPy, or writes down what it is asked for:
+
+        y = self.xp.multiply(x, x)               not  x * x
+        self.xp.add(y, bias, out=y)              not  y += bias
+        self.xp.copyto(inner, x)                 not  inner[...] = x
+        self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
+        self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, mixed_error, namespace
+from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError
+from nnmpi.tensor.replayed import play
 from nnmpi.tensor.tape import Tape, join
 from nnmpi.tensor.variable import Variable
 
@@ -71,10 +83,15 @@ class Function:
         edges: per input, the operation or leaf that its gradient goes to, or None. None altogether once used up.
         grad: the gradient of the output, while a backward pass is on its way.
         shape, dtype: of the output.
+        xp: the module of the arrays that `forward` gets; set before it is called.
+        replayable: whether the operation keeps the promise above.
     """
 
-    __slots__ = ("__weakref__", "dtype", "edges", "grad", "needs", "owns_grad", "saved", "shape")
+    __slots__ = ("__weakref__", "dtype", "edges", "grad", "needs", "owns_grad", "saved", "shape", "xp")
 
+    replayable: ClassVar[bool] = False
+
+    xp: Any
     dtype: np.dtype[Any]
 
     edges: tuple[Function | Variable | None, ...] | None
@@ -89,7 +106,7 @@ class Function:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        """Return one gradient per input, None where there is none. `grad` may be shared: do not write to it."""
+        """Return one gradient per input, None where there is none. Do not write to `grad`, which may be shared."""
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -97,40 +114,86 @@ class Function:
 
         Raises:
             GraphError: when no input is a tensor, or this object stands in a graph already.
+            DeviceError: when some inputs are in the host's memory, and others on a device.
         """
-        if _recording.get():
-            self.needs = tuple([isinstance(x, Variable) and x.requires_grad for x in inputs])
-        else:
-            self.needs = (False,) * len(inputs)
-        self.saved = ()
-        data = self.forward(*[x.data if isinstance(x, Variable) else x for x in inputs])
-        result = _empty_like(inputs)
-        result.data = np.asarray(data) if isinstance(data, _SCALAR) else data
-        if True in self.needs:
+        recording, first, recorded = _recording.get(), None, False
+        values: list[Any] = []
+        needs: list[bool] = []
+        for x in inputs:
+            needed = False
+            if isinstance(x, Variable):
+                if first is None:
+                    first = x
+                if recording and x.requires_grad:
+                    needed = recorded = True
+                x = x.data
+            values.append(x)
+            needs.append(needed)
+        if first is None:
+            raise GraphError("an operation needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor")
+        self.needs, self.saved = tuple(needs), ()
+        self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
+        recorder = active()
+        try:
+            data = self.forward(*values) if recorder is None else play(recorder, self, inputs, values)
+        except (AttributeError, TypeError) as error:
+            mixed = mixed_error(values)
+            if mixed is None:
+                raise
+            raise mixed from error
+        result: Tensor = first.blank()  # type: ignore[attr-defined]
+        result.data = data if type(data) is np.ndarray else np.asarray(data) if isinstance(data, _SCALAR) else data
+        if recorder is not None:
+            recorder.made.add(result)
+        if recorded:
             self._record(inputs, result)
         else:
             self.saved = ()
         return result
+
+    def invoke(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function, such as a compiled kernel, that does nothing but write to arrays among its arguments."""
+        perform(function, *args)
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.
 
         A backward that returns this very array saves a copy (parameters' gradients live in flat storage).
         """
-        edge = self.edges[i] if self.edges is not None else None
-        if not isinstance(edge, Variable) or edge.grad is not None:
+        edges = self.edges
+        if edges is None:
+            return None
+        edge = edges[i]
+        if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not None:
             return None
         # one leaf standing at two inputs gets two gradients, which cannot share one place
-        return edge.buffer if self.edges is not None and self.edges.count(edge) == 1 else None
+        for j, other in enumerate(edges):
+            if other is edge and j != i:
+                return None
+        return edge.buffer
 
-    def add_grad(self, grad: Array) -> None:
+    def sum_into(self, i: int) -> tuple[Array | None, bool]:
+        """Return the array where the gradient of input i may be computed, or None, and whether it is added there.
+
+        A backward that can add a product to what an array holds returns that very array when it has done so.
+        """
+        place = self.into(i)
+        edge = None if place is not None or self.edges is None else self.edges[i]
+        if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not edge.buffer:
+            return place, False
+        if sum(other is edge for other in self.edges or ()) != 1:
+            return None, False
+        edge.check_write()  # before the sum is changed: `add_grad`, which asks too, comes after that
+        return edge.buffer, True
+
+    def add_grad(self, grad: Array, xp: Any) -> None:
         """Add one use's contribution to the gradient of the output. Never writes to an array that others may hold."""
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
-            self.grad += grad
+            xp.add(self.grad, grad, out=self.grad)
         else:
-            self.grad, self.owns_grad = self.grad + grad, True
+            self.grad, self.owns_grad = xp.add(self.grad, grad), True
 
     def release(self) -> None:
         """Drop everything that only a backward pass needs."""
@@ -147,24 +210,20 @@ class Function:
         for x, needed in zip(inputs, self.needs, strict=True):
             if not needed:
                 edges.append(None)
-                continue
-            if x.node is None:
+            elif x.node is None:
                 edges.append(x)
                 hooked = hooked or x.hook is not None
             else:
                 edges.append(x.node)
-                tape = x.tape if tape is None else join(tape, x.tape)
-        tape = Tape() if tape is None else tape.find()
-        tape.hooked = tape.hooked or hooked
+                if tape is None:
+                    tape = x.tape
+                elif tape is not x.tape:
+                    tape = join(tape, x.tape)
+        tape = Tape() if tape is None else tape if tape.joined is None else tape.find()
+        if hooked:
+            tape.hooked = True
         tape.nodes.append(self)
         self.edges, self.grad, self.owns_grad = tuple(edges), None, False
-        self.shape, self.dtype = result.data.shape, result.data.dtype
+        data = result.data
+        self.shape, self.dtype = data.shape, data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape
-
-
-def _empty_like(inputs: tuple[Any, ...]) -> Tensor:
-    for x in inputs:
-        if isinstance(x, Variable):
-            tensor: Tensor = x.blank()  # type: ignore[attr-defined]
-            return tensor
-    raise GraphError("an operation needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.variable import Variable
 
@@ -76,7 +78,8 @@ def getitem(x: Tensor, key: Any) -> Tensor:
     parts = key if isinstance(key, tuple) else (key,)
     parts = tuple(_plain(part) for part in parts)
     try:
-        return GetItem(parts if isinstance(key, tuple) else parts[0])(x)
+        function = GetItem(parts if isinstance(key, tuple) else parts[0])
+        return function(x) if function.basic else widely(function, x)
     except IndexError as error:
         raise ShapeError(f"index {key!r} does not fit shape {x.data.shape}: {error}") from None
 
@@ -97,7 +100,7 @@ def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
     if places.ndim != ndim or not -ndim <= axis < ndim:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} by {places.shape} along axis {axis} does not fit")
     try:
-        return TakeAlongAxis(axis % ndim)(x, places)
+        return widely(TakeAlongAxis(axis % ndim), x, places)
     except (IndexError, ValueError) as error:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} along axis {axis}: {error}") from None
 
@@ -105,5 +108,7 @@ def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
 def _plain(part: Any) -> Any:
     values = part.data if isinstance(part, Variable) else part
     if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
+        if isinstance(part, Variable):
+            refuse("an index that is a tensor's number")
         return int(values)
     return values

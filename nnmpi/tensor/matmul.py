@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.backend.array import Array
-from nnmpi.errors import DtypeError, ShapeError
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.casting import cast
+from nnmpi.backend.gemm import gemm
+from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.errors import ShapeError
+from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import unbroadcast
+from nnmpi.tensor.operand import read_as, unbroadcast
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -17,13 +23,15 @@ if TYPE_CHECKING:
 class MatMul(Function):
     """a @ b for operands of one, two or more dimensions."""
 
+    replayable = True
+
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (a, b)
-        result: Array = a @ b
+        result: Array = self.xp.matmul(a, b)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        a, b = self.saved
+        (a, b), xp = self.saved, self.xp
         # a vector on the left is a row, on the right a column: give everything two dimensions, take them away again
         rows = a[None, :] if a.ndim == 1 else a
         columns = b[:, None] if b.ndim == 1 else b
@@ -33,10 +41,30 @@ class MatMul(Function):
             grad = grad[..., None]
         to_a = to_b = None
         if self.needs[0]:
-            to_a = unbroadcast(grad @ columns.swapaxes(-1, -2), rows.shape).reshape(a.shape)
+            to_a = xp.reshape(unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape)
         if self.needs[1]:
-            to_b = unbroadcast(rows.swapaxes(-1, -2) @ grad, columns.shape).reshape(b.shape)
+            to_b = xp.reshape(unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape)
         return to_a, to_b
+
+    def multiply(self, a: Array, b: Array) -> Array:
+        """Return the product of two stacks of matrices."""
+        product: Array = self.xp.matmul(a, b)
+        return product
+
+
+class Product(MatMul):
+    """The same for arrays on a device, and in half precision anywhere, by `backend.gemm`."""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.saved = (a, b)
+        rows = a[None, :] if a.ndim == 1 else a
+        y = gemm(self.xp, rows, b[:, None] if b.ndim == 1 else b)
+        y = y[..., 0, :] if a.ndim == 1 else y
+        return y[..., 0] if b.ndim == 1 else y
+
+    def multiply(self, a: Array, b: Array) -> Array:
+        """Return the product of two stacks of matrices."""
+        return gemm(self.xp, a, b)
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -56,12 +84,18 @@ def matmul(a: Any, b: Any) -> Tensor:
     inner = y.shape[0] if y.ndim == 1 else y.shape[-2]
     if x.shape[-1] != inner:
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner} differ")
-    if x.dtype != y.dtype:
-        raise DtypeError(f"matmul of {x.dtype} and {y.dtype} would change a dtype silently; convert one with astype")
+    reads = read_as("matmul", a, b)
+    plain = not is_low(reads) if type(x) is np.ndarray else not is_floating(reads)
+    if not plain:
+        a, b = (converted(each, reads) if isinstance(each, Variable) else _read(each, reads) for each in (a, b))
     try:
-        return MatMul()(a, b)
+        return MatMul()(a, b) if plain else Product()(a, b)
     except ValueError as error:
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: {error}") from None
+
+
+def _read(x: Array, reads: np.dtype[Any]) -> Array:
+    return cast(namespace(x), x, reads)
 
 
 def _values(x: Any) -> Any:

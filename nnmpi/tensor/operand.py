@@ -5,7 +5,10 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.backend.casting import FLOAT32, cast, widened
+from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
+from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.tensor.convert import converted
 from nnmpi.tensor.variable import Variable
 
 
@@ -13,6 +16,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     """Return both operands ready for an elementwise operation, or refuse them.
 
     Python numbers (and NumPy's scalars) take the other operand's dtype; arrays must have the same dtype, or be masks.
+    In a mode of mixed precision (see `backend.precision`) the lower one is raised to float32 beside float32.
 
     Raises:
         DtypeError: where the result would get another dtype than the operands, such as float32 with float64.
@@ -22,12 +26,14 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     dtype_a, dtype_b = _dtype(a), _dtype(b)
     if dtype_a is not None and dtype_b is not None:
         if dtype_a != dtype_b and dtype_a.kind != "b" and dtype_b.kind != "b":
-            raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
+            if not mixes(dtype_a, dtype_b):
+                raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
+            a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
         check_broadcast(name, _values(a).shape, _values(b).shape)
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
     kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"
-    if dtype is not None and dtype.kind not in kinds:
+    if dtype is not None and dtype.kind not in kinds and not is_floating(dtype):
         raise DtypeError(f"{name} of a {dtype} tensor and {number} would change the dtype; convert with astype")
     return a, b
 
@@ -54,18 +60,24 @@ def real(name: str, x: Variable) -> Variable:
     """
     if not isinstance(x, Variable):
         raise GraphError(f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor")
-    if x.data.dtype.kind != "f":
+    if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
         raise DtypeError(f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')")
     return x
 
 
-def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-    """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum."""
+def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
+    """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum.
+
+    Args:
+        xp: the module whose functions are called.
+    """
     if grad.shape == shape:
         return grad
+    if is_low(grad.dtype):
+        return cast(xp, unbroadcast(xp, widened(xp, grad), shape), grad.dtype)
     extra = grad.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
-    result: Array = grad.sum(axis=axes).reshape(shape)
+    result: Array = xp.reshape(xp.add.reduce(grad, axis=axes), shape)
     return result
 
 
@@ -75,10 +87,54 @@ def same_dtype(name: str, *inputs: Any) -> None:
     Raises:
         DtypeError: naming the operation and the dtypes.
     """
-    dtypes = [_dtype(x) for x in inputs if x is not None]
-    if any(dtype != dtypes[0] for dtype in dtypes):
+    dtypes = [x.data.dtype if isinstance(x, Variable) else _dtype(x) for x in inputs if x is not None]
+    if dtypes.count(dtypes[0]) != len(dtypes):
         words = ", ".join(map(str, dtypes))
         raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
+
+
+def may_meet(name: str, *inputs: Any) -> None:
+    """Refuse tensors and arrays of different dtypes, unless mixed precision lets them meet (see `mixes`).
+
+    Raises:
+        DtypeError: naming the operation and the dtypes.
+    """
+    if not mixes(*(_dtype(x) for x in inputs if x is not None)):
+        same_dtype(name, *inputs)
+
+
+def mixes(*dtypes: Any) -> bool:
+    """Return whether these dtypes may meet in the mode of this context: float32 and the lower one of its precision."""
+    low = low_dtype(precision())
+    return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
+
+
+def read_as(name: str, *inputs: Any) -> np.dtype[Any]:
+    """Return the dtype in which a product of matrices reads its inputs: theirs, or the lower one of mixed precision.
+
+    Args:
+        inputs: tensors and arrays; None stands for an input that is not there.
+
+    Raises:
+        DtypeError: naming the operation and the dtypes, where they may not meet.
+        UsageError: for tf32 and arrays of NumPy's, whose products have no such form.
+    """
+    mode = precision()
+    if mode == "float32":
+        same_dtype(name, *inputs)
+        first: np.dtype[Any] = _dtype(inputs[0])
+        return first
+    low = low_dtype(mode)
+    dtypes = [_dtype(x) for x in inputs if x is not None]
+    if low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes):
+        return low
+    if mode == "tf32" and isinstance(_values(inputs[0]), np.ndarray):
+        raise UsageError(
+            f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend cupy on a CUDA device"
+        )
+    same_dtype(name, *inputs)
+    result: np.dtype[Any] = dtypes[0]
+    return result
 
 
 def _plain(x: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.recording import active
 from nnmpi.errors import ShapeError, UninitializedError
 from nnmpi.shard import Region
 from nnmpi.tensor.tensor import Tensor
@@ -27,6 +28,7 @@ class Parameter(Tensor):
         declared: the shape that it will have.
         init: draws its initial values: init(generator, shape) -> array.
         region: which part of a larger parameter this one is, when its ranks share that out; None for a whole one.
+        guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None.
 
     Args:
         region: `shape` is then that of the part, and the values are the part's of those that the whole would get.
@@ -35,14 +37,16 @@ class Parameter(Tensor):
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("declared", "init", "name", "region")
+    __slots__ = ("declared", "guard", "init", "name", "region")
+
+    guard: Callable[[], None] | None
 
     def __init__(self, shape: tuple[int, ...], init: Initializer, region: Region | None = None) -> None:
         if region is not None and region.local_shape != shape:
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
         self.declared, self.init, self.name, self.region = shape, init, "", region
         self.requires_grad = True
-        self.grad = self.node = self.tape = self.buffer = self.hook = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,6 +64,20 @@ class Parameter(Tensor):
             return self.init(generator, self.declared)
         part: Array = self.region.take(self.init(generator, self.region.shape))
         return part
+
+    def add_grad(self, grad: Array, xp: Any) -> None:
+        """Add one operation's contribution to the gradient, see `Variable.add_grad`, unless the guard forbids it."""
+        if self.guard is not None:
+            self.guard()
+        if grad is self.buffer and self.grad is None and active() is None:
+            self.grad = grad  # it was computed there
+        else:
+            super().add_grad(grad, xp)
+
+    def check_write(self) -> None:
+        """Let the guard raise if the gradient must not be written to now."""
+        if self.guard is not None:
+            self.guard()
 
     def finish_gradient(self) -> None:
         """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is another array."""

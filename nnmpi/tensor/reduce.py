@@ -1,4 +1,8 @@
-"""Reductions over axes: sum, mean, variance, largest and smallest."""
+"""Reductions over axes: sum, mean, variance, largest and smallest.
+
+float16 and bfloat16 are added up in float32. In a mode of mixed precision sums and means stay float32, as losses do,
+since a sum may be beyond what float16 holds; else they are rounded to the dtype that they are of.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.casting import widened
+from nnmpi.backend.precision import precision
 from nnmpi.errors import ShapeError
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import real
 
@@ -44,31 +51,36 @@ class _Reduction(Function):
 class Sum(_Reduction):
     """The sum over axes."""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        result: Array = x.sum(axis=self.axes, keepdims=self.keepdims, dtype=x.dtype if x.dtype.kind == "f" else None)
+        dtype = x.dtype if x.dtype.kind == "f" else None
+        result: Array = self.xp.add.reduce(x, axis=self.axes, dtype=dtype, keepdims=self.keepdims)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (shape,) = self.saved
-        spread: Array = namespace(grad).broadcast_to(grad.reshape(_kept(shape, self.axes)), shape)
+        (shape,), xp = self.saved, self.xp
+        spread: Array = xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape)
         return (spread,)
 
 
 class Mean(_Reduction):
     """The mean over axes."""
 
+    replayable = True
+
     def forward(self, x: Array) -> Array:
         count = prod(x.shape[i] for i in self.axes)
         if count == 0:
             raise ShapeError(f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements")
         self.saved = (x.shape, count)
-        result: Array = x.mean(axis=self.axes, keepdims=self.keepdims)
+        result: Array = self.xp.mean(x, axis=self.axes, keepdims=self.keepdims)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, count = self.saved
-        spread: Array = namespace(grad).broadcast_to(grad.reshape(_kept(shape, self.axes)) / count, shape)
+        (shape, count), xp = self.saved, self.xp
+        spread: Array = xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape)
         return (spread,)
 
 
@@ -76,6 +88,8 @@ class Variance(_Reduction):
     """The variance over axes, with n - correction in the denominator."""
 
     __slots__ = ("correction",)
+
+    replayable = True
 
     def __init__(self, axes: tuple[int, ...], keepdims: bool, correction: int) -> None:
         super().__init__(axes, keepdims)
@@ -88,20 +102,25 @@ class Variance(_Reduction):
                 f"the variance over axes {self.axes} of an array of shape {x.shape} has too few elements "
                 f"for correction {self.correction}"
             )
-        centred = x - x.mean(axis=self.axes, keepdims=True)
+        xp = self.xp
+        centred = xp.subtract(x, xp.mean(x, axis=self.axes, keepdims=True))
         self.saved = (centred, divisor)
-        result: Array = (centred * centred).sum(axis=self.axes, keepdims=self.keepdims) / divisor
+        squares = xp.add.reduce(xp.multiply(centred, centred), axis=self.axes, keepdims=self.keepdims)
+        result: Array = xp.divide(squares, divisor)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        centred, divisor = self.saved
-        return (centred * (grad.reshape(_kept(centred.shape, self.axes)) * (2 / divisor)),)
+        (centred, divisor), xp = self.saved, self.xp
+        share = xp.multiply(xp.reshape(grad, _kept(centred.shape, self.axes)), 2 / divisor)
+        return (xp.multiply(centred, share),)
 
 
 class Largest(_Reduction):
     """The largest (or, negated, smallest) element over axes; elements that tie share the gradient evenly."""
 
     __slots__ = ("largest",)
+
+    replayable = True
 
     def __init__(self, axes: tuple[int, ...], keepdims: bool, largest: bool) -> None:
         super().__init__(axes, keepdims)
@@ -110,20 +129,28 @@ class Largest(_Reduction):
     def forward(self, x: Array) -> Array:
         if prod(x.shape[i] for i in self.axes) == 0:
             raise ShapeError(f"an array of shape {x.shape} has no largest or smallest element over axes {self.axes}")
-        result: Array = (x.max if self.largest else x.min)(axis=self.axes, keepdims=self.keepdims)
+        find = self.xp.max if self.largest else self.xp.min
+        result: Array = find(x, axis=self.axes, keepdims=self.keepdims)
         self.saved = (x, result)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        x, result = self.saved
+        (x, result), xp = self.saved, self.xp
         kept = _kept(x.shape, self.axes)
-        ties = (x == result.reshape(kept)).astype(grad.dtype)
-        return (ties * (grad.reshape(kept) / ties.sum(axis=self.axes, keepdims=True)),)
+        ties = xp.empty(x.shape, grad.dtype)
+        xp.equal(x, xp.reshape(result, kept), out=ties)
+        share = xp.divide(xp.reshape(grad, kept), xp.add.reduce(ties, axis=self.axes, keepdims=True))
+        return (xp.multiply(ties, share),)
+
+
+def _narrow() -> bool:
+    """Return whether sums of float16 and bfloat16 are rounded to that dtype."""
+    return precision() == "float32"
 
 
 def total(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over the given axes (all of them by default)."""
-    return Sum(_axes(axis, x.data.ndim), keepdims)(x)
+    return widely(Sum(_axes(axis, x.data.ndim), keepdims), x, narrow=_narrow())
 
 
 def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -132,7 +159,7 @@ def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     Raises:
         ShapeError: when there is nothing to average.
     """
-    return Mean(_axes(axis, x.data.ndim), keepdims)(real("mean", x))
+    return widely(Mean(_axes(axis, x.data.ndim), keepdims), real("mean", x), narrow=_narrow())
 
 
 def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
@@ -141,19 +168,20 @@ def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: i
     Raises:
         ShapeError: when there are not more elements than `correction`.
     """
-    return Variance(_axes(axis, x.data.ndim), keepdims, correction)(real("variance", x))
+    return widely(Variance(_axes(axis, x.data.ndim), keepdims, correction), real("variance", x), narrow=_narrow())
 
 
 def largest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the largest element over the given axes; ties share the gradient evenly."""
-    return Largest(_axes(axis, x.data.ndim), keepdims, largest=True)(x)
+    return widely(Largest(_axes(axis, x.data.ndim), keepdims, largest=True), x)
 
 
 def smallest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the smallest element over the given axes; ties share the gradient evenly."""
-    return Largest(_axes(axis, x.data.ndim), keepdims, largest=False)(x)
+    return widely(Largest(_axes(axis, x.data.ndim), keepdims, largest=False), x)
 
 
 def argmax(x: Tensor, axis: int | None = None) -> Any:
     """Return the index array of the first largest element; not differentiable."""
-    return x.data.argmax(axis=axis)
+    values = widened(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
+    return values.argmax(axis=axis)

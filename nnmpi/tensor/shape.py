@@ -7,10 +7,12 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
+from nnmpi.backend.casting import FLOAT32
 from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import unbroadcast
+from nnmpi.tensor.operand import mixes, unbroadcast
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -21,21 +23,26 @@ class Reshape(Function):
 
     __slots__ = ("wanted",)
 
+    replayable = True
+
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        return x.reshape(self.wanted)
+        result: Array = self.xp.reshape(x, self.wanted)
+        return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad.reshape(self.saved[0]),)
+        return (self.xp.reshape(grad, self.saved[0]),)
 
 
 class Transpose(Function):
     """x with its axes in another order."""
 
     __slots__ = ("axes",)
+
+    replayable = True
 
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
@@ -55,16 +62,18 @@ class BroadcastTo(Function):
 
     __slots__ = ("wanted",)
 
+    replayable = True
+
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        result: Array = namespace(x).broadcast_to(x, self.wanted)
+        result: Array = self.xp.broadcast_to(x, self.wanted)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (unbroadcast(grad, self.saved[0]),)
+        return (unbroadcast(self.xp, grad, self.saved[0]),)
 
 
 class Concatenate(Function):
@@ -72,12 +81,14 @@ class Concatenate(Function):
 
     __slots__ = ("axis",)
 
+    replayable = True
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
-        result: Array = namespace(inputs[0]).concatenate(inputs, axis=self.axis)
+        result: Array = self.xp.concatenate(inputs, axis=self.axis)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -94,12 +105,14 @@ class Pad(Function):
 
     __slots__ = ("value", "widths")
 
+    replayable = True
+
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        result: Array = namespace(x).pad(x, self.widths, mode="constant", constant_values=self.value)
+        result: Array = self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -112,15 +125,17 @@ class Flip(Function):
 
     __slots__ = ("axes",)
 
+    replayable = True
+
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
 
     def forward(self, x: Array) -> Array:
-        result: Array = namespace(x).flip(x, self.axes)
+        result: Array = self.xp.flip(x, self.axes)
         return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (namespace(grad).flip(grad, self.axes),)
+        return (self.xp.flip(grad, self.axes),)
 
 
 def reshape(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
@@ -220,7 +235,9 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         raise ShapeError("concatenate of no tensors has no shape")
     shapes, dtypes = [x.shape for x in tensors], {x.dtype for x in tensors}
     ndim = len(shapes[0])
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 and mixes(*dtypes):
+        tensors = [converted(x, FLOAT32) for x in tensors]
+    elif len(dtypes) > 1:
         raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype")
     if not -ndim <= axis < ndim or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1:
         raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")

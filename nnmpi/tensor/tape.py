@@ -11,10 +11,15 @@ tape, never the operations on it: there are no reference cycles, and a graph goe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from nnmpi.backend.array import Array
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.tensor.replayed import play_back
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -49,7 +54,7 @@ class Deferred:
         """Compute the gradients that wait, in the order of an ordinary pass, and drop what they needed."""
         waiting, self._waiting = self._waiting, []
         for node, grad, wanted in waiting:
-            _pass_on(node, _backward_of(node, grad, wanted))
+            _pass_on(node, _backward_of(node, grad, wanted), namespace(grad))
             node.release()
 
     def holds(self, node: Function) -> bool:
@@ -118,16 +123,22 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         ShapeError: when an operation returns a gradient of another shape than its input has.
         DtypeError: when it returns one of another dtype.
     """
+    recorder = active()
+    plain: Any = np if type(seed) is np.ndarray else namespace(seed)
+    xp = plain if recorder is None else recorder.module(plain)
     if root.node is None or root.tape is None:
-        root.add_grad(seed)
+        root.add_grad(seed, xp)
         if root.hook is not None:
-            root.hook(root)
+            perform(root.hook, root)
         return
     tape = root.tape.find()
-    nodes, last = tape.nodes, _position(tape.nodes, root.node)
-    if deferred is not None and (tape.hooked or retain):
-        raise GraphError("a backward pass in halves serves no hooks and retains no graph; run a whole one")
-    finals = _final_uses(nodes[: last + 1]) if tape.hooked else {}
+    nodes = tape.nodes
+    last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
+    if deferred is not None and (tape.hooked or retain or recorder is not None):
+        raise GraphError(
+            "a backward pass in halves serves no hooks and no recording and retains no graph; run a whole one"
+        )
+    finals = _final_uses(nodes[: last + 1]) if tape.hooked else None
     root.node.grad = seed
     try:
         for i in range(last, -1, -1):
@@ -135,18 +146,32 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             grad = node.grad
             if grad is not None:
                 node.grad = None
-                _pass_on(node, node.backward(grad) if deferred is None else deferred.backward(node, grad))
+                if deferred is not None:
+                    grads = deferred.backward(node, grad)
+                elif recorder is None:
+                    grads = node.backward(grad)
+                else:
+                    grads = play_back(recorder, node, grad)
+                _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
-            for leaf in finals.get(node, ()):  # also where an operation above passed no gradient on to this one
-                if leaf.hook is not None and leaf.grad is not None:
-                    leaf.hook(leaf)
-    finally:
-        for node in nodes[: last + 1]:  # only an exception leaves any
+            if finals is not None:
+                _tell(finals.get(node, ()))  # also where an operation above passed no gradient on to this one
+    except BaseException:
+        for node in nodes[: last + 1]:
             node.grad = None
+        raise
+    finally:
         if not retain:
             unused = nodes if deferred is None else nodes[last + 1 :]  # what is deferred is not for another pass
             tape.nodes = [node for node in unused if node.edges is not None]
+
+
+def _tell(leaves: Iterable[Variable]) -> None:
+    """Tell those who wait for them that these leaves' gradients are final."""
+    for leaf in leaves:
+        if leaf.hook is not None and leaf.grad is not None:
+            perform(leaf.hook, leaf)
 
 
 def _position(nodes: list[Function], node: Function) -> int:
@@ -176,7 +201,7 @@ def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
     return finals
 
 
-def _pass_on(node: Function, grads: tuple[Array | None, ...]) -> None:
+def _pass_on(node: Function, grads: tuple[Array | None, ...], xp: Any) -> None:
     """Add what an operation's backward returned to its inputs' gradients."""
     edges = node.edges
     assert edges is not None  # used-up operations are taken off the tape
@@ -189,17 +214,22 @@ def _pass_on(node: Function, grads: tuple[Array | None, ...]) -> None:
         if edge is None or grad is None:
             continue
         if isinstance(edge, Variable):
-            shape, dtype = edge.data.shape, edge.data.dtype
+            data = edge.data
+            shape, dtype = data.shape, data.dtype
         elif edge.edges is None:
             raise _used_up()
         else:
             shape, dtype = edge.shape, edge.dtype
-        name = type(node).__name__
-        if grad.shape != shape:
-            raise ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
-        if grad.dtype != dtype:
-            raise DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
-        edge.add_grad(grad)
+        if grad.shape != shape or grad.dtype != dtype:
+            raise _misfit(type(node).__name__, grad, shape, dtype)
+        edge.add_grad(grad, xp)
+
+
+def _misfit(name: str, grad: Array, shape: tuple[int, ...], dtype: Any) -> ShapeError | DtypeError:
+    """Return the error for a gradient that is not like its input."""
+    if grad.shape != shape:
+        return ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
+    return DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
 
 
 def _used_up() -> GraphError:

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, is_array, mixed_error, namespace
+from nnmpi.backend.constants import ones
+from nnmpi.backend.precision import is_floating
+from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
@@ -38,7 +41,7 @@ class Tensor(Variable):
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         self.data = _as_array(data, dtype)
-        if requires_grad and self.data.dtype.kind != "f":
+        if requires_grad and not is_floating(self.data.dtype):
             raise DtypeError(f"a tensor of {self.data.dtype} can have no gradient; use floating point")
         self.requires_grad = requires_grad
         self.grad = self.node = self.tape = self.buffer = self.hook = None
@@ -64,6 +67,7 @@ class Tensor(Variable):
             GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call; for
                 `deferred` together with hooks or `retain_graph`.
             ShapeError: when `grad` is needed and missing, or has another shape.
+            DeviceError: when `grad` is on a device and the tensor is not.
         """
         if not self.requires_grad:
             raise GraphError(
@@ -76,10 +80,15 @@ class Tensor(Variable):
                 raise ShapeError(
                     f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to one number"
                 )
-            seed = xp.ones_like(self.data)
+            seed = ones(xp, 1, self.data.dtype).reshape(self.data.shape)
         else:
             values = grad.data if isinstance(grad, Variable) else grad
-            seed = xp.asarray(values, dtype=self.dtype)
+            try:
+                seed = xp.asarray(values)
+            except TypeError as error:
+                raise mixed_error((self.data, values)) or error from None
+            if seed.dtype != self.data.dtype:
+                seed = elementwise.astype(Tensor(seed), self.data.dtype).data  # an operation, which a recording keeps
             if seed.shape != self.shape:
                 raise ShapeError(f"backward of a tensor of shape {self.shape} got a gradient of shape {seed.shape}")
         walk_back(self, seed, retain_graph, deferred)
@@ -90,6 +99,7 @@ class Tensor(Variable):
 
     def numpy(self) -> Array:
         """Return the values as a NumPy array, copied to the host if they are on a device."""
+        refuse("a tensor's array (numpy)")
         get = getattr(self.data, "get", None)
         values: Array = self.data if get is None else get()
         return values
@@ -102,6 +112,7 @@ class Tensor(Variable):
         """
         if self.data.size != 1:
             raise ShapeError(f"item of a tensor of shape {self.shape} is no single number")
+        refuse("a tensor's number (item, float, bool)")
         number: float = self.data.item()
         return number
 
@@ -206,15 +217,19 @@ class Tensor(Variable):
     __hash__ = Variable.__hash__
 
     def __lt__(self, other: Any) -> Any:
+        refuse("a comparison")
         return self.data < _values(other)
 
     def __le__(self, other: Any) -> Any:
+        refuse("a comparison")
         return self.data <= _values(other)
 
     def __gt__(self, other: Any) -> Any:
+        refuse("a comparison")
         return self.data > _values(other)
 
     def __ge__(self, other: Any) -> Any:
+        refuse("a comparison")
         return self.data >= _values(other)
 
     def sum(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
@@ -239,6 +254,7 @@ class Tensor(Variable):
 
     def argmax(self, axis: int | None = None) -> Any:
         """Return the indices of the largest elements, as a plain array."""
+        refuse("argmax")
         return reduce.argmax(self, axis)
 
     def exp(self) -> Tensor:
@@ -284,13 +300,15 @@ def _values(x: Any) -> Any:
 
 def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
-        data = data.data
+        if dtype is not None:
+            data = elementwise.astype(Tensor(data.data), dtype)  # an operation, which a recording keeps
+        data, dtype = data.data, None
     if is_array(data) and not isinstance(data, np.generic):
         array: Array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         array = np.asarray(data, dtype=dtype)
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):
             array = array.astype(np.float32)
-    if array.dtype.kind not in "fiub":
+    if array.dtype.kind not in "fiub" and not is_floating(array.dtype):
         raise DtypeError(f"a tensor holds numbers, not {array.dtype}")
     return array

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
+from nnmpi.backend.recording import active
 
 if TYPE_CHECKING:
     from nnmpi.tensor.function import Function
@@ -39,13 +40,31 @@ class Variable:
     buffer: Array | None
     hook: Callable[[Any], None] | None
 
-    def add_grad(self, grad: Array) -> None:
-        """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place."""
+    def add_grad(self, grad: Array, xp: Any) -> None:
+        """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place.
+
+        `xp` is the arrays' module, or a recorder's stand-in for it.
+        """
         if self.grad is not None:
-            self.grad += grad
-        elif self.buffer is None:
-            self.grad = namespace(self.data).array(grad)  # a copy: the array may be shared
+            if grad is not self.grad:  # else it was added there already, see `Function.sum_into`
+                xp.add(self.grad, grad, out=self.grad)
+            return
+        if self.buffer is None:
+            place = xp.empty_like(grad)  # a copy: the array may be shared
+            xp.copyto(place, grad)
         else:
-            if grad is not self.buffer:
-                self.buffer[...] = grad
-            self.grad = self.buffer
+            place = self.buffer
+            if grad is not place:
+                xp.copyto(place, grad)
+        recorder = active()
+        if recorder is None:
+            self.grad = place
+        else:
+            recorder.perform(self.set_grad, place)
+
+    def check_write(self) -> None:
+        """Raise if the gradient must not be written to now."""
+
+    def set_grad(self, grad: Array) -> None:
+        """Let this array be the gradient."""
+        self.grad = grad

@@ -1,15 +1,15 @@
 """From a configuration to the parts of a run: model, optimizer, schedule and worker."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
+from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.buckets import plan_buckets
-from nnmpi.comm.exchange import BUCKET_BYTES
+from nnmpi.comm.exchange import bucket_limit, overlaps
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
@@ -18,7 +18,6 @@ from nnmpi.compose.relaxed import RelaxedWorker
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import DeviceError
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
@@ -28,13 +27,16 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import Constant, Cosine, Schedule, StepDecay, Warmup, linear_scaling
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig
+from nnmpi.train.device import explained
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.own import build_own, is_own
 from nnmpi.train.parallel import ParallelConfig
 from nnmpi.train.report import Extent
+from nnmpi.train.switch import decided
 
 BYTES_PER_MIB = 2**20
 MS_PER_S = 1000
+TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
@@ -114,15 +116,6 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
     )
 
 
-@contextmanager
-def enough_memory() -> Iterator[None]:
-    """Turn a MemoryError of the body into a sentence."""
-    try:
-        yield
-    except MemoryError as error:
-        raise DeviceError(f"the model does not fit into memory ({error}); make it smaller") from None
-
-
 def build_worker(
     config: Config,
     group: Group,
@@ -142,27 +135,27 @@ def build_worker(
         DeviceError: on all ranks, when one has not enough memory for it.
     """
     options, parallel = config.optimization, config.parallel
-    with agreed(group), enough_memory():
+    with agreed(group), explained(backend, TOO_LARGE):
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     where = None
     if layout is not None:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
-        where = arrange(model, group, layout, sample, config.run.dtype, backend)
+        with use_precision(config.run.precision), explained(backend, TOO_LARGE):  # it measures what each layer takes
+            where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
-    with agreed(group), enough_memory():
+    with agreed(group), explained(backend, TOO_LARGE):
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
         optimizer = build_optimizer(options, model.storage)
-    fused = parallel.fused_update and group.size > 1
-    bucket_bytes = BUCKET_BYTES if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
+    fused = decided(parallel.fused_update) if group.size > 1 else False
+    overlap = decided(parallel.overlap)
+    bucket_bytes = None if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
     allreduce: str | Sequence[str] = parallel.allreduce
-    if (
-        algorithms
-        and allreduce == AUTO
-        and not fused
-        and len(algorithms) == _count_buckets(model.storage, bucket_bytes)
-    ):
-        allreduce = algorithms  # with another --bucket-mb than before it begins anew
+    if algorithms and allreduce == AUTO and not fused:
+        replicas = group if where is None else where.mesh.dp
+        limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)
+        if len(algorithms) == _count_buckets(model.storage, limit):  # else it begins anew
+            allreduce = algorithms
     return Worker(
         model,
         optimizer,
@@ -171,13 +164,14 @@ def build_worker(
         evaluation_loss=sum_cross_entropy(where),
         allreduce=allreduce,
         bucket_bytes=bucket_bytes,
-        overlap=parallel.overlap,
+        overlap=overlap,
         fused_update=fused,
         check=parallel.check_weights,
         clip=options.clip,
         seed=config.run.seed,
         backend=backend,
         arrangement=where,
+        precision=config.run.precision,
     )
 
 
@@ -188,7 +182,7 @@ def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend
         UsageError, DeviceError: as in `build_worker`; and for what this number of ranks cannot do.
     """
     options, sync = config.optimization, config.sync
-    with agreed(group), enough_memory():
+    with agreed(group), explained(backend, TOO_LARGE):
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
         optimizer = build_optimizer(options, model.storage)
@@ -207,6 +201,7 @@ def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend
             backend=backend,
             pace=pace,
             network=sync.links,
+            precision=config.run.precision,
         )
     return RelaxedWorker(
         model,
@@ -218,6 +213,7 @@ def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend
         seed=config.run.seed,
         backend=backend,
         pace=pace,
+        precision=config.run.precision,
     )
 
 

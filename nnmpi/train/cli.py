@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked
 from nnmpi.train.config import Config
 from nnmpi.train.folder import default_folder
 from nnmpi.train.options import assemble, flatten
-from nnmpi.train.parse import HelpAsked, parse
+from nnmpi.train.parse import parse
 from nnmpi.train.progress import Console
 from nnmpi.train.root import on_root
 from nnmpi.train.session import run

@@ -155,6 +155,14 @@ class RunConfig:
     """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, inputs and gradients."""
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
+    """What products of matrices and convolutions read: float32; tf32: float32 with 10 bits of the fraction, on a CUDA
+    device; bf16 and fp16: half precision, in which activations are, too (weights and their gradients stay float32)."""
+    convolution: Literal["auto", "im2col", "cudnn", "tuned"] = "auto"
+    """Convolutions on a CUDA device; auto: by cuDNN where it is installed (pip install nnmpi[cudnn]), else as products
+    of matrices (im2col); tuned: by the fastest of cuDNN's plans, which are timed when a size is first met."""
+    jit: bool = False
+    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit])."""
     seed: int = 0
     """Seed of everything random: split, initial weights, order, augmentation, dropout."""
     out: Path | None = None
@@ -174,7 +182,8 @@ class RunConfig:
     save_steps: int = 0
     """Steps between two checkpoints, besides --save-every; 0: none."""
     trace: bool = False
-    """Write what every rank did in the first steps into trace.json.gz in the run's folder, for ui.perfetto.dev."""
+    """Write what every rank did in the first steps into trace.json.gz in the run's folder, for ui.perfetto.dev; on a
+    CUDA device, when the host asked for it."""
     trace_steps: int = 20
     """For --trace: how many steps."""
     keep: int = 3
@@ -184,6 +193,9 @@ class RunConfig:
         """Check the values and combinations; the folders are looked at when the run starts."""
         at_least_one("--log-every", self.log_every)
         at_least_one("--keep", self.keep)
+        self._check_products()
+        compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
+        require(compiled or not self.jit, "--jit compiles for float32 on the CPU alone; leave it out otherwise")
         at_least_one("--trace-steps", self.trace_steps)
         require(self.trace or self.trace_steps == 20, "--trace-steps belongs to --trace")
         not_negative("--seed", self.seed)
@@ -193,6 +205,16 @@ class RunConfig:
         not_negative("--save-steps", self.save_steps)
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
+
+    def _check_products(self) -> None:
+        wide = self.dtype == "float64" and self.precision != "float32"
+        require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
+        there = self.precision != "tf32" or self.backend != "numpy"
+        require(there, "--precision tf32 needs a CUDA device; use --backend cupy, or --precision float32 or bf16")
+        chosen = self.convolution == "auto" or self.backend != "numpy"
+        require(
+            chosen, f"--convolution {self.convolution} belongs to a CUDA device; use --backend cupy, or leave it out"
+        )
 
 
 @dataclass(frozen=True)

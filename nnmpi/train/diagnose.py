@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from nnmpi.train.options import describe, hints, kinds, perhaps
+from nnmpi.train.switch import is_switch
 
 
 def diagnose(words: Sequence[str]) -> str | None:
@@ -17,7 +18,8 @@ def diagnose(words: Sequence[str]) -> str | None:
             return f"{name} is not an option; options begin with -- and are listed by --help"
         known = name[2:].replace("-", "_")
         switch = known.removeprefix("no_")
-        if switch in hints() and hints()[switch][1] is bool:
+        kind = hints()[switch][1] if switch in hints() else None
+        if kind is bool or (is_switch(kind) and known != switch):
             if values:
                 return f"{name} takes no value, but {' '.join(values)} follows it"
         elif known not in hints():
@@ -60,7 +62,11 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _names() -> list[str]:
     """Return every name that the command line knows, as fields are written."""
-    return [each for name, (_, hint) in hints().items() for each in ([name, "no_" + name] if hint is bool else [name])]
+    return [
+        each
+        for name, (_, hint) in hints().items()
+        for each in ([name, "no_" + name] if hint is bool or is_switch(hint) else [name])
+    ]
 
 
 def _reads(values: Sequence[str], kind: Any) -> bool:

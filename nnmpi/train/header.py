@@ -2,17 +2,19 @@
 
 import os
 import platform
+from importlib.metadata import version
 
 import threadpoolctl
 
+from nnmpi.backend.blas import find_older
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.library import load_mpi
 from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.worker import Worker
 from nnmpi.train.config import Config, OptimizationConfig
+from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
-from nnmpi.train.parallel import ParallelConfig
 from nnmpi.train.parts import AnyWorker
 from nnmpi.train.report import Extent
 
@@ -31,16 +33,43 @@ def header(
         *(_pipeline(inputs, worker) if isinstance(worker, Worker) else []),
         *_synchrony(config, group),
         f"MPI: {mpi_library()}",
-        f"backend: {backend.name} on {backend.device}, {config.run.dtype}; {blas()}",
+        f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
+        f"{'kernels of its own' if backend.is_device else blas()}",
+        *describe_device(backend, group, config.run.precision),
         f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes"
         f"{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(worker)}; {_optimizer(options)}",
-        *_communication(config.parallel, group, worker),
+        *_communication(group, worker),
         f"run folder: {config.run.out}",
     ]
-    return [_aligned(line) for line in named]
+    return [*(_aligned(line) for line in named), *([] if backend.is_device else blas_warnings(group))]
+
+
+def blas_warnings(group: Group) -> list[str]:
+    """Return a line for each way in which BLAS runs code for an older processor on some node. Collective."""
+    nodes: dict[str, list[str]] = {}
+    for node, sentence in group.gather([platform.node(), find_older()]):
+        if sentence is not None and node not in nodes.setdefault(sentence, []):
+            nodes[sentence].append(node)
+    return [f"warning: on {', '.join(names[:4])}: {sentence}" for sentence, names in nodes.items()]
+
+
+def _numbers(config: Config) -> str:
+    """Return the dtype of weights, and what products read if it is another one."""
+    precision = config.run.precision
+    products = {
+        "tf32": ", products in tf32",
+        "bf16": ", products and activations in bf16",
+        "fp16": ", products and activations in fp16, losses scaled",
+    }
+    return f"{config.run.dtype}{products.get(precision, '')}"
+
+
+def _kernels(config: Config) -> str:
+    """Return whose kernels compute besides BLAS, if not the array library's alone."""
+    return f", kernels compiled by numba {version('numba')}" if config.run.jit else ""
 
 
 def mpi_library() -> str:
@@ -102,11 +131,11 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     ]
 
 
-def _communication(parallel: ParallelConfig, group: Group, worker: AnyWorker) -> list[str]:
+def _communication(group: Group, worker: AnyWorker) -> list[str]:
     """Return what sums gradients, and what predicts its time; nothing where none are summed over ranks."""
     if not isinstance(worker, Worker):
         return []
-    return [f"all-reduce: {_exchange(parallel, worker)}", f"cost model: {_fit(group)}"]
+    return [f"all-reduce: {_exchange(worker)}", f"cost model: {_fit(group)}"]
 
 
 def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
@@ -142,7 +171,7 @@ def _optimizer(options: OptimizationConfig) -> str:
     return ", ".join(words)
 
 
-def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
+def _exchange(worker: Worker) -> str:
     """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
     exchange = worker.parallel.exchange
     if worker.group.size == 1:
@@ -157,7 +186,7 @@ def _exchange(parallel: ParallelConfig, worker: Worker) -> str:
     words = [count(len(exchange.buckets), "bucket")]
     first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
     words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
-    words.append("overlapped with the backward pass" if parallel.overlap else "after the backward pass")
+    words.append("overlapped with the backward pass" if exchange.overlap else "after the backward pass")
     if worker.notice:
         words.append(worker.notice)
     return ", ".join(words)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from nnmpi.compose.report import EvalReport
+from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.parts import Parts
 from nnmpi.train.recorder import Recorder
@@ -111,8 +112,9 @@ class Loop(ABC):
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            with self._parts.inputs.test_loader.epoch(0) as batches:
-                self._evaluated = self.state.step, self._parts.worker.evaluate(batches)
+            worker = self._parts.worker
+            with uploaded(self._parts.inputs.test_loader, 0, worker.backend) as batches:
+                self._evaluated = self.state.step, worker.evaluate(batches)
         return self._evaluated[1]
 
     def _save(self) -> None:

@@ -26,6 +26,11 @@ updated, `dropped` the gradients that came too late, `undealt` the parts of batc
 step was over. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to
 its length. `messages` and `bytes` are per step, over all ranks.
 
+With --precision fp16, train records have "loss_scale", what the gradients of the last step were multiplied by on their
+way, and "skipped_steps": how many updates of the run were left out, as a gradient was beyond the range of float16.
+
+On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
+
 In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.
 """
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
+from nnmpi.train.switch import is_switch
 
 
 @cache
@@ -92,6 +93,11 @@ def kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def switches() -> list[str]:
+    """Return the options that are auto, on or off, as they are written."""
+    return [option(name) for name, (_, hint) in hints().items() if is_switch(hint)]
+
+
 def perhaps(name: str, known: Iterable[str], dashes: str = "") -> str:
     """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none is near."""
     near = difflib.get_close_matches(name, list(known), n=3)
@@ -117,6 +123,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 def _match(value: Any, kind: Any) -> tuple[bool, Any]:
     """Return whether the value fits one plain type, and the value in that type."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_switch(kind) and isinstance(value, bool):
+        return True, "on" if value else "off"
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind), value
     if get_origin(kind) is tuple:

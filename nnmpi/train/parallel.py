@@ -6,6 +6,7 @@ from typing import Literal
 from nnmpi.comm.sizes import parse_bytes
 from nnmpi.errors import UsageError
 from nnmpi.train.checks import LONG, at_least_one, positive, require
+from nnmpi.train.switch import Switch
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,25 @@ class ParallelConfig:
     """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
     such layout gives the same bits, for the same number of --microbatches."""
     memory_limit: str | None = None
-    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB."""
-    allreduce: Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] = "auto"
+    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
+    everything there."""
+    allreduce: Literal[
+        "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"
+    ] = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
-    fitted model predicts to be fastest, or what suits the size."""
+    fitted model predicts to be fastest, or what suits the size. With a CUDA device: ipc reads the device memory of a
+    node's other ranks, nccl is NVIDIA's library, with one rank for each GPU."""
     fit: str = "kept"
     """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
     if there is one, or "none"."""
     bucket_mb: float | None = None
-    """Gradients travel in buckets of this many MiB (default: what was measured to be good)."""
-    overlap: bool = True
-    """Sum the first buckets while the backward pass still computes the others."""
-    fused_update: bool = False
-    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it."""
+    """Gradients travel in buckets of this many MiB (default: 4 with overlap, else all in one)."""
+    overlap: Switch = "auto"
+    """Sum the first buckets while the backward pass still computes the others (auto: with ranks on several nodes, or on
+    a device)."""
+    fused_update: Switch = "auto"
+    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it
+    (auto: on one node, for replicas of a whole model, unless options above say how gradients travel)."""
     check_weights: bool = False
     """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
 
@@ -61,9 +68,9 @@ class ParallelConfig:
         require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
         if self.bucket_mb is not None:
             positive("--bucket-mb", self.bucket_mb, LONG)
-        if self.fused_update:
-            idle = self.allreduce != "auto" or self.bucket_mb is not None or not self.overlap
-            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --no-overlap out"
+        if self.fused_update == "on":
+            idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
+            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
             require(not idle, sentence)
 
     @property

@@ -16,11 +16,13 @@ from typing import Any
 
 import tyro
 
+from nnmpi.command import HelpAsked
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.diagnose import diagnose, flatten_box
-from nnmpi.train.options import arguments, check, flatten, hints, kinds, option
+from nnmpi.train.options import arguments, check, flatten, hints, kinds, option, switches
+from nnmpi.train.switch import spell_out
 
 PROGRAM = "python -m nnmpi.train"
 CONFIG_FILE = "config.json"
@@ -45,10 +47,6 @@ DETAILS = {
 }
 
 
-class HelpAsked(Exception):
-    """The user asked for help; the text is the message."""
-
-
 def parse(words: Sequence[str]) -> Config:
     """Return the configuration for these command-line words.
 
@@ -58,6 +56,7 @@ def parse(words: Sequence[str]) -> Config:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
     """
+    words = spell_out(words, switches())
     early = _early(words)
     _refuse_empty_paths(words)
     layers: list[str] = []

@@ -150,6 +150,8 @@ def restore(worker: AnyWorker, kept: Kept | None, folder: RunFolder, samples: in
     for each, source in zip(arrays, sources, strict=True):
         each.push(*source)
     worker.optimizer.steps = int(scalars["steps"])
+    if isinstance(worker, Worker) and worker.scaling is not None and "loss_scale" in scalars:  # else it begins anew
+        worker.scaling.load(scalars["loss_scale"])
     if not isinstance(worker, VirtualWorker):  # the run was one in virtual time, but is none any more
         state = replace(state, virtual=None)
     return state, [*kept.notices, *_moved(kept, worker)]
@@ -169,11 +171,17 @@ def _values(worker: AnyWorker, state: State, group: Group) -> dict[str, Any]:
         "seed": worker.seed,
         "ranks": group.size,
         "layout": dict(zip(("dp", "pp", "tp"), _mesh(worker).shape, strict=True)),
-        "optimizer": {"steps": worker.optimizer.steps},
+        "optimizer": {"steps": worker.optimizer.steps, **_scaling(worker)},
         "fixed": _is_fixed(worker),
         "algorithms": _algorithms(worker, group),
         "cuts": [len(cut) for cut in arrangement.cuts] if (arrangement := _arrangement(worker)) else [],
     }
+
+
+def _scaling(worker: AnyWorker) -> dict[str, Any]:
+    """Return the loss scale of a run that has one."""
+    scaling = worker.scaling if isinstance(worker, Worker) else None
+    return {} if scaling is None else {"loss_scale": scaling.state()}
 
 
 def _part(place: Coordinates) -> str:

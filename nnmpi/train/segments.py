@@ -14,6 +14,7 @@ from nnmpi.compose.report import EvalReport
 from nnmpi.compose.segment import Progress, SegmentReport
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.errors import CheckpointError
+from nnmpi.train.device import device_use
 from nnmpi.train.lag import Lag
 from nnmpi.train.loop import Loop, is_due
 from nnmpi.train.parts import Parts
@@ -140,6 +141,7 @@ class SegmentLoop(Loop):
             state = replace(self.state, step=self.state.step + done, batch=self.state.batch + done, window=window)
             more: dict[str, Any] = {"virtual_s": self._at_s} if isinstance(self._worker, VirtualWorker) else {}
             more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
+            more |= device_use(self._worker.backend)
             self._reporter.steps(state, self._norm, self._parts.schedule(max(state.step - 1, 0)), more)
         self._window, self._told_s = Totals(), self._at_s
 

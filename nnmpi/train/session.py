@@ -1,11 +1,14 @@
 """One run from its configuration to its last line: set up, train, tell the result."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from nnmpi.backend.select import select
+from nnmpi.backend.cudnn import use_convolution
+from nnmpi.backend.kernels.active import jit, load
+from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
@@ -13,11 +16,12 @@ from nnmpi.compose.arrange import find_mesh
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.compose.report import EvalReport
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import DeviceError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
 from nnmpi.train.build import build_extent, build_layout, build_pace, build_relaxed, build_schedule, build_worker
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
+from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import count, header
 from nnmpi.train.inputs import load_inputs
@@ -44,19 +48,36 @@ def run(config: Config, group: Group, console: Console) -> None:
         DivergenceError, CheckpointError, Stopped: see `Loop.run`.
     """
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
-    try:
-        assert config.run.out is not None
-        with np.errstate(all="ignore"), FolderLock(config.run.out) as lock:
-            _run(config, group, console, RunFolder(config.run.out), lock)
-    except MemoryError as error:
-        raise DeviceError(f"out of memory ({error}); give a smaller --batch-size, or --grad-accum 2 or more") from error
+    assert config.run.out is not None
+    with agreed(group):
+        if config.run.jit:
+            load()
+    node = group.node()
+    local_rank = node.rank
+    node.free()
+    backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
+    with agreed(group):
+        check_compiled(config.run.jit, backend)
+        check_convolution(config.run.convolution, backend)
+    compiled = jit() if config.run.jit else nullcontext()  # a device has kernels of its own
+    ways = use_convolution(config.run.convolution)
+    with explained(backend), np.errstate(all="ignore"), compiled, ways, FolderLock(config.run.out) as lock:
+        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank)
 
 
-def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock: FolderLock) -> None:
+def _run(
+    config: Config,
+    group: Group,
+    console: Console,
+    folder: RunFolder,
+    lock: FolderLock,
+    backend: Backend,
+    local_rank: int,
+) -> None:
     resuming = config.run.resume is not None
     on_root(group, lock.take if resuming else folder.check_free)
     kept = find(folder, group) if resuming else None
-    parts, lines = _set_up(config, group, folder, console, kept)
+    parts, lines = _set_up(config, group, folder, console, kept, backend, local_rank)
     settled = settle(config, parts)
     samples = len(parts.inputs.train)
     state, notices = restore(parts.worker, kept, folder, samples) if resuming else (State(samples=samples), [])
@@ -75,7 +96,7 @@ def _run(config: Config, group: Group, console: Console, folder: RunFolder, lock
         reporter = Reporter(parts.extent, console, recorder, config.run.print_every)
         loop = _make_loop(config, parts, state, reporter, recorder)
         report = loop.run()
-    _tell(console, report, loop.state, folder)
+    _tell(console, report, loop.state, folder, backend)
     if group.is_root:
         _draw(console, folder)
 
@@ -141,18 +162,20 @@ def settle(config: Config, parts: Parts) -> Config:
 
 
 def _set_up(
-    config: Config, group: Group, folder: RunFolder, console: Console, kept: Kept | None
+    config: Config,
+    group: Group,
+    folder: RunFolder,
+    console: Console,
+    kept: Kept | None,
+    backend: Backend,
+    local_rank: int,
 ) -> tuple[Parts, list[str]]:
     """Load the data and build everything; return it with the header. Collective."""
-    node = group.node()
-    local_rank = node.rank
-    node.free()
     layout, mesh = find_layout(config, group)
     check_sync(config, group)
     replica = (mesh.coordinates(group.rank).d, mesh.dp)
     inputs = load_inputs(config, group, local_rank, console.say, replica, mesh.pp)
     with agreed(group):
-        backend = select(config.run.backend, local_rank)
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
     if config.sync.in_segments:
@@ -187,12 +210,13 @@ def _take_fit(config: Config, group: Group) -> list[str]:
     return []
 
 
-def _tell(console: Console, report: EvalReport, state: State, folder: RunFolder) -> None:
+def _tell(console: Console, report: EvalReport, state: State, folder: RunFolder, backend: Backend) -> None:
     """Print the result."""
     best = f"; best epoch {state.best_epoch} with {percent(state.best_accuracy)}" if state.best_epoch else ""
     console.say(
         f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}) with the final weights{best}",
         f"{count(state.step, 'step')} in {duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
+        *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )
 
 

@@ -1,7 +1,7 @@
 """The loop in which all ranks do every step together."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import fmean
@@ -9,7 +9,8 @@ from statistics import fmean
 from nnmpi.compose.report import StepReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
-from nnmpi.data.prefetch import Prefetch
+from nnmpi.data.upload import batches as uploaded
+from nnmpi.train.device import device_use
 from nnmpi.train.loop import Loop, is_due
 from nnmpi.train.parts import Parts
 from nnmpi.train.passes import Passes
@@ -30,7 +31,8 @@ class StepLoop(Loop):
 
     def _run_epoch(self) -> None:
         loader, options = self._parts.inputs.train_loader, self._parts.options
-        with loader.epoch(self.state.epoch, start=self.state.batch) as batches:
+        backend = self._worker.backend
+        with uploaded(loader, self.state.epoch, backend, start=self.state.batch) as batches:
             for batch_number in range(self.state.batch, loader.batches_per_epoch):
                 totals = self._run_step(batches)
                 if is_due(self.state.step, options.log_every) or self._finished:
@@ -40,7 +42,7 @@ class StepLoop(Loop):
                     return
                 self._leave_if(self._stop.asked(totals.wall_s))
 
-    def _run_step(self, batches: Prefetch[Batch]) -> Totals:
+    def _run_step(self, batches: Iterator[Batch]) -> Totals:
         """Do one update and return what it took."""
         begin = time.perf_counter()
         batch = next(batches)
@@ -80,7 +82,10 @@ class StepLoop(Loop):
         """Tell of the steps since the last time, if there are any."""
         if self._last is not None and self.state.window.steps:
             last = self._last
-            more = {"staleness": fmean(last.staleness)} if last.staleness else {}
+            more: dict[str, float] = {"staleness": fmean(last.staleness)} if last.staleness else {}
+            if (scaling := self._worker.scaling) is not None:
+                more |= {"loss_scale": last.loss_scale, "skipped_steps": scaling.skipped}
+            more |= device_use(self._worker.backend)
             self._reporter.steps(self.state, last.grad_norm, self._parts.schedule(self.state.step - 1), more)
             self.state = replace(self.state, window=Totals())
 

@@ -118,12 +118,12 @@ class SyncConfig:
         for option, given, why in (
             ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
             ("--tp", parallel.tp not in ("auto", 1), "every worker has the whole model"),
-            ("--fused-update", parallel.fused_update, "weights are not updated in step"),
+            ("--fused-update", parallel.fused_update == "on", "weights are not updated in step"),
             ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
             ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
             ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
-            ("--no-overlap", not parallel.overlap, "no gradients are summed by all-reduce"),
+            ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),
         ):
             require(not given, f"{option} does not go with {what}: {why}; leave it out")

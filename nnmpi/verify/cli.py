@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
 from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.train.build import build_layout
+from nnmpi.train.device import explained, take_backend
 from nnmpi.train.progress import Console
 from nnmpi.verify.compare import Finding, compare
-from nnmpi.verify.options import HelpAsked, Options, parse
+from nnmpi.verify.options import Options, parse
 from nnmpi.verify.trial import Trial, load_samples, microbatches, run
 
 
@@ -31,11 +34,15 @@ def main(words: Sequence[str], group: Group) -> bool:
     with agreed(group):
         dataset = load_samples(options)
         layout = build_layout(options.parallel, options.optimization.optimizer, options.optimization.momentum)
-    ours = run(options, dataset, group, layout)
-    console.say(*_header(options, dataset, ours), "")
-    alone = group.split(group.rank)
-    serial = run(options, dataset, alone, _serial(layout)) if group.is_root else None
-    alone.free()
+    node = group.node()
+    backend = take_backend(options.backend, group, node.rank)
+    node.free()
+    with explained(backend):
+        ours = run(options, dataset, group, layout, backend)
+        console.say(*_header(options, dataset, ours), *_place(backend), "")
+        alone = group.split(group.rank)
+        serial = run(options, dataset, alone, _serial(layout), backend) if group.is_root else None
+        alone.free()
     findings = _share(group, None if serial is None else _compare(options, dataset, ours, serial))
     console.say(*table(findings), "", *verdict(findings, options.optimization.optimizer))
     return all(finding.holds for finding in findings)
@@ -72,6 +79,10 @@ def _header(options: Options, dataset: Dataset, ours: Trial) -> list[str]:
         f"pipeline {options.parallel.pipeline}, allreduce {options.parallel.allreduce}",
         *ours.layout,
     ]
+
+
+def _place(backend: Backend) -> list[str]:
+    return [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
 
 
 def table(findings: Sequence[Finding]) -> list[str]:

@@ -6,11 +6,12 @@ The options that the train command has, too, have the same names and are checked
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from nnmpi.backend.select import NAMES as NAMES_OF_BACKENDS
 from nnmpi.comm.algorithms.registry import AUTO, NAMES
+from nnmpi.command import HelpAsked, Parser
 from nnmpi.compose.layout import ALWAYS, EXCEPT_LAST, FAST, FIXED, NEVER, PIPEDREAM, TRAINING_SCHEDULES
-from nnmpi.errors import UsageError
 from nnmpi.train.checks import at_least_one, not_negative, require
 from nnmpi.train.config import ModelConfig, OptimizationConfig
 from nnmpi.train.parallel import ParallelConfig
@@ -39,6 +40,7 @@ class Options:
         samples: how many are used.
         steps: updates.
         dtype, seed: of the run.
+        backend: where both runs are.
     """
 
     model: ModelConfig
@@ -51,6 +53,7 @@ class Options:
     steps: int
     dtype: str
     seed: int
+    backend: str = "numpy"
 
     def __post_init__(self) -> None:
         """Check what the sections do not know of."""
@@ -71,18 +74,6 @@ class Options:
     def microbatches(self) -> int:
         """Parts of each batch."""
         return MICROBATCHES if self.parallel.microbatches is None else self.parallel.microbatches
-
-
-class HelpAsked(Exception):
-    """The user asked for help; the text is the message."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises the package's error where argparse would end the program."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise with the message as a sentence."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -117,6 +108,7 @@ def parse(words: Sequence[str]) -> Options:
         given.steps,
         given.dtype,
         given.seed,
+        given.backend,
     )
 
 
@@ -126,8 +118,8 @@ _PARALLEL = (
 )
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         PROGRAM,
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -151,6 +143,9 @@ def _parser() -> _Parser:
     add("--clip", type=float, help="as for the train command")
     add("--dtype", choices=("float32", "float64"), default="float64", help="(float64)")
     add("--seed", type=int, default=0, help="(0)")
+    add(
+        "--backend", choices=NAMES_OF_BACKENDS, default="numpy", help="where both runs are; ranks share devices (numpy)"
+    )
     for axis, what in (("dp", "replicas"), ("pp", "ranks in each pipeline"), ("tp", "ranks that share each layer")):
         add(f"--{axis}", type=_ranks, default="auto", help=f"{what} (auto)")
     add("--pipeline", choices=TRAINING_SCHEDULES, default="1f1b", help="its schedule (1f1b)")

@@ -8,8 +8,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
+from nnmpi.backend.record import Backend
 from nnmpi.comm.agree import agreed
-from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
@@ -58,14 +58,14 @@ def load_samples(options: Options) -> Dataset:
     return Dataset("random samples", x, draws.integers(0, options.classes, options.samples), options.classes)
 
 
-def run(options: Options, dataset: Dataset, group: Group, layout: Layout) -> Trial:
+def run(options: Options, dataset: Dataset, group: Group, layout: Layout, backend: Backend) -> Trial:
     """Train the model under a layout of the group's ranks. Collective.
 
     Raises:
         LayoutError, UsageError: on all ranks, when the layout does not fit.
         CommError: on all ranks, when copies of a weight differ after a step.
     """
-    worker = _build(options, dataset, group, layout)
+    worker = _build(options, dataset, group, layout, backend)
     where = worker.arrangement
     assert where is not None
     losses, norms, gradients = [], [], dict[str, Array]()
@@ -85,13 +85,13 @@ def run(options: Options, dataset: Dataset, group: Group, layout: Layout) -> Tri
     return Trial(losses, norms, gradients, weights, statistics, evaluation, _describe(where))
 
 
-def _build(options: Options, dataset: Dataset, group: Group, layout: Layout) -> Worker:
+def _build(options: Options, dataset: Dataset, group: Group, layout: Layout, backend: Backend) -> Worker:
     with agreed(group):
         model = build_model(options.model, dataset.sample_shape, dataset.classes)
     rows = -(-_batch_size(options, dataset) // microbatches(options, dataset))
-    where = arrange(model, group, layout, dataset.rows(np.arange(rows), options.dtype), options.dtype)
+    where = arrange(model, group, layout, dataset.rows(np.arange(rows), options.dtype), options.dtype, backend)
     with agreed(group):
-        where.model.initialize(seed=options.seed, dtype=options.dtype)
+        where.model.initialize(seed=options.seed, dtype=options.dtype, backend=backend)
         optimizer = build_optimizer(options.optimization, where.model.storage)
     bucket_mb = options.parallel.bucket_mb
     return Worker(
@@ -99,10 +99,12 @@ def _build(options: Options, dataset: Dataset, group: Group, layout: Layout) -> 
         optimizer,
         group,
         allreduce=options.parallel.allreduce,
-        bucket_bytes=BUCKET_BYTES if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
+        bucket_bytes=None if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
+        fused_update=False,  # it leaves no gradients that could be compared
         check=True,
         clip=options.optimization.clip,
         seed=options.seed,
+        backend=backend,
         arrangement=where,
         synchronous=True,
     )

@@ -17,11 +17,12 @@ def fake_cupy(devices):
     cupy = ModuleType("cupy")
     cupy.used = []
     cupy.waited = []
+    cupy.ones = lambda *_: SimpleNamespace(get=lambda: None)
     cupy.asnumpy = lambda array: np.asarray(array.host)
     cupy.cuda = SimpleNamespace(
-        is_available=lambda: devices > 0,
         runtime=SimpleNamespace(
-            getDeviceCount=lambda: devices, getDeviceProperties=lambda number: {"name": f"model {number}".encode()}
+            getDeviceCount=lambda: devices,
+            getDeviceProperties=lambda number: {"name": f"model {number}".encode()},
         ),
         Device=lambda number: SimpleNamespace(use=lambda: cupy.used.append(number)),
         get_current_stream=lambda: SimpleNamespace(synchronize=lambda: cupy.waited.append(True)),
@@ -61,7 +62,7 @@ def test_cupy_that_is_not_installed(monkeypatch):
 def test_cupy_without_a_driver(monkeypatch):
     """It can be imported and finds no device: one sentence; auto takes NumPy."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(0))
-    with pytest.raises(DeviceError, match="cupy finds no CUDA device .* use --backend numpy"):
+    with pytest.raises(DeviceError, match="cupy finds no CUDA device.* use --backend numpy"):
         select("cupy")
     assert select("auto").name == "numpy"
 
@@ -79,6 +80,33 @@ def test_cupy_with_devices(monkeypatch):
     np.testing.assert_array_equal(backend.to_host(SimpleNamespace(host=[1, 2])), [1, 2])
     backend.synchronize()
     assert cupy.waited == [True]
+
+
+def test_auto_takes_numpy_where_the_device_cannot_be_used(monkeypatch):
+    """A device that is there and fails at the first kernel: cupy is refused, auto says why it did not take it."""
+    cupy = fake_cupy(1)
+
+    def fail(*_):
+        raise RuntimeError('Failure finding "libnvrtc.so"')
+
+    cupy.ones = fail
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(DeviceError, match="backend cupy cannot use device 0: cupy does not find CUDA's libnvrtc"):
+        select("cupy")
+    backend = select("auto")
+    assert backend.name == "numpy"
+    assert backend.reason.startswith("auto chose numpy: backend cupy cannot use device 0: cupy does not find")
+
+
+def test_what_auto_says(monkeypatch):
+    """Which backend, and why; nothing is said of one that was asked for by name."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(1))
+    assert select("auto").reason == "auto chose cupy: model 0, device 0 can be used"
+    assert select("cupy").reason == select("numpy").reason == ""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    reason = select("auto").reason
+    assert reason.startswith("auto chose numpy: cupy cannot be imported (")
+    assert "install" not in reason
 
 
 def test_the_namespace_of_an_array():

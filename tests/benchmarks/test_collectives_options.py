@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collectives.names import algorithms, known
-from benchmarks.collectives.options import HelpAsked, parse
+from benchmarks.collectives.options import parse
+from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
 from tests.benchmarks.collectives_job import ROOT
 

@@ -24,14 +24,17 @@ SHORT = "--min 400 --max 4k --factor 8 --iterations 2 --check"
 def test_device_buffers_are_staged_and_right(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SHORT.split(), "--backend", "cupy"], group, device_backend())
     printed = capsys.readouterr().out
-    assert ("cupy on stand-in device" in printed) == group.is_root
-    for name in ("native", "shared", "ring", "auto"):
+    assert ("cupy on Fake device" in printed) == group.is_root
+    assert ("device arrays: staged through page-locked host memory (MPI is not" in printed) == group.is_root
+    for name in ("native", "shared", "ring", "auto", "ipc"):
         assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == (2 if group.is_root else 0)
+    if group.size > 1:
+        assert ("nccl is left out: NCCL needs a GPU for each rank, but ranks 0-" in printed) == group.is_root
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "all-gather", "reduce-scatter"])
 def test_device_buffers_of_other_operations(group: Group, operation: str) -> None:
-    main([*SHORT.split(), "--operation", operation], group, device_backend())
+    main([*SHORT.split(), "--backend", "cupy", "--operation", operation], group, device_backend())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "uint32"])

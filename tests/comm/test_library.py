@@ -1,12 +1,13 @@
 """Which pairs of launcher and MPI library are refused."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.library import refuse_foreign_launcher, refuse_lonely_rank
+from nnmpi.comm.library import NO_NETWORK, refuse_foreign_launcher, refuse_lonely_rank, stays_on_one_node
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import Launch
 
@@ -54,6 +55,34 @@ def test_srun_is_told_of_its_option() -> None:
 @pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1, 0)])
 def test_a_single_process_is_welcome(launch: Launch | None) -> None:
     refuse_lonely_rank(1, "Open MPI", launch)
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "stays"),
+    [
+        (OPEN_MPI, {"PMIX_RANK": "0"}, True),
+        (Launch("srun", 1, 0, 1, 0), {}, True),
+        (None, {"HOME": "/"}, True),
+        (Launch("Open MPI's mpirun", 8, 0, 4, 0), {}, False),
+        (Launch("srun", 4, 0, None, None), {}, False),
+        (None, {"PMIX_RANK": "0"}, False),  # of a launcher that is not known here
+        (OPEN_MPI, {"OMPI_MCA_btl": "tcp,self"}, False),
+        (OPEN_MPI, {"OMPI_MCA_pml": "cm"}, False),  # which needs an mtl
+    ],
+)
+def test_only_a_job_on_one_node_does_without_a_network(
+    launch: Launch | None, environ: dict[str, str], stays: bool
+) -> None:
+    assert stays_on_one_node(launch, environ) == stays
+
+
+def test_a_single_process_looks_for_no_network_cards() -> None:
+    code = "import os; from nnmpi.comm.library import load_mpi; load_mpi(os.environ); print(os.environ['OMPI_MCA_btl'])"
+    names = ("OMPI_", "PMIX_", "PMI_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.strip() == NO_NETWORK["OMPI_MCA_btl"], ended.stderr
 
 
 def test_a_job_without_a_home_directory_starts() -> None:

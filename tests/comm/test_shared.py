@@ -11,7 +11,7 @@ from mpi4py import MPI
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared import SharedSum, own_slice
-from nnmpi.errors import CommError, ShapeError
+from nnmpi.errors import CommError, ShapeError, UsageError
 from tests.harness.job import mpirun, run
 
 LENGTHS = [0, 1, 5, 16, 1003, 100_003]
@@ -243,6 +243,29 @@ def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
 
 
 @pytest.mark.mpi
+def test_a_twin_frees_what_is_its_own(group: Group) -> None:
+    """What the other has allocated and copies through is in use: gone, it would end the process at the next sum."""
+    whole = group.duplicate()
+    whole._memory = memory = SharedMemory(whole)
+    kept = memory.allocate(5, "float64")
+    array = np.ones(50, np.float32)
+    whole.all_reduce(array, "shared")
+    before = memory.allocations
+    twin = memory.twin(whole)
+    twin.allocate(7, "int64")
+    twin.staging("pieces", 0, 3000)
+    twin.free()
+    assert memory.allocations == before
+    assert memory.holds(kept)
+    for _ in range(2):  # one slot, and the other
+        whole.all_reduce(array, "shared")
+    assert (array == whole.size**3).all()
+    memory.free()
+    assert memory.allocations == 0
+    whole.comm.Free()
+
+
+@pytest.mark.mpi
 def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
     """Not even where the group has its own in another object by then: freed twice, it may be somebody else's."""
     whole = group.duplicate()
@@ -251,3 +274,64 @@ def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
     memory.free()
     assert whole.sum_floats([1.0]) == [whole.size]
     whole.comm.Free()
+
+
+@pytest.mark.mpi
+def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None:
+    """The old barriers count in pages that are gone: to touch them would end the process."""
+    whole = group.duplicate()
+    array = np.ones(50, np.float32)
+    for _ in range(3):
+        whole.all_reduce(array, "shared")
+        whole.start_all_reduce(array, "shared").wait()
+        old = whole.memory()
+        old.free()
+        assert whole.memory() is not old
+        assert not whole.memory().closed
+    assert (array == whole.size**6).all()
+    whole.memory().free()
+    twin = whole.duplicate()
+    twin.all_reduce(array, "shared")
+    twin.free()
+    whole.free()
+    assert whole.comm == MPI.COMM_NULL
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("nodes", ["one node", "several"])
+def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes: str, ordered: bool) -> None:
+    """Freed twice, a communicator would be an error, or somebody else's."""
+    whole = group.duplicate()
+    memory = SharedMemory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
+    kept = memory.allocate(5, "float64")
+    memory.barrier_of(3)
+    memory.staging("pieces", 0, 100)
+    memory.close()
+    memory.close()
+    assert memory.holds(kept)
+    memory.free()
+    memory.free()
+    assert memory.allocations == 0
+    assert whole.sum_floats([1.0]) == [whole.size]
+    whole.free()
+
+
+@pytest.mark.mpi
+def test_what_was_closed_refuses_in_a_sentence(group: Group) -> None:
+    memory = SharedMemory(group)
+    memory.barrier_of(3)
+    memory.staging("pieces", 0, 100)
+    memory.free()
+    for ask in (
+        memory.barrier,
+        lambda: memory.barrier_of(3),
+        lambda: memory.staging("pieces", 0, 100),
+        lambda: memory.allocate(1, "float32"),
+        lambda: memory.common(1, "float32"),
+        lambda: memory.common_all([]),
+        lambda: memory.twin(group),
+        lambda: SharedSum(np.ones(3), memory) if group.size > 1 else memory.barrier(),
+    ):
+        with pytest.raises(UsageError, match="was closed or freed; ask the group"):
+            ask()

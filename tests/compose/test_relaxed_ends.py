@@ -10,7 +10,6 @@ import pytest
 
 from nnmpi import nn
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.meeting import average_buffers
 from nnmpi.compose.relaxed import RelaxedWorker
@@ -147,9 +146,9 @@ def test_running_statistics_are_averaged_by_steps(group: Group) -> None:
     buffers = dict(model.named_buffers())
     for buffer in buffers.values():
         buffer.data[...] = group.rank + 1
-    average_buffers(model, group, numpy_backend(), group.rank)
+    average_buffers(model, group, group.rank)
     total = sum(range(group.size))
     expected = sum(rank * (rank + 1) for rank in range(group.size)) / total if total else 1.0
     assert all(np.allclose(buffer.data, expected, rtol=1e-6) for buffer in buffers.values())
-    average_buffers(model, group, numpy_backend(), 0)  # where nobody did a step nothing changes
+    average_buffers(model, group, 0)  # where nobody did a step nothing changes
     assert all(np.allclose(buffer.data, expected, rtol=1e-6) for buffer in buffers.values())

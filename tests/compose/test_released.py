@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import slots
 from nnmpi.compose.worker import Worker
+from nnmpi.errors import UsageError
 from nnmpi.synchrony.sync import Sync
 from tests.compose.relaxed_play import (
     EVERY_MODE,
@@ -21,7 +23,9 @@ from tests.compose.relaxed_play import (
     train,
 )
 from tests.compose.virtual_play import BATCHES, build, weights
-from tests.equivalence.reference import tolerance
+from tests.equivalence.cover import SETUPS
+from tests.equivalence.reference import batches, release, tolerance
+from tests.equivalence.reference import build as build_worker
 
 pytestmark = pytest.mark.mpi
 
@@ -57,3 +61,16 @@ def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None
     assert equal_on_all(group, weights(model))
     limit = tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
     np.testing.assert_allclose(weights(model), all_reduced(group, name, build()), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("pp", [True, False], ids=["pipeline", "replicas"])
+def test_a_released_worker_refuses_steps(group: Group, pp: bool) -> None:
+    """In a sentence and on all ranks, and nothing is sent; to release it again does nothing."""
+    setup = SETUPS["mlp"]
+    worker = build_worker(setup, group, Layout(pp=group.size) if pp else Layout(dp=group.size))
+    batch = next(iter(batches(setup, worker)))
+    worker.release()
+    release(worker)
+    with pytest.raises(UsageError, match="was released; make a new one"):
+        worker.step(batch)
+    group.barrier()

@@ -1,5 +1,6 @@
 """A worker looks at how its batches were shared out, and at what is on several ranks."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -168,3 +169,28 @@ def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group
     cuts = (Cut(0, 2, 0, 0), Cut(2, 4, 2, 1))
     report = worker.step(Batch(x, y, np.arange(4), cuts, 4, 0, 0, 2))
     assert all(group.gather(report.grad_norm > 0.01))
+
+
+@pytest.mark.mpi
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Group.broadcast
+
+    def slow(self: Group, *args: Any) -> None:
+        real(self, *args)
+        if self.rank == self.size - 1:
+            time.sleep(0.05)
+
+    model = nn.Sequential(nn.Linear(7, 3)).initialize(seed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "broadcast", slow)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=True if group.size > 1 else None)
+    for array in model.storage.data if group.is_root else ():
+        array[...] = 5.0
+    group.barrier()
+    expected = worker.fused is not None or group.is_root
+    right = [bool((array == 5.0).all()) == expected for array in model.storage.data]
+    worker.release()
+    assert all(map(all, group.gather(right)))

@@ -132,7 +132,12 @@ def release(worker: Worker) -> None:
 
 
 def gather_gradient(worker: Worker) -> dict[str, Array]:
-    """Return the gradient that the last step used, of the whole model; with a layout on rank 0 alone."""
+    """Return the gradient that the last step used, of the whole model; with a layout on rank 0 alone.
+
+    Nothing after a fused update, which uses the gradients up.
+    """
+    if worker.fused is not None:
+        return {}
     where, model = worker.arrangement, worker.model
     entries = []
     for name, parameter in model.named_parameters():
@@ -161,7 +166,7 @@ def differences(parallel: Run, serial: Run, setup: Setup) -> list[str]:
     steps = len(serial.losses)
     pairs: list[tuple[str, int, Any, Any]] = [
         ("loss of step 1", 0, parallel.losses[:1], serial.losses[:1]),
-        *((f"{name}'s gradient of step 1", 0, parallel.gradient[name], g) for name, g in serial.gradient.items()),
+        *((f"{name}'s gradient of step 1", 0, g, serial.gradient[name]) for name, g in parallel.gradient.items()),
         ("losses", steps, parallel.losses, serial.losses),
         ("gradient norms", steps, parallel.norms, serial.norms),
         ("evaluation", steps, parallel.evaluation, serial.evaluation),

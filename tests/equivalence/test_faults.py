@@ -76,9 +76,9 @@ def test_seeds_of_the_local_rows(group: Group, found: Callable[..., Found], monk
         return
     right = Pipelined._seeds
 
-    def wrong(self: Pipelined, running: Any) -> list[Array]:
+    def wrong(self: Pipelined, running: Any, scale: float) -> list[Array]:
         share = len(running.batch.y) / running.batch.global_rows
-        return [seed / max(share, 1e-9) / self.arrangement.mesh.dp.size for seed in right(self, running)]
+        return [seed / max(share, 1e-9) / self.arrangement.mesh.dp.size for seed in right(self, running, scale)]
 
     monkeypatch.setattr(Pipelined, "_seeds", wrong)
     setup = SETUPS["mlp"]
@@ -96,6 +96,12 @@ def test_norms_that_count_twice(group: Group, found: Callable[..., Found], monke
         return math.sqrt(where.mesh.model.sum_floats([sum_of_squares(storage.grads)])[0])
 
     monkeypatch.setattr(worker_module, "gradient_norm", wrong)
+    right = worker_module.read_norm  # of a device; the serial run has no arrangement
+
+    def wrong_there(values: Any, storage: FlatStorage, where: Arrangement | None = None) -> float:
+        return right(values, storage) if where is None else wrong(storage, where)
+
+    monkeypatch.setattr(worker_module, "read_norm", wrong_there)
     setup = Setup(models.mlp, {"hidden": (9, 8, 7)}, microbatches=2)
     assert any("gradient norms" in line for line in found(setup, Layout(tp=group.size)))
     tied = Setup(own.tied)

@@ -57,6 +57,7 @@ def test_shared_sums_give_the_serial_run(ranks: Group, model: Any, overlap: bool
     assert not any(ranks.gather(differences(parallel, serial, setup)))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer: str) -> None:
@@ -70,6 +71,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
     assert all(map(all, ranks.gather([bool(each) for each in right])))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 def test_the_fused_update_clips(ranks: Group) -> None:
     fused, plain = build(ranks, fused_update=True, clip=0.05), build(ranks, allreduce="native", clip=0.05)
@@ -77,6 +79,7 @@ def test_the_fused_update_clips(ranks: Group) -> None:
     assert all(ranks.gather(bool(np.allclose(steps[0], steps[1], rtol=1e-3))))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> None:
     parts = batches(ranks)
@@ -92,6 +95,7 @@ def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> 
     assert set(ranks.gather(weights(second.model))) == set(ranks.gather(weights(whole.model)))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> None:
     worker, parts = build(ranks, fused_update=True), batches(ranks)
@@ -104,6 +108,7 @@ def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> N
     assert all(ranks.gather(right))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str)
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
@@ -132,6 +137,7 @@ def test_without_room_it_goes_another_way_and_says_so(
     assert all(map(all, ranks.gather([bool(each) for each in outcome])))
 
 
+@pytest.mark.host_only("gradients in the memory of the node")
 @pytest.mark.mpi
 def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
     worker = build(ranks, "sgd", allreduce="shared")
@@ -146,6 +152,7 @@ def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
     assert all(map(all, ranks.gather(right)))
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
     """Fused, released, ring, is ring, released, ring; and nothing of the shared memory stays."""
@@ -169,6 +176,7 @@ def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
     assert allocated[0] == allocated[1]
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
 @pytest.mark.parametrize("first", [{"fused_update": True}, {"allreduce": "ring"}], ids=str)
 def test_a_second_worker_is_refused_before_it_moves_anything(ranks: Group, first: dict[str, Any]) -> None:

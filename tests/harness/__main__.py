@@ -12,6 +12,7 @@ from tests.harness.suite import Result, run_suite
 def main() -> int:
     """Run everything, print a table, and return 1 if anything failed."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that running jobs are ended
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     options, arguments = _parser().parse_known_args()
     results = []
     for ranks in ([] if options.no_serial else [0]) + options.ranks:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 POLL_S = 0.05
 TERM_S = 5.0
+# What Open MPI's launcher says, rarely and on a busy machine, before it has started anything.
+NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for
 # network cards takes. MPICH ignores them all.
@@ -64,7 +66,8 @@ def run(
 ) -> Ending:
     """Run the command in a session of its own, without input, its output in a file; kill all of it at the limit.
 
-    The output goes to a file because a stray rank can hold a pipe open for ever.
+    The output goes to a file because a stray rank can hold a pipe open for ever. A launcher that could not start
+    anything is asked once more.
 
     Args:
         command: program and arguments.
@@ -75,6 +78,21 @@ def run(
         is_lost: asked while the job runs; true means that it is to be killed now.
         cwd: the working directory.
     """
+    ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
+    if NOT_STARTED in ending.output:
+        ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
+    return ending
+
+
+def _run(
+    command: Sequence[str],
+    output: Path,
+    limit_s: float,
+    environ: Mapping[str, str | None] | None,
+    on_output: Callable[[str], None],
+    is_lost: Callable[[], bool],
+    cwd: Path | None,
+) -> Ending:
     variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()
     with output.open("wb") as sink, output.open("rb") as source:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import NOT_STARTED, Ending, mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
 
 ROOT = Path(__file__).parents[2]
@@ -151,8 +151,8 @@ def test_no_tests_are_no_success(tmp_path: Path) -> None:
 
 
 def test_a_run_has_a_limit(tmp_path: Path) -> None:
-    """Here no rank can tell, since all are stopped."""
-    planted = "def test_planted(group): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    """Here no rank can tell, since all are stopped: again and again, as mpirun lets them go on before it ends them."""
+    planted = "def test_planted(group):\n    while True:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
     ending = harness(tmp_path, OK + planted, "--no-serial", "--ranks", "2", "--limit-s", "15")
     assert ending.status == 1
     assert re.search("was killed after .* s in test_planted.py::test_planted", ending.output), ending.output
@@ -207,3 +207,11 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / "0.log").open("a") as file:
         file.write('{"test": "b", "outco')
     assert read(tmp_path, 1).outcomes == {"a": PASSED}
+
+
+def test_a_launcher_that_starts_nothing_is_asked_once_more(tmp_path: Path) -> None:
+    script = tmp_path / "launcher"
+    script.write_text(f'#!/bin/sh\necho try >>"$0.tries"\necho "{NOT_STARTED}."\nexit 213\n')
+    script.chmod(0o755)
+    assert run([str(script)], tmp_path / "output", 10.0).status == 213
+    assert (tmp_path / "launcher.tries").read_text().count("try") == 2

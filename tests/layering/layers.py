@@ -2,7 +2,7 @@
 
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "shard", "threads", "launcher", "timeline"}),
+    frozenset({"errors", "shard", "threads", "launcher", "timeline", "command"}),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),
@@ -28,22 +28,31 @@ STRANGERS: dict[str, frozenset[str]] = {
 STRATEGIES = frozenset(f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "gossip", "tensor", "pipeline"))
 
 # Libraries that only one part knows.
-HOMES = {"mpi4py": "comm", "cupy": "backend", "cupyx": "backend"}
+HOMES = {
+    "mpi4py": "comm",
+    "cupy": "backend",
+    "cupyx": "backend",
+    "cupy_backends": "backend",
+    "numba": "backend",
+    "llvmlite": "backend",
+}
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
-OPTIONAL = frozenset({"cupy", "cupyx", "matplotlib", "tensorboardX", "fcntl"})
+OPTIONAL = frozenset({"cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX"})
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})
 
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
+    ("nnmpi/backend/kernels/active.py", "nnmpi.backend.kernels.table"): "it imports numba, which a user may not have",
     ("nnmpi/comm/__main__.py", "nnmpi.comm.start"): "it needs MPI, which the other commands do without",
     (
         "nnmpi/comm/__main__.py",
         "nnmpi.comm.fitting.measure",
     ): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
     ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/verify/__main__.py", "nnmpi.verify.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
@@ -51,7 +60,7 @@ LATE_IMPORTS = {
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
-TALKERS = frozenset({"train", "verify"})
+TALKERS = frozenset({"command", "train", "verify"})
 LAST_WORDS = frozenset({"nnmpi/comm/leave.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 

@@ -1,6 +1,8 @@
 """The layers: what they compute in training and in evaluation, and what they refuse when they are made."""
 
 import inspect
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from nnmpi.backend.counter import key_pair
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor
+from tests.device.here import here
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
+SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
@@ -28,6 +32,16 @@ LAYERS = {
     "AvgPool2d": (lambda: nn.AvgPool2d(2), IMAGES, lambda m, x: ops.avg_pool2d(x, 2)),
     "GlobalAvgPool2d": (nn.GlobalAvgPool2d, IMAGES, lambda m, x: x.mean((1, 2))),
     "LayerNorm": (lambda: nn.LayerNorm(4), ROWS, lambda m, x: ops.layer_norm(x, m.weight, m.bias)),
+    "CausalSelfAttention": (
+        lambda: nn.CausalSelfAttention(4, 2),
+        SEQUENCES,
+        lambda m, x: m.proj(ops.attention(m.qkv(x), 2, causal=True)),
+    ),
+    "TransformerBlock": (
+        lambda: nn.TransformerBlock(4, 2, 6, bias=False),
+        SEQUENCES,
+        lambda m, x: (y := x + m.attention(m.norm1(x))) + m.mlp[2](ops.gelu(m.mlp[0](m.norm2(y)), "tanh")),
+    ),
     "LayerNorm of two": (
         lambda: nn.LayerNorm((6, 4), 0.1),
         IMAGES,
@@ -92,6 +106,11 @@ def test_activations_by_name():
         (lambda: nn.LayerNorm(0), "over 0"),
         (lambda: nn.LayerNorm(()), r"over \(\)"),
         (lambda: nn.LayerNorm(3, eps=-1), "eps -1"),
+        (lambda: nn.CausalSelfAttention(6, 4), "6 features with 4 heads does not work"),
+        (lambda: nn.CausalSelfAttention(6, 0), "6 features with 0 heads"),
+        (lambda: nn.TransformerBlock(0, 1, 4), "over 0"),
+        (lambda: nn.TransformerBlock(6, 4), "features a multiple of the heads"),
+        (lambda: nn.TransformerBlock(4, 2, 0), "at least 1 hidden feature, not 0"),
         (lambda: nn.activation("swish"), "'swish' is unknown; choose one of relu, leaky-relu"),
     ],
 )
@@ -124,6 +143,39 @@ def test_the_mode():
                 assert current() == Mode(True, 5)
         assert current().training
     assert not current().training
+
+
+def test_a_mode_may_decorate():
+    """Each call of the function has a block of its own, whoever else is in it: another thread, or itself."""
+    turn = [threading.Event() for _ in range(3)]
+    seen: dict[str, Any] = {}
+
+    @nn.training(seed=7)
+    def inside(depth: int = 0) -> Any:
+        if depth:
+            inside(depth - 1)
+        return current()
+
+    @nn.evaluation()
+    def meet(first: threading.Event | None, second: threading.Event) -> None:
+        if first is not None:
+            first.set()
+        assert second.wait(10)
+
+    def other() -> None:
+        assert turn[0].wait(10)
+        meet(turn[1], turn[2])
+        seen["other"] = current()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with nn.training(seed=3):
+        assert inside(2) == Mode(True, 7)
+        meet(turn[0], turn[1])  # ends while the other thread is in it
+        seen["here"] = current()
+        turn[2].set()
+    thread.join()
+    assert seen == {"here": Mode(True, 3), "other": Mode()}
 
 
 def test_dropout_drops_in_training_only():
@@ -188,7 +240,7 @@ def test_running_statistics_are_those_of_all_ranks():
     for part in parts:
         layer = nn.BatchNorm(2).initialize(dtype="float64")
         totals = iter(contributions)
-        layer.all_reduce = lambda array, totals=totals: next(totals)
+        layer.all_reduce = lambda array, totals=totals: here(next(totals))
         with nn.training():
             layer(part)
         np.testing.assert_allclose(layer.running_mean.data, serial.running_mean.data)

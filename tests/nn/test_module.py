@@ -14,6 +14,7 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
+from tests.device.here import here
 
 
 def zeros(generator, shape):
@@ -201,7 +202,7 @@ def test_arrays_become_tensors():
         def forward(self, *inputs):
             return inputs
 
-    array, tensor = np.ones(2), Tensor([1.0])
+    array, tensor = here(np.ones(2)), Tensor([1.0])
     first, *rest = Looks()(array, tensor, "text", None)
     assert type(first) is Tensor
     assert first.data is array

@@ -13,6 +13,7 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
+from tests.device.here import zeros
 
 
 def model():
@@ -100,7 +101,7 @@ def test_groups_and_allocator_reach_the_storage():
 
     def allocate(elements, dtype):
         asked.append((elements, np.dtype(dtype)))
-        return np.zeros(elements, dtype)
+        return zeros(elements, dtype)
 
     made = model().initialize(group=lambda name, parameter: name.partition(".")[0], allocate=allocate)
     assert made.storage.groups == ["0", "1", "3"]

@@ -29,6 +29,20 @@ def linear_case(draw: Draw) -> Case:
     return Case(ops.linear, arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))]))
 
 
+def linear_relu_case(draw: Draw) -> Case:
+    """The same with ReLU on top, away from its kink: all sums are positive or all are negative."""
+    leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    x, weight = (abs(each) for each in arrays(draw, anywhere, [(*leading, i), (i, o)]))
+    sign = draw(st.sampled_from((1.0, -1.0)))
+    return Case(ops.linear_relu, [x, sign * weight, np.full(o, sign)])
+
+
+def linear_gelu(draw: Draw) -> Case:
+    """The same with GELU on top, in either form."""
+    case, form = linear_case(draw), draw(st.sampled_from(("none", "tanh")))
+    return Case(lambda x, weight, bias=None: ops.linear_gelu(x, weight, bias, form), case.inputs)
+
+
 def conv2d(draw: Draw) -> Case:
     """Every option, different for rows and columns; also no image at all, and borders wider than the kernel."""
     groups = draw(st.integers(1, 2))
@@ -41,6 +55,21 @@ def conv2d(draw: Draw) -> Case:
     inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
     options = (tuple(stride), tuple(padding), tuple(dilation), groups)
     return Case(lambda x, weight, bias=None: ops.conv2d(x, weight, bias, *options), inputs)
+
+
+def conv_relu_pool(draw: Draw) -> Case:
+    """All options, for kernels that are nearly the identity: so no window's largest and no sign changes."""
+    side, channels, images = draw(st.sampled_from((1, 3))), draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    stride, dilation = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    pool = tuple(draw(st.integers(1, 3)) for _ in range(2))
+    h, w = (stride * (each - 1) + 1 + draw(st.integers(0, 3)) for each in pool)
+    weight = 1e-3 * array(draw, anywhere, (side, side, channels, channels))
+    weight[side // 2, side // 2] += np.eye(channels)
+    inputs = [array(draw, distinct, (images, h, w, channels)), weight, np.zeros(channels)]
+    options = (stride, dilation * (side // 2), dilation, 1)
+    if draw(st.booleans()):
+        return Case(lambda x, weight, bias=None: ops.conv_relu(x, weight, bias, *options), inputs)
+    return Case(lambda x, weight, bias=None: ops.conv_relu_pool(x, weight, bias, *options, pool), inputs)
 
 
 def pooling(function):
@@ -68,6 +97,25 @@ def layer_norm(draw: Draw) -> Case:
     leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=2, side=1)
     inputs = arrays(draw, anywhere, [(*leading, *features), features, features])
     return Case(lambda x, scale, shift: ops.layer_norm(x, scale, shift, 0.1), inputs)
+
+
+def attention(draw: Draw) -> Case:
+    """Any number of sequences, positions and heads, also none of the first two; causal or not."""
+    heads, features, causal = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.booleans())
+    size = (draw(st.integers(0, 2)), draw(st.integers(0, 4)), 3 * heads * features)
+    return Case(lambda qkv: ops.attention(qkv, heads, causal), [array(draw, anywhere, size)])
+
+
+def scaled_dot_product_attention(draw: Draw) -> Case:
+    """Queries and keys of different numbers, values of another width."""
+    leading, features, values = (
+        (draw(st.integers(0, 2)), draw(st.integers(1, 2))),
+        *(draw(st.integers(1, 3)) for _ in range(2)),
+    )
+    keys, causal = draw(st.integers(1, 4)), draw(st.booleans())
+    queries = keys if causal else draw(st.integers(0, 3))
+    sizes = [(*leading, queries, features), (*leading, keys, features), (*leading, keys, values)]
+    return Case(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal), arrays(draw, anywhere, sizes))
 
 
 def cross_entropy(draw: Draw) -> Case:
@@ -125,11 +173,17 @@ OPS: list[Row] = [
     *rows("ops.softmax", any=along_axis(ops.softmax)),
     *rows("ops.log_softmax", any=along_axis(ops.log_softmax)),
     *rows("ops.linear", any=linear_case),
+    *rows("ops.linear_gelu", any=linear_gelu),
+    *rows("ops.linear_relu", any=linear_relu_case),
     *rows("ops.conv2d", any=conv2d),
+    *rows("ops.conv_relu", any=conv_relu_pool),
+    *rows("ops.conv_relu_pool", any=conv_relu_pool),
     *rows("ops.max_pool2d", any=pooling(ops.max_pool2d)),
     *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
     *rows("ops.batch_norm", one_rank=batch_norm),
     *rows("ops.layer_norm", any=layer_norm),
+    *rows("ops.attention", any=attention),
+    *rows("ops.scaled_dot_product_attention", any=scaled_dot_product_attention),
     *rows("ops.cross_entropy", any=cross_entropy),
     *rows("ops.mse", any=error(ops.mse)),
     *rows("ops.binary_cross_entropy", any=error(ops.binary_cross_entropy)),

@@ -147,3 +147,12 @@ def test_what_does_not_fit(make, error, words):
     """One sentence that names the values."""
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.host_only("on a device they make the loss NaN")
+def test_negative_labels_of_narrow_dtypes():
+    """-1 is found also where, without its sign, it would be a class."""
+    logits = np.zeros((2, 300), "float32")
+    with pytest.raises(ShapeError, match="label -1 at row 1"):
+        cross_entropy(Tensor(logits), np.array([127, -1], "int8"))
+    assert cross_entropy(Tensor(logits), np.array([299, 200], "uint16")).item() == pytest.approx(math.log(300))

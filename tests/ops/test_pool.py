@@ -5,7 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops import pool
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
 
@@ -50,6 +52,46 @@ def test_against_loops(kind, kernel, stride, border):
     expected, to_x = reference(kind, x.data, grad, kernel, stride, padding)
     np.testing.assert_allclose(y.data, expected, atol=1e-14)
     np.testing.assert_allclose(x.grad, to_x, atol=1e-14)
+
+
+@pytest.mark.parametrize("stride", [1, 16, 20])
+@pytest.mark.parametrize("images_each", [1, 2, 100])
+def test_more_places_than_a_byte_counts(stride, images_each, monkeypatch):
+    """256 of them, and ties: the first wins. In blocks of some images."""
+    monkeypatch.setattr(pool, "PLANES_BYTES", images_each * 256 * 8 * (1 + (20 - 16) // stride) ** 2)
+    rng = np.random.default_rng(0)
+    x = Tensor(rng.integers(0, 2, (3, 20, 20, 1)).astype(float), requires_grad=True)
+    x.data[0] = 1
+    x.data[1, :15] = 0
+    y = max_pool2d(x, 16, stride)
+    grad = rng.standard_normal(y.shape)
+    y.backward(grad)
+    expected, to_x = reference(max_pool2d, x.data, grad, (16, 16), (stride, stride), (0, 0))
+    np.testing.assert_array_equal(y.data, expected)
+    np.testing.assert_allclose(x.grad, to_x, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_replayed(kind, stride):
+    """A recorded step gives the same bits with other values, and what no window covers gets no gradient again."""
+    rng = np.random.default_rng(0)
+    x = Tensor(rng.standard_normal((3, 7, 6, 4)).astype("float32"), requires_grad=True)
+
+    def step():
+        x.grad = None
+        y = kind(x, 2, stride, 1)
+        y.backward(np.linspace(1, 2, y.size, dtype=y.dtype).reshape(y.shape))
+        return y
+
+    compiled = nnmpi.compile(step)
+    compiled()
+    for _ in range(2):
+        x.data[...] = Tensor(rng.standard_normal(x.shape)).data
+        replayed = compiled().data.copy(), x.grad.copy()
+        np.testing.assert_array_equal(replayed[0], step().data)
+        np.testing.assert_array_equal(replayed[1], x.grad)
+    assert compiled.recordings == 1
 
 
 @pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])

@@ -10,6 +10,7 @@ import pytest
 from nnmpi import nn, optim
 from nnmpi.errors import UsageError
 from nnmpi.tensor import Tensor
+from tests.device.here import here
 
 X = np.ones((2, 4), np.float32)
 
@@ -60,7 +61,7 @@ def test_gradients_set_by_hand_count() -> None:
     before = model.state()
     model(X, True).sum().backward()
     for parameter in model.parameters():
-        parameter.grad = np.ones(parameter.shape, np.float32)
+        parameter.grad = here(np.ones(parameter.shape, np.float32))
     optimizer.step()
     for name, value in model.state().items():
         np.testing.assert_allclose(value, before[name] - 0.1, rtol=1e-6)

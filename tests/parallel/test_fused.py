@@ -1,5 +1,6 @@
 """The fused update against a shared sum and an ordinary update: the same bits, whatever optimizer, groups and nodes."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from nnmpi.optim.clip import clip_by_global_norm
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.storage import Arrays
 from nnmpi.parallel.fused import FusedUpdate, house
+
+pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
 LENGTHS = (40_003, 5, 0, 300)
 GROUPS = ("weights", "biases", "weights", "biases")
@@ -107,7 +110,7 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, order
         setting.sum_gradients()
         norm = clip_by_global_norm(setting.grads, 3.0)
         setting.optimizer.step()
-        ours = setting.fused.reduce()
+        ours, _ = setting.fused.reduce()
         setting.fused.update(3.0 / (ours + 1e-6))
         right += [abs(ours - norm) < 1e-9 * norm, setting.equal(close=True)]
     lengths = group.gather(ours)
@@ -117,15 +120,75 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, order
 
 
 @pytest.mark.mpi
+def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Sequential(Linear(7, 3)).initialize(seed=0)
+    memory, optimizer = SharedMemory(group), names.build("adam", model.storage, lr=0.1)
+    house(model.storage, memory)
+    real = Optimizer.move
+
+    def slow(self: Optimizer, *args: Any) -> None:
+        if group.rank == group.size - 1:
+            time.sleep(0.2)
+        real(self, *args)
+
+    monkeypatch.setattr(Optimizer, "move", slow)
+    FusedUpdate(optimizer, memory)
+    for arrays in optimizer.slots().values():
+        if group.rank == 0:
+            arrays[0][...] = 5.0
+    group.barrier()
+    assert all(group.gather(all((arrays[0] == 5.0).all() for arrays in optimizer.slots().values())))
+    memory.free()
+
+
+@pytest.mark.mpi
 def test_without_an_update_the_parameters_stay(group: Group) -> None:
     memory = SharedMemory(group)
     setting = Setting(group, memory, "adam", {}, "float32")
     setting.draw(0)
     setting.fused_grads[0][group.rank] = np.nan
-    norm = setting.fused.reduce()
+    norm, _ = setting.fused.reduce()
     right = np.isnan(norm) and setting.equal() and setting.fused_optimizer.steps == 0
     memory.free()
     assert all(group.gather(bool(right)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
+    """The sums are those of the same step on every rank, and the length is not disturbed."""
+    if group.size % per_node and per_node < group.size:
+        return
+    memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
+    setting, found = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
+    for turn in range(STEPS):
+        setting.draw(turn)
+        numbers = [turn + 0.1 * group.rank, float(group.rank == 0), *[1.0] * (5 * turn // 2)]
+        found.append(setting.fused.reduce(numbers))
+        setting.fused.update()
+    lengths = [setting.fused.reduce()[0], setting.fused.reduce()[1]]
+    everyone = group.gather(found)
+    memory.free()
+    wanted = [[turn * group.size + 0.05 * group.size * (group.size - 1), 1.0] for turn in range(STEPS)]
+    assert all(theirs == everyone[0] for theirs in everyone)
+    assert all(np.allclose(sums[:2], two) for (_, sums), two in zip(found, wanted, strict=True)), found
+    assert [len(sums) for _, sums in found] == [2, 4, 7] and set(found[2][1][2:]) == {group.size}
+    assert lengths[1] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("value", [1e30, 1e-30])
+def test_the_length_of_gradients_beyond_the_squares_of_float32(group: Group, value: float) -> None:
+    memory = SharedMemory(group)
+    setting = Setting(group, memory, "sgd", {"lr": 0.1}, "float32")
+    for grad in setting.fused_grads:
+        grad[:] = value
+    norm, _ = setting.fused.reduce()
+    memory.free()
+    wanted = value * group.size * sum(LENGTHS) ** 0.5
+    assert all(abs(each - wanted) < 1e-6 * wanted for each in group.gather(norm))
 
 
 @pytest.mark.mpi

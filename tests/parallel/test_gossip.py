@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, ops, optim
+from nnmpi.backend.array import namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, UsageError
@@ -46,13 +47,13 @@ def batch(step: int, rows: int) -> tuple[Any, Any]:
     return generator.standard_normal((rows, 5)), generator.integers(0, 3, rows)
 
 
-def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any, backend: Backend | None = None) -> None:
+def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any) -> None:
     """Do one update with the mean gradient of these rows, or with that of no rows, which is zero."""
     model.zero_grad()
     if len(y):
-        backend = backend or numpy_backend()
+        xp = namespace(model.storage.data[0])
         with nn.training():
-            loss = ops.cross_entropy(model(backend.asarray(x)), backend.asarray(y), reduction="sum")
+            loss = ops.cross_entropy(model(xp.asarray(x)), xp.asarray(y), reduction="sum")
         loss.backward(np.full(loss.shape, 1 / len(y)))
     optimizer.step()
 
@@ -71,7 +72,7 @@ def train(averaging: Averaging, model: nn.Sequential, parts: list[range], steps:
     own = parts[averaging.group.rank]
     for step in range(first, first + steps):
         x, y = batch(step, parts[-1].stop)
-        update(model, averaging.optimizer, x[own.start : own.stop], y[own.start : own.stop], averaging.backend)
+        update(model, averaging.optimizer, x[own.start : own.stop], y[own.start : own.stop])
         averaging.after(step, len(own))
 
 
@@ -87,7 +88,7 @@ def scatter(averaging: Averaging) -> list[Any]:
         for rank in range(averaging.group.size)
     ]
     for array, values in zip(averaging.storage.data, everyones[averaging.group.rank], strict=True):
-        array[...] = averaging.backend.asarray(values)
+        array[...] = namespace(array).asarray(values)
     return [np.concatenate(values) for values in everyones]
 
 
@@ -291,11 +292,11 @@ def test_gossip_meets_at_the_plain_mean(group: Group, neighbours: str) -> None:
     gossip.release()
 
 
-def all_kinds(group: Group, storage: Any, backend: Backend | None = None) -> list[Averaging]:
+def all_kinds(group: Group, storage: Any) -> list[Averaging]:
     """Return one of each kind that works with so many ranks."""
-    kinds: list[Averaging] = [LocalSGD(group, storage, ADAM(storage), every=2, backend=backend)]
+    kinds: list[Averaging] = [LocalSGD(group, storage, ADAM(storage), every=2)]
     if group.size > 1:
-        kinds += [Gossip(group, storage, ADAM(storage), each, backend=backend) for each in ("ring", "random")]
+        kinds += [Gossip(group, storage, ADAM(storage), each) for each in ("ring", "random")]
     return kinds
 
 
@@ -325,7 +326,7 @@ def test_device_arrays_go_through_the_host(group: Group) -> None:
         found = []
         for backend in (numpy_backend(), device_backend()):
             model = network(backend)
-            averaging = all_kinds(group, model.storage, backend)
+            averaging = all_kinds(group, model.storage)
             train(averaging[number], model, list(split(13, group.size)), 5)
             before = flat(model.storage.data)
             disagreement = averaging[number].meet()

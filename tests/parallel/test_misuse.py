@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose import Worker
+from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import CommError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.tensor import Function, Tensor
+from tests.device.here import zeros
 
 ROWS = 13
+HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
 
 class Setting:
@@ -27,11 +31,17 @@ class Setting:
         generator = np.random.default_rng(0)
         x, y = generator.standard_normal((ROWS, 5)), generator.integers(0, 3, ROWS)
         mine = part(ROWS, group.size, group.rank)
-        self.group, self.x, self.y = group, x[mine.start : mine.stop], y[mine.start : mine.stop]
+        self.group, self.mine = group, mine
+        self.x, self.y = x[mine.start : mine.stop], y[mine.start : mine.stop]
         serial = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
         ops.cross_entropy(serial(x), y).backward()
         self.gradient: Array = serial.storage.grads[0]
         self.model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+
+    def batch(self) -> Batch:
+        """Return this rank's rows as a worker takes them."""
+        cut = Cut(0, len(self.x), self.mine.start)
+        return Batch(self.x, self.y, np.arange(len(self.x)), (cut,), ROWS, 0, 0)
 
     def loss(self) -> Tensor:
         """Return the sum of this rank's losses."""
@@ -66,13 +76,16 @@ def test_forgotten_zero_grad(group: Group) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_backward_of_the_loss_itself(group: Group) -> None:
-    """Some buckets would be summed, some not; and the next right call works."""
+@pytest.mark.parametrize("overlap", [True, False])
+def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
+    """Some buckets would be summed, some not, or none; and the next right call works."""
     setting = Setting(group)
-    parallel = DataParallel(setting.model, group, bucket_bytes=64)
+    parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
     setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")
     setting.model.zero_grad()
     parallel.backward(setting.loss(), ROWS)
+    setting.assert_gradient()
+    setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")  # nor added to it
     setting.assert_gradient()
     parallel.release()
     setting.model.zero_grad()
@@ -97,7 +110,7 @@ def test_gradients_set_by_hand_before_the_pass(group: Group) -> None:
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, bucket_bytes=64)
     for parameter in setting.model.parameters():
-        parameter.grad = np.zeros(parameter.shape)
+        parameter.grad = zeros(parameter.shape)
     parallel.backward(setting.loss(), ROWS)
     setting.assert_gradient()
 
@@ -115,16 +128,125 @@ class Broken(Function):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_pass_after_one_that_broke_off(group: Group) -> None:
-    """Sums are on their way that nobody waits for."""
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
+    """Where sums are on their way, nobody waits for them; where they come at the end, nothing has been sent.
+
+    A new one can be made at once, also where ranks had launched different numbers of buckets.
+    """
     setting = Setting(group)
-    parallel = DataParallel(setting.model, group, bucket_bytes=64)
+    parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
     hidden = nn.Sequential(*setting.model.layers[:-1])
     logits = setting.model.layers[-1](Broken()(hidden(Tensor(setting.x))))
     loss = ops.cross_entropy(logits, setting.y, reduction="sum")
     setting.assert_refused(lambda: parallel.backward(loss, ROWS), ZeroDivisionError, "planted")
     setting.model.zero_grad()
-    setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), CommError, "make a new one")
+    if overlap:
+        setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), CommError, "make a new one")
+        if group.rank == 0:
+            parallel.exchange._launch()
+        parallel.release()
+        parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
+        setting.model.zero_grad()
+    parallel.backward(setting.loss(), ROWS)
+    setting.assert_gradient()
+    parallel.release()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("allreduce", ["native", "shared"])
+def test_pass_after_the_release(group: Group, allreduce: str) -> None:
+    """Each rank would go on with gradients of its own, or write to memory that is gone."""
+    setting = Setting(group)
+    parallel = DataParallel(setting.model, group, allreduce)
+    parallel.release()
+    setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), UsageError, "was released; make a new one")
+    setting.assert_refused(parallel.finish, UsageError, "was released")
+    setting.assert_refused(lambda: parallel.reduce([0]), UsageError, "was released")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
+def test_step_after_the_release(group: Group, fused: bool) -> None:
+    setting = Setting(group)
+    before = setting.model.state()
+    worker = Worker(setting.model, optim.SGD(setting.model.storage, lr=0.1), group, fused_update=fused)
+    worker.release()
+    worker.release()  # does nothing
+    setting.assert_refused(lambda: worker.step(setting.batch()), UsageError, "was released; make a new one")
+    assert all(np.array_equal(values, setting.model.state()[name]) for name, values in before.items())
+
+
+# Inputs, and outputs on rank 0 and 1. Parameters begin at multiples of 64 bytes, so that the flat arrays of 3 and of 4
+# outputs are of one length.
+OTHERS = {"padded alike": (3, 3, 4), "longer": (8, 8, 400), "shared gradients on one rank": (8, 64, 900)}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("strategy", ["DataParallel", "shared", "Worker", pytest.param("fused", marks=HOST)])
+def test_different_models(group: Group, other: str, strategy: str) -> None:
+    """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has another's weights."""
+    inputs, ours, theirs = OTHERS[other]
+    model = nn.Linear(inputs, theirs if group.rank == 1 else ours).initialize(seed=group.rank, dtype="float64")
+    before = model.state()
+
+    def make() -> object:
+        if strategy in ("DataParallel", "shared"):
+            return DataParallel(model, group, "auto" if strategy == "DataParallel" else strategy)
+        fused = True if strategy == "fused" else None
+        return Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=fused)
+
+    words = f"where rank 0 has weight ({inputs}, {ours}) float64, rank 1 has weight ({inputs}, {theirs}) float64; build"
+    if other == "padded alike":
+        assert len(set(group.gather(model.storage.data[0].size))) == 1
+    Setting(group).assert_refused(make, CommError, words)
+    assert all(np.array_equal(values, model.state()[name]) for name, values in before.items())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("wrong", "words"), [({"allreduce": "nope"}, "'nope'"), ({"bucket_bytes": 0}, "bucket")])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
+def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: str, fused: bool) -> None:
+    """What was refused has left nothing on the model: the same with better arguments works."""
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    options: dict[str, Any] = {"fused_update": fused, "allreduce": "shared"}
+
+    def make(**changed: object) -> Worker:
+        return Worker(setting.model, optimizer, group, **{**options, **changed})
+
+    setting.assert_refused(lambda: make(**wrong), UsageError, words)
+    assert not setting.model.storage.common
+    shared = {} if group._memory is None else dict(group._memory._windows)
+    setting.assert_refused(lambda: make(**wrong), UsageError, words)
+    assert group._memory is None or group._memory._windows == shared, "what was refused keeps shared memory"
+    worker = make()
+    assert worker.step(setting.batch()).count == ROWS
+    worker.release()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("strategy", ["shared", pytest.param("fused", marks=HOST)])
+def test_release_after_another_initialization(group: Group, strategy: str) -> None:
+    """The parameters keep their new values, and lie where the model's storage is."""
+    setting = Setting(group)
+    model = setting.model
+    held: DataParallel | Worker
+    if strategy == "shared":
+        held = DataParallel(model, group, "shared")
+    else:
+        held = Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=True)
+    model.initialize(seed=1, dtype="float64")
+    fresh = model.state()
+    held.release()
+    assert all(np.array_equal(values, model.state()[name]) for name, values in fresh.items())
+    model.zero_grad()
+    parallel = DataParallel(model, group)
+    parallel.backward(setting.loss(), ROWS)
+    optim.SGD(model.storage, lr=0.1).step()
+    assert not any(np.array_equal(values, model.state()[name]) for name, values in fresh.items())
+    parallel.release()
 
 
 @pytest.mark.mpi

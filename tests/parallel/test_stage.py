@@ -16,6 +16,7 @@ from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.crossing import Signature, Values, pack, unpack
 from nnmpi.parallel.stage import Stage
 from nnmpi.tensor.tensor import Tensor
+from tests.device.here import here
 
 ROWS, MICROBATCHES = 6, 3
 Result = tuple[list[float], dict[str, Array], dict[str, Array]]
@@ -66,13 +67,13 @@ def staged(name: str, cuts: list[int], halves: bool, recompute: bool) -> tuple[R
     ]
     losses = []
     for m in range(MICROBATCHES):
-        values = Values((x[m],), (False,))
+        values = Values((here(x[m]),), (False,))
         for stage in stages:
             values = stage.forward(m, values)
         losses.append(float(values.arrays[0]))
     live = [stage.live for stage in stages]
     for m in range(MICROBATCHES):
-        grads = [np.ones(())]
+        grads = [here(np.ones(()))]
         for stage in reversed(stages):
             grads = stage.backward(m, grads, halves)
         assert not grads  # the data need none

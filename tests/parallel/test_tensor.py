@@ -11,7 +11,7 @@ import pytest
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
-from nnmpi.nn.chain import Part, cut_chain, open_chain, run_links
+from nnmpi.nn.chain import Part, cut_chain, join_links, open_chain, run_links
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
@@ -205,7 +205,7 @@ def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     with training(seed=1):
         value = Tensor(x)
         for stage in stages:
-            value = run_links(stage, value, kept)
+            value = run_links(stage, join_links(stage), value, kept)
         found = cross_entropy(value, y)
     found.backward()
     expected = {name: p.grad for name, p in whole.named_parameters()}

@@ -223,8 +223,9 @@ def take_along_axis(draw: Draw) -> Case:
 
 
 def through_longdouble(x):
-    """Return x, converted there and back."""
-    return elementwise.astype(elementwise.astype(x, np.longdouble), x.dtype)
+    """Return x, converted there and back; a device has nothing longer than float64."""
+    wide = np.longdouble if isinstance(x.data, np.ndarray) else np.float64
+    return elementwise.astype(elementwise.astype(x, wide), x.dtype)
 
 
 TENSOR: list[Row] = [

@@ -11,6 +11,7 @@ from nnmpi.ops.linear import linear
 from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
+from tests.device.here import here, zeros
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (5,), "b.weight": (5, 2), "b.bias": (2,), "scale": (), "none.weight": (0, 4)}
 
@@ -20,10 +21,10 @@ def parameter(shape):
     return Parameter(shape, lambda generator, size: np.zeros(size))
 
 
-def make(dtype="float32", group=None, allocate=np.zeros):
+def make(dtype="float32", group=None, allocate=zeros):
     """Return a storage of some parameters, whose values count upwards."""
     parameters = {name: parameter(shape) for name, shape in SHAPES.items()}
-    values = {name: np.arange(p.size, dtype=dtype).reshape(p.shape) + 1 for name, p in parameters.items()}
+    values = {name: here(np.arange(p.size, dtype=dtype).reshape(p.shape) + 1) for name, p in parameters.items()}
     return FlatStorage(parameters, values, lambda n, kind: allocate(n, dtype=kind), group), parameters
 
 
@@ -84,7 +85,7 @@ def test_the_allocator_is_asked_twice_per_group():
     given = []
 
     def allocate(n, dtype):
-        given.append(np.zeros(n, dtype))
+        given.append(zeros(n, dtype))
         return given[-1]
 
     storage, _ = make(group=by_kind, allocate=allocate)
@@ -163,7 +164,7 @@ def test_finish_writes_zeros_where_no_pass_wrote():
 def test_finish_takes_over_gradients_set_by_hand():
     """The flat arrays hold the truth, whoever wrote it."""
     storage, p = make("float64")
-    p["a.bias"].grad = np.arange(5.0)
+    p["a.bias"].grad = here(np.arange(5.0))
     storage.finish_gradients()
     np.testing.assert_array_equal(storage.split(0, storage.grads[0])["a.bias"], np.arange(5.0))
     assert p["a.bias"].grad is p["a.bias"].buffer
@@ -216,8 +217,8 @@ def test_a_parameter_with_values_names_itself():
 def test_parameters_move_to_other_arrays_and_find_their_values_there():
     storage, parameters = make()
     before, old = storage.data[0].copy(), parameters["a.weight"].buffer
-    parameters["a.bias"].grad = np.ones(5, "float32")
-    data, grads = [before + 1], [np.zeros_like(before)]
+    parameters["a.bias"].grad = here(np.ones(5, "float32"))
+    data, grads = [before + 1], [before * 0]
     storage.move(data, grads)
     assert (storage.data, storage.grads, storage.moves) == (data, grads, 1)
     assert np.shares_memory(parameters["a.weight"].data, data[0])

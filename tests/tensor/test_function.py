@@ -64,7 +64,8 @@ def test_inputs_may_be_tensors_arrays_and_values():
 
     x = leaf([1.0, 2.0])
     Scale()(x, 3.0, "a name", Tensor(np.ones(2))).sum().backward()
-    assert seen == [np.ndarray, 3.0, "a name", np.ndarray]
+    kind = type(x.data)
+    assert seen == [kind, 3.0, "a name", kind]
     np.testing.assert_array_equal(x.grad, [3, 3])
 
 
@@ -189,10 +190,11 @@ def test_broadcast_views_are_copied():
     x = leaf(np.ones((2, 3)))
     (x.sum() + (x * 2.0).sum() + x.sum(axis=0).sum()).backward()
     np.testing.assert_array_equal(x.grad, np.full((2, 3), 4.0))
-    assert x.grad.flags.writeable
     assert 0 not in x.grad.strides
+    x.grad[...] = 1  # it can be written to
 
 
+@pytest.mark.host_only("memory that cannot be written to")
 def test_values_are_never_written_to():
     """No operation changes its operands, whether their memory is read-only or not."""
     x = leaf([1.0, 2.0])

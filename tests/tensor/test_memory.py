@@ -89,6 +89,7 @@ ELEMENTS = 20_000
 ARRAY_BYTES = 8 * ELEMENTS
 
 
+@pytest.mark.host_only("tracemalloc, which counts the host's memory")
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.parametrize("saves", [True, False])
 def test_backward_needs_no_more_memory_the_longer_the_chain(length, saves):

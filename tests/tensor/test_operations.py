@@ -71,7 +71,7 @@ def test_the_dtype_stays(row, dtype):
         leaves = tensors(case.inputs, dtype)
         y = case.function(*leaves)
         assert y.dtype == dtype
-        assert type(y.data) is np.ndarray
+        assert type(y.data) is type(leaves[0].data)
         wide = case.function(*tensors(case.inputs))
         np.testing.assert_allclose(y.data, wide.data, rtol=1e-4, atol=1e-4)
         y.backward(np.ones(y.shape, dtype))
@@ -121,6 +121,7 @@ def test_every_function_of_the_families_is_in_the_table():
     assert public - {"tensor.argmax"} <= {row.public for row in TABLE}
 
 
+@pytest.mark.host_only("longdouble, without which nothing converts float64 and keeps its digits")
 def test_every_function_class_is_run_by_the_table():
     """No derivative in the engine is without a test."""
 
@@ -139,11 +140,15 @@ def test_every_function_class_is_run_by_the_table():
 
         collect()
 
+    # for many channels, compiled, in half precision, or on a device: see test_conv_tiles, test_winograd, test_half and
+    # tests/device
+    elsewhere = {"TiledConv", "TiledConvRelu", "TiledConvReluPool", "Winograd", "Direct"}
+    elsewhere |= {"DeviceConv", "DeviceMaxPool", "DeviceAvgPool", "Product", "ProductLinear", "ReadEmbedding"}
     mine = {kind for kind in subclasses(Function) if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))}
     seen = set()
     for row in TABLE:
         run(row)
-    assert {kind for kind in mine if not kind.__name__.startswith("_")} == seen
+    assert {kind for kind in mine if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere} == seen
 
 
 def test_the_names_in_the_table_are_unique():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.record import numpy_backend
-from nnmpi.comm.exchange import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.optim.adam import Adam, AdamW
@@ -65,9 +64,9 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
 
     plain = dict(options(Config()))
     assert plain["allreduce"] == "auto"
-    assert plain["bucket_bytes"] == BUCKET_BYTES
-    assert (plain["overlap"], plain["check"], plain["clip"], plain["seed"]) == (True, False, None, 0)
-    parallel = ParallelConfig(allreduce="tree", bucket_mb=0.5, overlap=False, check_weights=True)
+    assert (plain["bucket_bytes"], plain["overlap"]) == (None, None)
+    assert (plain["fused_update"], plain["check"], plain["clip"], plain["seed"]) == (False, False, None, 0)  # one rank
+    parallel = ParallelConfig(allreduce="tree", bucket_mb=0.5, overlap="off", check_weights=True)
     other = options(
         Config(optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5), parallel=parallel, run=RunConfig(seed=7))
     )

@@ -66,7 +66,10 @@ def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], 
 
 
 def test_a_new_run_drops_nothing(library: list[Writer], tmp_path: Path) -> None:
-    Events(tmp_path, first_step=0).close()
+    file = Events(tmp_path, first_step=0)
+    file.close()
+    assert not library  # nothing is loaded before there is something to write
+    file.write({"kind": "train", "global_step": 1, "loss": 0.5})
     assert library[0].purge_step is None
 
 

@@ -19,8 +19,8 @@ dp pp tp pipeline virtual_stages microbatches split recompute reduction memory_l
 allreduce fit bucket_mb overlap fused_update check_weights
 sync staleness local_steps servers dedicated_servers backup neighbours staleness_lr sync_warmup_epochs
 straggler pace_ms virtual_workers network
-backend dtype seed out resume config log_every print_every eval_every save_every save_steps trace
-trace_steps keep
+backend dtype precision convolution jit seed out resume config log_every print_every eval_every save_every save_steps
+trace trace_steps keep
 """
 
 
@@ -50,7 +50,7 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"lr": True}, "x: lr is True; it must be a number"),
         ({"epochs": 1.5}, "x: epochs is 1.5; it must be a whole number"),
         ({"epochs": True}, "x: epochs is True; it must be a whole number"),
-        ({"overlap": 1}, "x: overlap is 1; it must be true or false"),
+        ({"overlap": 1}, "x: overlap is 1; it must be one of auto, on, off"),
         ({"hidden": 3}, "x: hidden is 3; it must be a list of whole numbers"),
         ({"hidden": [3, "4"]}, "x: hidden is [3, '4']; it must be a list of whole numbers"),
         ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw"),
@@ -70,8 +70,8 @@ def test_a_whole_number_serves_as_a_number() -> None:
 
 
 def test_arguments_are_words_for_the_command_line() -> None:
-    flat = {"hidden": [5, 6], "overlap": False, "nesterov": True, "clip": None, "lr": 0.1, "batch_size": "full"}
-    words = "--hidden 5 6 --no-overlap --nesterov --lr 0.1 --batch-size full"
+    flat = {"hidden": [5, 6], "overlap": "off", "nesterov": True, "clip": None, "lr": 0.1, "batch_size": "full"}
+    words = "--hidden 5 6 --overlap off --nesterov --lr 0.1 --batch-size full"
     assert arguments(flat) == words.split()
 
 

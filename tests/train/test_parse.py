@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.diagnose import flatten_box
 from nnmpi.train.options import flatten, hints, option
-from nnmpi.train.parse import HelpAsked, parse
+from nnmpi.train.parse import parse
 
 
 def test_no_words_give_the_defaults() -> None:
@@ -22,7 +23,7 @@ def test_flat_names_reach_their_sections() -> None:
     config = parse(words.split())
     assert config.model.hidden == (50, 20)
     assert (config.optimization.batch_size, config.optimization.lr) == ("full", 0.5)
-    assert (config.parallel.overlap, config.parallel.dp, config.data.data_dir) == (False, 2, Path("d"))
+    assert (config.parallel.overlap, config.parallel.dp, config.data.data_dir) == ("off", 2, Path("d"))
 
 
 def test_help_lists_every_option_once_with_help() -> None:
@@ -40,9 +41,9 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file.write_text('lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\noverlap = false\n')
     config = parse(["--epochs", "3", "--config", str(file), "--optimizer", "sgd"])
     assert (config.optimization.lr, config.optimization.epochs) == (0.5, 3)
-    assert (config.model.hidden, config.parallel.overlap) == ((9,), False)
+    assert (config.model.hidden, config.parallel.overlap) == ((9,), "off")
     assert config.run.config == file
-    assert parse(["--config", str(file), "--momentum", "0", "--overlap"]).parallel.overlap
+    assert parse(["--config", str(file), "--momentum", "0", "--overlap"]).parallel.overlap == "on"
 
 
 def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
@@ -80,7 +81,10 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--memory-limit much", "--memory-limit: 'much' is not a number of bytes"),
         ("--trace-steps 3", "--trace-steps belongs to --trace"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
+        ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--no-overlap 3", "--no-overlap takes no value, but 3 follows it"),
+        ("--overlap yes", "--overlap is yes; it must be one of auto, on, off"),
+        ("--no-overlp", "--no-overlp is not an option; did you mean --no-overlap"),
         ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
         ("--config absent.toml", "--config absent.toml cannot be read: "),

@@ -15,6 +15,7 @@ from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.draft import Draft
 from nnmpi.train.metrics import read_metrics
+from tests.device.here import on_device
 
 Train: TypeAlias = Callable[[str], Path]
 
@@ -60,7 +61,8 @@ def test_metrics_have_their_keys(train: Train) -> None:
     assert [each["kind"] for each in records] == ["train", "eval"] * 3 + ["test"]
     assert [each["global_step"] for each in records] == [2, 2, 4, 4, 6, 6, 6]
     for record in records:
-        assert list(record) == (TRAIN_KEYS if record["kind"] == "train" else EVAL_KEYS)
+        trained = TRAIN_KEYS + ["device_peak_bytes"] * on_device()
+        assert list(record) == (trained if record["kind"] == "train" else EVAL_KEYS)
         assert all(value is not None for value in record.values())
     assert records[-1]["accuracy"] == records[-2]["accuracy"]
     assert [each["epoch"] for each in records[:3]] == [1.0, 1.0, 2.0]
@@ -91,11 +93,14 @@ def test_the_default_recipe_learns_the_digits(train: Train) -> None:
 
 
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    if on_device():
+        pytest.skip("what it says of a device is in test_device_header.py")
     train("--epochs 1")
     printed = capsys.readouterr().out
-    names = [line.split(":")[0] for line in printed.splitlines()[:9]]
-    told = ["layout", "MPI", "backend", "data", "batches", "model", "all-reduce", "cost model", "run folder"]
+    names = [line.split(":")[0] for line in printed.splitlines()[:10]]
+    told = ["layout", "MPI", "backend", "chosen", "data", "batches", "model", "all-reduce", "cost model", "run folder"]
     assert names == told
+    assert "auto chose numpy: " in printed
     for text in ("1 rank on 1 node", "numpy on CPU, float32", "120 training and 30 test samples", "9,091 parameters"):
         assert text in printed
     assert "step 1" in printed or "ms = compute" in printed
@@ -156,7 +161,6 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
         "--bucket-mb 0.001",
         "--no-overlap",
         "--check-weights",
-        "--backend numpy",
         "--log-every 1",
         "--print-every 0",
         "--eval-every 0",
@@ -167,6 +171,10 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
 )
 def test_options_that_must_not_change_the_weights(train: Train, words: str) -> None:
     assert same(train("--epochs 2"), train(f"--epochs 2 {words}"))
+
+
+def test_naming_the_backend_that_is_taken_changes_nothing(train: Train) -> None:
+    assert same(train("--epochs 2"), train(f"--epochs 2 --backend {'cupy' if on_device() else 'numpy'}"))
 
 
 def test_parts_of_a_batch_give_the_same_update(train: Train) -> None:

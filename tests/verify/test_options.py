@@ -2,8 +2,9 @@
 
 import pytest
 
+from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
-from nnmpi.verify.options import HelpAsked, parse
+from nnmpi.verify.options import parse
 
 
 def test_defaults_are_a_small_contract() -> None:

@@ -61,7 +61,7 @@ def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monk
     if group.size == 1:
         return
     right = Pipelined._seeds
-    monkeypatch.setattr(Pipelined, "_seeds", lambda self, running: [2 * seed for seed in right(self, running)])
+    monkeypatch.setattr(Pipelined, "_seeds", lambda *args: [2 * seed for seed in right(*args)])
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)
     if group.is_root:

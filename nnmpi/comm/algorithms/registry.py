@@ -53,6 +53,10 @@ AUTO = "auto"  # chosen by size: see choose.py
 SHARED = "shared"  # loads and stores in memory that the ranks of a node share
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 
+IPC = "ipc"  # device arrays: loads and stores in device memory that the ranks of a node share
+NCCL = "nccl"  # device arrays: NVIDIA's library
+DEVICE_NAMES = (IPC, NCCL)
+
 
 def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
     """Return the all-reduce of this name.
@@ -63,6 +67,11 @@ def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
     Raises:
         UsageError: for a name that is not one of `ALGORITHMS`.
     """
+    if name in DEVICE_NAMES:
+        raise UsageError(
+            f"the all-reduce algorithm {name!r} sums device arrays, and this one is NumPy's; compute with "
+            f"--backend cupy, or choose one of {', '.join(NAMES)}"
+        )
     if name not in ALGORITHMS:
         raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
     if name == HIERARCHICAL and nodes is not None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -22,6 +24,8 @@ from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.sharing.flags import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
 from nnmpi.comm.sharing.window import SHM, Window, check_room, find_folder, window_bytes
 from nnmpi.errors import ShapeError, UsageError
+
+LINE_BYTES = 64
 
 
 class Ranks(Gathers, Protocol):
@@ -58,6 +62,7 @@ class SharedMemory:
         members: the group's numbers of this node's ranks, in their order here.
         crowded: whether this node has more ranks than cores for them.
         across: the communicator of the ranks that have the same number on their nodes; `rank` 0 are the leaders.
+        closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
 
     Raises:
         UsageError: for `nodes` of another length than the group's.
@@ -101,13 +106,20 @@ class SharedMemory:
         self._staged: list[int] = []  # their allocations, which are this object's own even if it is a twin
         self._turns: dict[int, int] = {}
         self._windows: dict[int, Window] = {}  # by allocation number; twins have the same
+        self._own: WeakSet[Window] = WeakSet()  # those of them that were made through this object
         self._folder: Path | None = SHM
+        self.closed = False
         self._check_room(window_bytes(0) + window_bytes(1))
         with agreed(group):
             self._barrier = self._flags.barrier(self.sync)
 
     def twin(self, group: Ranks) -> SharedMemory:
-        """Return the same memory for a duplicate of the group, with barriers of its own."""
+        """Return the same memory for a duplicate of the group, with barriers of its own.
+
+        Raises:
+            UsageError: when it was closed.
+        """
+        self._check_open()
         twin = SharedMemory(group, *self._options)
         twin._windows = self._windows
         return twin
@@ -121,6 +133,7 @@ class SharedMemory:
 
         Raises:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
+            UsageError: on all ranks, when one asks for less than none, or the memory was closed.
         """
         kind = np.dtype(dtype)
         return self._make(self._length(elements, kind)).parts[self.rank].view(kind)
@@ -129,14 +142,32 @@ class SharedMemory:
         """Return (elements,) zeros that stand once per node: what one rank writes, all have.
 
         Raises:
-            DeviceError: on all ranks, when it does not fit on one of the nodes.
+            DeviceError, UsageError: as in `allocate`.
         """
-        kind = np.dtype(dtype)
-        length = self._length(elements, kind)
-        return self._make(length if self.rank == 0 else 0).parts[0].view(kind)
+        return self.common_all([(elements, dtype)])[0]
+
+    def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
+        """Return several such arrays by elements and dtype, in one allocation; each begins at a multiple of 64 bytes.
+
+        Raises:
+            DeviceError, UsageError: as in `allocate`.
+        """
+        kinds = [(elements, np.dtype(dtype)) for elements, dtype in arrays]
+        lengths = [self._length(elements, kind) for elements, kind in kinds]
+        ends = list(accumulate(-(-length // LINE_BYTES) * LINE_BYTES for length in lengths))
+        part = self._make(ends[-1] if ends and self.rank == 0 else 0).parts[0]
+        starts = [0, *ends[:-1]]
+        return [
+            part[start : start + length].view(kind)
+            for start, length, (_, kind) in zip(starts, lengths, kinds, strict=False)
+        ]
 
     def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
-        """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag."""
+        """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag.
+
+        Raises:
+            DeviceError, UsageError: as in `allocate`.
+        """
         if (use, tag) not in self._staging or self._staging[use, tag][0].size < nbytes:
             # A smaller one of before stays: it may be in use. In powers of 2 there are few of them.
             self._staging[use, tag] = list(self._make(1 << max(nbytes - 1, 0).bit_length()).parts)
@@ -183,11 +214,18 @@ class SharedMemory:
 
         Raises:
             CommError: after the time limit; names the ranks that have not come.
+            UsageError: when the memory was closed.
         """
+        self._check_open()
         self._barrier.run()
 
     def barrier_of(self, tag: int) -> Barrier:
-        """Return the node's barrier with this tag; collective where the tag is new."""
+        """Return the node's barrier with this tag; collective where the tag is new.
+
+        Raises:
+            UsageError: when the memory was closed.
+        """
+        self._check_open()
         if tag not in self._barriers:
             with agreed(self._group):
                 self._barriers[tag] = self._flags.barrier(self.sync)
@@ -198,6 +236,12 @@ class SharedMemory:
         everyones = np.empty((self._group.size, own.size), np.int64)
         self._group.comm.Allgather(own, everyones)
         return list(everyones.tolist())
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all group ranks of a few numbers, in float64; the same bits everywhere."""
+        everyones = np.empty((self._group.size, len(values)))
+        self._group.comm.Allgather(np.array(values, np.float64), everyones)
+        return list(everyones.sum(axis=0).tolist())
 
     def sync(self) -> None:
         """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
@@ -210,8 +254,7 @@ class SharedMemory:
         Raises:
             ShapeError: for an array that was not allocated here.
         """
-        for array in arrays:
-            self._windows.pop(self._find(array).allocation).free()
+        self.drop_allocations(self._find(array).allocation for array in arrays)
 
     @property
     def allocations(self) -> int:
@@ -224,30 +267,41 @@ class SharedMemory:
             self._windows.pop(number).free()
 
     def free(self) -> None:
-        """Give all of it back; arrays that are still held must not be touched any more, a twin's neither."""
-        for window in self._windows.values():
-            window.free()
-        self._windows.clear()
-        self._staged.clear()
+        """Give back all that was made through this object; arrays that are still held must not be touched any more.
+
+        What was allocated through a twin stays, and what it copies through. Done again, it does nothing.
+        """
+        own = [number for number, window in self._windows.items() if window in self._own]
+        self.drop_allocations(sorted(set(own) - set(self._staged)))
         self.close()
 
     def close(self) -> None:
         """Give back the barriers, communicators and staging arrays alone: what a `twin` has for itself.
 
         Windows that are left to MPI's end are freed there in an order that may differ between ranks of several groups,
-        and then they wait for one another for ever.
+        and then they wait for one another for ever. Done again, it does nothing.
         """
+        if self.closed:
+            return
+        self.closed = True
         self.drop_allocations(self._staged)
         self._staged.clear()
         self._staging.clear()
+        self._barriers.clear()
         self._flags.free()
         if self.across != MPI.COMM_SELF:
             self.across.Free()
         if self._owns_node:
             self.node.Free()
 
+    def _check_open(self) -> None:
+        """Refuse what needs barriers and communicators when they are gone: on all ranks, as all have closed it."""
+        if self.closed:
+            raise UsageError("this shared memory was closed or freed; ask the group for its memory() again")
+
     def _length(self, elements: int, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of an array; let all ranks raise if a rank asks for less than none."""
+        """Return the bytes of an array; let all ranks raise if a rank asks for less than none, or it is closed."""
+        self._check_open()
         with agreed(self._group):
             if elements < 0:
                 raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
@@ -261,12 +315,14 @@ class SharedMemory:
 
     def _make(self, own_bytes: int) -> Window:
         """Return a new window, or let all ranks raise."""
+        self._check_open()
         self._check_room(window_bytes(own_bytes))
         with agreed(self._group):
             window = Window(self.node, own_bytes)
             if self._folder is SHM:  # now it can be seen where this MPI has its windows
                 self._folder = find_folder(window.parts[self.rank].ctypes.data)
         self._windows[self.allocations] = window
+        self._own.add(window)
         return window
 
     def _check_room(self, own_bytes: int) -> None:

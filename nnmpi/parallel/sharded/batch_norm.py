@@ -38,7 +38,7 @@ class PartBatchNorm(BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, normalized."""
         if self.weight.size == 0:  # more ranks than channels
-            nothing: Tensor = x * self.weight + self.bias
+            nothing: Tensor = (x * self.weight + self.bias).astype(x.dtype)
             return nothing
         return super().forward(x)
 

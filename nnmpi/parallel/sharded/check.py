@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from nnmpi.comm.device.hosts import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.parallel.sharded.exchange import to_host
 from nnmpi.tensor.parameter import Parameter
 
 

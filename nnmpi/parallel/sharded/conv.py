@@ -10,6 +10,7 @@ no exchange at all.
 
 from __future__ import annotations
 
+from nnmpi.backend.precision import is_low
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.conv import conv2d
@@ -41,9 +42,9 @@ class ColumnConv2d(Conv2d):
         self.bias = None if layer.bias is None else parts.cut(layer.bias, self.result, axis=0)
         self._enter = enter
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's channels of the convolution."""
-        return conv2d(self._enter(x), self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+    def enter(self, x: Tensor) -> Tensor:
+        """Return images with the input channels that this rank needs."""
+        return self._enter(x)
 
 
 class RowConv2d(Conv2d):
@@ -65,7 +66,8 @@ class RowConv2d(Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
         y = conv2d(self._enter(x), self.weight, None, self.stride, self.padding, self.dilation)
-        return add_up(y, self._group, self.bias, fresh=True)
+        whole = y.astype("float32") if is_low(y.dtype) else y
+        return add_up(whole, self._group, self.bias, fresh=True).astype(y.dtype)
 
 
 def place_conv(layer: Conv2d, site: Site) -> Placed:

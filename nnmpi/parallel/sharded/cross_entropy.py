@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.device.hosts import to_host
 from nnmpi.comm.group import Group
 from nnmpi.comm.uneven import gather_parts, largest
 from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import checked_labels
-from nnmpi.parallel.sharded.exchange import CATEGORY, sum_in_place, to_host
+from nnmpi.parallel.sharded.exchange import CATEGORY, sum_in_place
 from nnmpi.shard import part
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import real
 from nnmpi.tensor.tensor import Tensor
@@ -67,10 +69,9 @@ class PartCrossEntropy(Function):
         """Return each row's largest logit, over all classes."""
         xp = namespace(rows)
         tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
-        host = np.array(to_host(tops))
-        with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": host.nbytes}):
-            largest(self.group, host)
-        result: Array = xp.asarray(host)
+        result: Array = xp.ascontiguousarray(tops)
+        with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": result.nbytes}):
+            largest(self.group, result)
         return result
 
     def _reduced(self, losses: Array, count: int, shape: tuple[int, ...]) -> Array:
@@ -117,7 +118,7 @@ def cross_entropy(
     _check_width(logits.shape, group, classes)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = PartCrossEntropy(group, classes, reduction, ignore_index, float(label_smoothing))
-    return function(real("cross_entropy", logits), values)
+    return widely(function, real("cross_entropy", logits), values, narrow=False)
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:

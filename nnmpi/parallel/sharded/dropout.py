@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.counter import key_pair
 from nnmpi.comm.group import Group
 from nnmpi.nn.dropout import Dropout
@@ -32,14 +33,23 @@ class PartDropout(Dropout):
     def __init__(self, layer: Dropout, group: Group, placement: Placement) -> None:
         self.rate = layer.rate
         self._group, self._placement = group, placement
+        self._columns: dict[Any, Array] = {}  # by the shape of a row and the library: made, and copied there, once
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
-        mode = current()
-        if not mode.training or self.rate == 0:
+        if not current().training or self.rate == 0:
             return x
-        key = key_pair("dropout", mode.seed, mode.step, self.path)
-        return dropout(x, self.rate, key, mode.first_row, places(self._group, self._placement, x.shape[1:]))
+        xp, row = namespace(x.data), x.shape[1:]
+        columns = self._columns.get((xp.__name__, row))
+        if columns is None:
+            columns = xp.asarray(places(self._group, self._placement, row))
+            self._columns[xp.__name__, row] = columns
+        return dropout(x, self.rate, self._draw, columns=columns)
+
+    def _draw(self) -> tuple[tuple[int, int], int]:
+        """Return what the mask depends on. See `nn.Dropout`."""
+        mode = current()
+        return key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row
 
 
 def places(group: Group, placement: Placement, row: tuple[int, ...]) -> Array:

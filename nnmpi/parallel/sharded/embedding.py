@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.casting import device_kernels
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.sharding import Sharding
@@ -18,6 +19,7 @@ from nnmpi.parallel.sharded.parts import Parts
 from nnmpi.parallel.sharded.placement import WHOLE, features
 from nnmpi.parallel.sharded.site import Placed, Site
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
@@ -33,6 +35,13 @@ class LookUp(Function):
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
         places = indices.reshape(-1).astype(xp.int64) - self.first
+        kernels = device_kernels(table)
+        if kernels is not None:  # which wait for nothing, and add up in one order
+            self.saved = (table.shape, table.dtype, places, None)
+            rows: Array = xp.empty((places.size, table.shape[1]), dtype=table.dtype)
+            kernels.embedding(xp.ascontiguousarray(table), places, rows)
+            rows = xp.where(((places >= 0) & (places < len(table)))[:, None], rows, 0)
+            return rows.reshape(*indices.shape, table.shape[1])
         here = xp.flatnonzero((places >= 0) & (places < len(table)))
         own = places[here]
         self.saved = (table.shape, table.dtype, here, own)
@@ -46,6 +55,9 @@ class LookUp(Function):
         spread = self.into(0)
         if spread is None:
             spread = xp.empty(shape, dtype=dtype)
+        if own is None:
+            device_kernels(grad).embedding_grad(xp.ascontiguousarray(grad), here, spread)
+            return spread, None
         spread[...] = 0
         xp.add.at(spread, own, grad.reshape(-1, shape[1])[here])
         return spread, None
@@ -66,10 +78,16 @@ class VocabularyEmbedding(Embedding):
         self._first = 0 if region is None else region.start
         self._group = parts.group
 
+    @property
+    def entries(self) -> int:
+        """How many rows there are to pick, on all ranks that share the table."""
+        return self._entries
+
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
         values = check_indices(self.weight, indices, self._entries)
-        return add_up(LookUp(self._first)(self.weight, values), self._group, fresh=True)
+        rows = add_up(LookUp(self._first)(self.weight, values), self._group, fresh=True)
+        return rows.astype(read_as("embedding", self.weight))
 
 
 class FeaturesEmbedding(Embedding):
@@ -95,6 +113,8 @@ def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
     values: Array = indices.data if isinstance(indices, Variable) else namespace(table.data).asarray(indices)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
+    if device_kernels(values) is not None:
+        return values  # nobody waits for a look at them; what no rank has is zero
     wrong = (values < 0) | (values >= entries)
     if wrong.any():
         first = int(values.reshape(-1)[int(wrong.reshape(-1).argmax())])

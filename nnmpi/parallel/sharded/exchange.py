@@ -14,7 +14,7 @@ as one vector that every rank happens to have, and its gradient is whole likewis
 
 `spread` is `copy` after `gather`, `add_up_parts` is `scatter` after `add_up`, in one message each. Every rank records
 the same operations in the same order, so the collectives of a backward pass meet as those of the forward pass do. On a
-group of one rank all of them are the identity. Arrays on a device go through host memory.
+group of one rank all of them are the identity. Arrays on a device travel as `comm.device` says.
 """
 
 from __future__ import annotations
@@ -34,12 +34,6 @@ from nnmpi.timeline import REDUCE, span
 CATEGORY = "tensor"  # of this package's events in a timeline
 
 
-def to_host(array: Array) -> Array:
-    """Return the values as a contiguous NumPy array; the same array where it is one already."""
-    get = getattr(array, "get", None)
-    return np.ascontiguousarray(array if get is None else get())
-
-
 def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
     """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array` stays as it is."""
     if out is None:
@@ -50,12 +44,11 @@ def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
 
 def sum_in_place(group: Group, array: Array) -> Array:
     """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
-    direct = isinstance(array, np.ndarray) and array.flags.c_contiguous
-    host = array if direct else np.array(to_host(array))
-    with span("all-reduce", CATEGORY, REDUCE, {"bytes": host.nbytes}):
-        group.all_reduce(host.reshape(-1), check=False)
-    if not direct:
-        array[...] = namespace(array).asarray(host)
+    whole = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    with span("all-reduce", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+        group.all_reduce(whole.reshape(-1), check=False)
+    if whole is not array:
+        array[...] = whole
     return array
 
 
@@ -89,14 +82,13 @@ class _Regions:
                 f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation {self.whole}, of which "
                 f"{self.own.local_shape} is its part; the layers were sharded for other sizes"
             )
-        whole = np.empty(self.whole, part.dtype)
-        counts = self.counts
+        xp = namespace(part)
+        whole: Array = xp.empty(self.whole, dtype=part.dtype)
         with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
-            parts = gather_parts(self.group, to_host(part).reshape(-1), counts)
+            parts = gather_parts(self.group, xp.ascontiguousarray(part).reshape(-1), self.counts)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(whole, values)
-        result: Array = namespace(part).asarray(whole)
-        return result
+        return whole
 
     def take(self, whole: Array) -> Array:
         """Return this rank's part, contiguous."""
@@ -105,12 +97,10 @@ class _Regions:
 
     def sum_parts(self, whole: Array) -> Array:
         """Return this rank's part of the sum over the ranks."""
-        host = to_host(whole)
-        flat = np.concatenate([region.take(host).reshape(-1) for region in self.parts])
+        flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
         with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
             own = sum_parts(self.group, flat, self.counts)
-        result: Array = namespace(whole).asarray(own.reshape(self.own.local_shape))
-        return result
+        return own.reshape(self.own.local_shape)
 
 
 def _whole_length(group: Group, placement: Placement, own: int) -> int:

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import out_size
 from nnmpi.comm.group import Group
 from nnmpi.comm.neighbours import exchange
 from nnmpi.errors import ShapeError
-from nnmpi.parallel.sharded.exchange import CATEGORY, to_host
+from nnmpi.parallel.sharded.exchange import CATEGORY
 from nnmpi.shard import part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -81,13 +79,12 @@ class Halo(Function):
 
     def _transfer(self, away: dict[int, Array], home: dict[int, tuple[int, ...]], like: Array) -> dict[int, Array]:
         """Send arrays to ranks and return those that come from others, of the shapes given."""
-        host = {rank: to_host(array) for rank, array in away.items()}
-        room = {rank: np.empty(shape, str(like.dtype)) for rank, shape in home.items()}
-        bytes_sent = sum(array.nbytes for array in host.values())
-        with span("halo", CATEGORY, RECEIVE, {"bytes": bytes_sent}):
-            exchange(self.group, list(host.items()), list(room.items()))
         xp = namespace(like)
-        return {rank: xp.asarray(array) for rank, array in room.items()}
+        room: dict[int, Array] = {rank: xp.empty(shape, dtype=like.dtype) for rank, shape in home.items()}
+        bytes_sent = sum(array.nbytes for array in away.values())
+        with span("halo", CATEGORY, RECEIVE, {"bytes": bytes_sent}):
+            exchange(self.group, list(away.items()), list(room.items()))
+        return room
 
     def _peers(self, borrowing: bool) -> dict[int, range]:
         """Return the rows that this rank gets from each other one, or (not borrowing) gives to it."""

@@ -18,8 +18,9 @@ from nnmpi.parallel.sharded.exchange import all_sum, copy, sum_in_place
 from nnmpi.parallel.sharded.parts import Parts
 from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.parallel.sharded.site import Placed, Site
+from nnmpi.tensor.convert import widely
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real, same_dtype
+from nnmpi.tensor.operand import may_meet, real
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -76,9 +77,9 @@ class PartLayerNorm(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's features, normalized by the mean and variance of all."""
-        same_dtype("layer_norm", x, self.weight, self.bias)
+        may_meet("layer_norm", x, self.weight, self.bias)
         normalize = PartLayerNormalize(self._group, self._features, self.eps)
-        return normalize(real("layer_norm", x), self.weight, self.bias)
+        return widely(normalize, real("layer_norm", x), self.weight, self.bias)
 
 
 class RowsLayerNorm(LayerNorm):

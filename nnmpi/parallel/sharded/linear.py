@@ -6,6 +6,8 @@
     forward    nothing                              one all-reduce
     backward   one all-reduce, of x's gradient      nothing
 
+In half precision the parts are added up before they are rounded.
+
 So a pair costs one all-reduce each way, and what stands between works on its rank's features alone.
 """
 
@@ -13,16 +15,17 @@ from __future__ import annotations
 
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.linear import linear
+from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.exchange import add_up
 from nnmpi.parallel.sharded.parts import Parts
 from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
 from nnmpi.parallel.sharded.site import Exchange, Placed, Site
+from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
 
 
 class ColumnLinear(Linear):
-    """Some outputs of a linear layer: whole (..., inputs) -> (..., this rank's outputs).
+    """Some outputs of a linear layer: whole (..., inputs) -> (..., this rank's outputs). All else is the layer's.
 
     Args:
         layer: the whole layer.
@@ -36,9 +39,9 @@ class ColumnLinear(Linear):
         self.bias = None if layer.bias is None else parts.cut(layer.bias, self.result, axis=0)
         self._enter = enter
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's features of x W + b."""
-        return linear(self._enter(x), self.weight, self.bias)
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the whole input."""
+        return self._enter(x)
 
 
 class RowLinear(Linear):
@@ -58,7 +61,9 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
-        return add_up(linear(self._enter(x), self.weight), self._group, self.bias, fresh=True)
+        x = self._enter(x)
+        whole = add_up(linear_part(x, self.weight), self._group, self.bias, fresh=True)
+        return whole.astype(read_as("linear", x, self.weight))
 
 
 def place_linear(layer: Linear, site: Site) -> Placed:

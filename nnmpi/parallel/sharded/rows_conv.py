@@ -9,12 +9,14 @@ from __future__ import annotations
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
 from nnmpi.nn.conv import Conv2d
+from nnmpi.ops.columns import Frame as Windows
 from nnmpi.ops.conv import Conv2d as Convolve
+from nnmpi.ops.conv import convolve
 from nnmpi.parallel.sharded.exchange import copy
 from nnmpi.parallel.sharded.halo import Frame, halo
 from nnmpi.parallel.sharded.placement import rows
 from nnmpi.parallel.sharded.site import Exchange, Placed, Site
-from nnmpi.tensor.operand import same_dtype
+from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -43,12 +45,15 @@ class RowsConv2d(Conv2d):
         x = self._enter(x)
         if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
             raise ShapeError(f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}")
-        same_dtype("conv2d", x, self.weight, self.bias)
+        read_as("conv2d", x, self.weight, self.bias)
         seen = halo(x, self._group, self._frame)
         weight = copy(self.weight, self._group)
         bias = None if self.bias is None else copy(self.bias, self._group)
         # the operation itself, without the check that a window fits: a rank may have no rows
-        return Convolve(self.stride, (0, self.padding[1]), self.dilation, self.groups)(seen, weight, bias)
+        sizes, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])
+        plain = Convolve(self.stride, border, self.dilation, self.groups)
+        windows = Windows(sizes, self.stride, border, self.dilation)
+        return convolve(plain, seen, weight, bias, windows, self.groups)
 
 
 def place_rows_conv(layer: Conv2d, site: Site) -> Placed:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nnmpi.backend.windows import Pair
 from nnmpi.comm.group import Group
 from nnmpi.nn.conv import AvgPool2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.conv import pair
-from nnmpi.ops.pool import AvgPool2d as Average
-from nnmpi.ops.pool import MaxPool2d as Largest
+from nnmpi.ops.pool import average, largest
 from nnmpi.parallel.sharded.exchange import add_up
 from nnmpi.parallel.sharded.halo import Frame, halo
 from nnmpi.parallel.sharded.placement import WHOLE, rows
@@ -31,7 +32,7 @@ class RowsPool2d(Module):
 
     def __init__(
         self,
-        operation: type[Largest] | type[Average],
+        operation: Callable[[Tensor, Pair, Pair, Pair], Tensor],
         group: Group,
         frame: Frame,
         kernel: Pair,
@@ -45,7 +46,7 @@ class RowsPool2d(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the result."""
         real("pooling", x)
-        return self._operation(*self._windows)(halo(x, self._group, self._frame, self._border))
+        return self._operation(halo(x, self._group, self._frame, self._border), *self._windows)
 
 
 class RowsGlobalAvgPool2d(GlobalAvgPool2d):
@@ -79,7 +80,7 @@ def place_pool(layer: MaxPool2d | AvgPool2d, site: Site) -> Placed:
     frame = Frame(height, kernel[0], stride[0], padding[0])
     if frame.outputs < 1:
         raise site.refuse(f"has windows of {kernel[0]} rows, which do not fit images of {height} rows")
-    operation, border = (Largest, -float("inf")) if isinstance(layer, MaxPool2d) else (Average, 0.0)
+    operation, border = (largest, -float("inf")) if isinstance(layer, MaxPool2d) else (average, 0.0)
     return RowsPool2d(operation, site.group, frame, kernel, stride, padding, border), rows(frame.outputs)
 
 

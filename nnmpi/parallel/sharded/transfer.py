@@ -9,12 +9,9 @@ token needs rank b's through x.
 
 from __future__ import annotations
 
-import numpy as np
-
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.comm.neighbours import exchange
-from nnmpi.parallel.sharded.exchange import to_host
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 
@@ -29,14 +26,14 @@ class Send(Function):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        exchange(self.group, [(self.to, to_host(x))], [])
+        exchange(self.group, [(self.to, namespace(x).ascontiguousarray(x))], [])
         token: Array = namespace(x).zeros(0, dtype=x.dtype)
         return token
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        host = np.empty(self.saved[0], str(grad.dtype))
-        exchange(self.group, [], [(self.to, host)])
-        return (namespace(grad).asarray(host),)
+        came = namespace(grad).empty(self.saved[0], dtype=grad.dtype)
+        exchange(self.group, [], [(self.to, came)])
+        return (came,)
 
 
 class Receive(Function):
@@ -49,13 +46,12 @@ class Receive(Function):
 
     def forward(self, start: Array) -> Array:
         self.saved = (start.shape,)
-        host = np.empty(self.wanted, str(start.dtype))
-        exchange(self.group, [], [(self.from_, host)])
-        x: Array = namespace(start).asarray(host)
+        x: Array = namespace(start).empty(self.wanted, dtype=start.dtype)
+        exchange(self.group, [], [(self.from_, x)])
         return x
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        exchange(self.group, [(self.from_, to_host(grad))], [])
+        exchange(self.group, [(self.from_, namespace(grad).ascontiguousarray(grad))], [])
         return (namespace(grad).zeros(self.saved[0], dtype=grad.dtype),)
 
 

@@ -91,6 +91,7 @@ def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
     assert all(group.gather(bool(np.allclose(found, expected, rtol=0, atol=1e-12)))), (found, expected)
 
 
+@pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
 @pytest.mark.mpi
 def test_refusals(group: Group) -> None:
     """Wrong widths, labels, dtypes and options are refused on all ranks."""

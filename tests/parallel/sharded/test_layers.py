@@ -129,6 +129,16 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
 
     problems = differences(run(whole), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1)
     assert not any(group.gather(problems)), problems
+
+
+@pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
+@pytest.mark.mpi
+@pytest.mark.parametrize("sharding", [C, V])
+def test_an_index_outside_of_the_table_is_refused(group: Group, sharding: Sharding) -> None:
+    """By every rank, whoever would have the entry."""
+    model = nn.Sequential(nn.Embedding(11, 5))
+    shard(model, group, {"0": sharding}, sample=(3,))
+    model.initialize(seed=3)
     with pytest.raises(ShapeError, match="embedding index 11"):
-        ours(Tensor(np.array([[0, 1, 11]])))
+        model(Tensor(np.array([[0, 1, 11]])))
     group.barrier()

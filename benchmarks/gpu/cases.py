@@ -1,0 +1,69 @@
+"""The models that are trained on the device, as numbers: the CPU benchmark's, and larger ones that fill a card.
+
+| case      | model                                    | batch | what is expected to limit it on a large card   |
+|-----------|------------------------------------------|-------|------------------------------------------------|
+| mlp-fill  | linear 4096-8192-8192-10                 | 4096  | products: 2.2 TFLOP a step                     |
+| gpt-fill  | block of 2048 features, 16 heads, T 1024 | 16    | products: 5.2 TFLOP a step; attention's softmax |
+| cnn-1024  | `models.cnn` on 28 x 28 pixels           | 1024  | memory: activations of two convolutions        |
+| cnn       | the same                                 | 64    | starting kernels                               |
+| mlp-large | linear 784-2048-2048-10                  | 256   | starting kernels                               |
+| gpt-block | block of 256 features, 4 heads, T 128    | 8     | starting kernels                               |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from benchmarks.training.cases import CASES as ON_CPU
+from benchmarks.training.cases import CNN, GPT, MLP, SQUARED, Case
+
+FLOAT32, TF32, BF16 = "float32", "tf32", "bf16"
+MODES = (FLOAT32, TF32, BF16)
+MNIST = "mnist"
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        case.name: case
+        for case in (
+            Case("mlp-fill", MLP, 4096, (4096, 8192, 8192, 10)),
+            Case("gpt-fill", GPT, 16, (1024, 2048, 16, 8192), SQUARED),
+            replace(ON_CPU["cnn"], name="cnn-1024", batch=1024),
+            ON_CPU["cnn"],
+            ON_CPU["mlp-large"],
+            ON_CPU["gpt-block"],
+        )
+    }
+)
+# The same models in sizes that a processor does in no time, for checks of the benchmark itself.
+TINY: Mapping[str, Case] = MappingProxyType(
+    {
+        "mlp-fill": Case("mlp-fill", MLP, 6, (12, 16, 16, 10)),
+        "gpt-fill": Case("gpt-fill", GPT, 2, (8, 16, 2, 32), SQUARED),
+        "cnn": Case("cnn", CNN, 4, (8, 8, 1, 10)),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many times as fast as PyTorch eager nnmpi is to be, at least."""
+
+    case: str
+    modes: tuple[str, ...]
+    ratio: float
+
+
+TARGETS = (
+    Target("mlp-fill", (TF32, BF16), 0.95),
+    Target("gpt-fill", (TF32, BF16), 0.95),
+    Target("cnn", MODES, 0.9),
+    Target("cnn-1024", MODES, 0.9),
+    Target(MNIST, (FLOAT32,), 2.0),
+)
+
+
+def target(case: str, mode: str) -> float | None:
+    """Return the target of a case in a mode; None where there is none."""
+    return next((each.ratio for each in TARGETS if each.case == case and mode in each.modes), None)

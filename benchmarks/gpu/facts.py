@@ -1,0 +1,77 @@
+"""The machine's facts: what a report of checks and of speeds on a device begins with."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from benchmarks.accuracy.machine import facts as host_facts
+from nnmpi.backend.record import Backend
+from nnmpi.comm.library import import_mpi
+from nnmpi.errors import LaunchError
+
+PACKAGES = (
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "nvidia-cudnn-frontend",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+    "ml_dtypes",
+)
+QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,compute_cap,mig.mode.current"
+
+
+def collect(backend: Backend) -> dict[str, Any]:
+    """Return host, card, driver and versions by name; what cannot be found out is left out."""
+    found: dict[str, Any] = {**host_facts(), "device": backend.device, "stand_in": is_stand_in(backend)}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    found["mpi"] = mpi_library()
+    if found["stand_in"]:
+        return found
+    cupy = backend.xp
+    found["cupy"] = cupy.__version__
+    runtime = cupy.cuda.runtime
+    for name, ask in (
+        ("cuda_driver", runtime.driverGetVersion),
+        ("cuda_runtime", runtime.runtimeGetVersion),
+        ("devices", runtime.getDeviceCount),
+        ("nccl", lambda: import_module("cupy.cuda.nccl").get_version()),
+        ("cudnn", lambda: import_module("cudnn").backend_version()),
+        ("nvidia_smi", nvidia_smi),
+    ):
+        try:
+            found[name] = ask()
+        except Exception as error:  # a report says what is missing, and goes on
+            found[name] = f"not to be had: {type(error).__name__}: {error}"
+    return found
+
+
+def is_stand_in(backend: Backend) -> bool:
+    """Return whether the device is the one of the tests, which computes with NumPy, or the host itself."""
+    return "tests/device/fake" in (backend.xp.__file__ or "") or not backend.is_device
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Return what the driver's tool says of the first card."""
+    words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    return dict(zip(QUERY.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=True))
+
+
+def mpi_library() -> str:
+    """Return the MPI library that mpi4py finds, in words; MPI is not started."""
+    try:
+        return str(import_mpi().Get_library_version()).strip().splitlines()[0][:100]
+    except LaunchError as error:
+        return f"none: {error}"
+
+
+def short_name(backend: Backend) -> str:
+    """Return the card's name as a part of a file's name."""
+    words = "stand-in" if is_stand_in(backend) else backend.device.partition(",")[0]
+    return "-".join("".join(c.lower() if c.isalnum() else " " for c in words).split())

@@ -1,0 +1,102 @@
+"""The models that are trained, as numbers, and their data. Nothing here needs nnmpi or PyTorch.
+
+| case       | model                                                | loss               |
+|------------|------------------------------------------------------|--------------------|
+| mlp, iris  | linear layers with ReLU between them                 | cross-entropy      |
+| cnn        | `nnmpi.models.cnn`: two convolutions, ReLU, max-pool | cross-entropy      |
+| gpt-block  | pre-LN transformer block, causal, GELU (tanh)        | mean squared error |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MLP, CNN, GPT = "mlp", "cnn", "gpt"
+CROSS_ENTROPY, SQUARED, SOFTMAX_SQUARED = "cross-entropy", "mse", "softmax-mse"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a global batch and a loss.
+
+    Attributes:
+        name: on the command line.
+        model: MLP, CNN or GPT.
+        batch: rows of the global batch.
+        sizes: MLP: of the layers; CNN: height, width, channels, classes; GPT: time, features, heads, hidden features.
+        loss: CROSS_ENTROPY, SQUARED (mean over all elements), or SOFTMAX_SQUARED (of softmax and one-hot labels, summed
+            within a row, mean over rows).
+        seed: of data and first weights.
+    """
+
+    name: str
+    model: str
+    batch: int
+    sizes: tuple[int, ...]
+    loss: str = CROSS_ENTROPY
+    seed: int = 0
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one row of x, as nnmpi wants it: channels last."""
+        return {MLP: self.sizes[:1], CNN: self.sizes[:3], GPT: self.sizes[:2]}[self.model]
+
+    @property
+    def classes(self) -> int:
+        """Labels are below this."""
+        return self.sizes[-1]
+
+    @property
+    def elements(self) -> int:
+        """Elements of one row of the target."""
+        return self.sizes[0] * self.sizes[1] if self.loss == SQUARED else 1
+
+    def data(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """Return the global batch: x (batch, *sample), and labels (batch,) int64 or targets like x.
+
+        Images have a background of zeros, as handwritten digits do: max-pooling then meets ties.
+        """
+        draw = np.random.default_rng(self.seed)
+        x = draw.standard_normal((self.batch, *self.sample)).astype(np.float32)
+        if self.model == CNN:
+            margin = self.sizes[0] // 7
+            inside = np.zeros_like(x)
+            inner = (slice(None), slice(margin, -margin), slice(margin, -margin))
+            inside[inner] = abs(x[inner])
+            x = inside
+        if self.loss == SQUARED:
+            return x, draw.standard_normal(x.shape).astype(np.float32)
+        return x, draw.integers(0, self.classes, self.batch)
+
+    def share(self, rank: int, size: int) -> slice:
+        """Return the rows of a rank; all ranks have as many."""
+        rows = self.batch // size
+        return slice(rank * rows, (rank + 1) * rows)
+
+
+_SMALL = (784, 128, 127, 126, 125, 124, 123, 10)
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        case.name: case
+        for case in (
+            Case("mlp-small", MLP, 128, _SMALL),
+            Case("mlp-large", MLP, 256, (784, 2048, 2048, 10)),
+            Case("cnn", CNN, 64, (28, 28, 1, 10)),
+            Case("gpt-block", GPT, 8, (128, 256, 4, 1024), SQUARED),
+            Case("iris", MLP, 64, (4, 50, 3)),
+        )
+    }
+)
+# ShallowSpeed's published set-up: the same network, with its own loss.
+SHALLOWSPEED = Case("shallowspeed", MLP, 128, _SMALL, SOFTMAX_SQUARED)
+
+
+def find(name: str) -> Case:
+    """Return a case by its name."""
+    return SHALLOWSPEED if name == SHALLOWSPEED.name else CASES[name]

@@ -1,0 +1,180 @@
+"""A contestant's processes, seen from the benchmark: started, told what to do, and waited for.
+
+Each process has a line of its own to the benchmark and sleeps while it has nothing to do, so that all contestants can
+stay alive and take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from socket import AF_UNIX, socket
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.pipeline.launch import environment, mpirun
+from benchmarks.training.contestants import TORCH, Contestant
+from benchmarks.training.environment import TUNED_MALLOC
+from benchmarks.training.member import SOCKET
+from benchmarks.training.segments import Segments
+from nnmpi.errors import LaunchError
+
+MEMBER = Path(__file__).with_name("member.py")
+LIMIT_S = 900.0
+LAST_WORDS_S = 5.0
+AT_ONCE = 2  # contestants that start at the same time
+
+
+class Team:
+    """One contestant: a process per rank.
+
+    Args:
+        folder: where data, first weights and the socket are.
+        number: names the file of its output.
+    """
+
+    def __init__(self, contestant: Contestant, folder: Path, number: int) -> None:
+        self.contestant, self.hello = contestant, [{}] * contestant.ranks
+        self._lines: list[Any] = [None] * contestant.ranks
+        self._output = folder / f"{number}.output"
+        given = json.dumps(asdict(contestant))
+        words = [sys.executable, str(MEMBER), str(folder), given]
+        if contestant.side == TORCH or contestant.ranks == 1:
+            every = [[*words, str(rank)] for rank in range(contestant.ranks)]
+        else:
+            every = [[mpirun(), "-n", str(contestant.ranks), *words, "-"]]
+        self._segments = Segments()
+        environ = {**environment(), **self._segments.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
+        with open(self._output, "wb") as sink:
+            self._processes = [
+                subprocess.Popen(
+                    each,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    start_new_session=True,
+                )
+                for each in every
+            ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all processes have said hello."""
+        return all(line is not None for line in self._lines)
+
+    def join(self, line: Any, hello: Mapping[str, Any]) -> None:
+        """Take in a process that has said hello."""
+        self._lines[hello["rank"]], self.hello[hello["rank"]] = line, dict(hello)
+
+    def tell(self, what: str, **how: Any) -> list[dict[str, Any]]:
+        """Have all processes do something; return their answers in order of rank.
+
+        Raises:
+            LaunchError: when one has ended, with the end of its output.
+        """
+        try:
+            for line in self._lines:
+                line.write(json.dumps({"do": what, **how}) + "\n")
+                line.flush()
+            return [json.loads(line.readline()) for line in self._lines]
+        except (OSError, ValueError):  # a broken line, or an empty answer
+            raise LaunchError(self._ended(f"ended at {what!r}")) from None
+
+    def check_alive(self) -> None:
+        """Raise LaunchError if a process has ended."""
+        if any(process.poll() is not None for process in self._processes):
+            raise LaunchError(self._ended("did not start"))
+
+    def end(self) -> None:
+        """Let the processes end; kill those that do not."""
+        for line in self._lines:
+            if line is not None:
+                line.close()
+        begin = time.monotonic()
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, 10 - (time.monotonic() - begin)) if self.complete else 0)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)  # mpirun ends its ranks
+                process.wait()
+        self._segments.remove()
+
+    def _ended(self, when: str) -> str:
+        """Return what happened, in words, when the processes have said what they have to say."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_S)
+        words = self._output.read_text(errors="replace")[-4000:].strip()
+        return f"{self.contestant.name} on {self.contestant.ranks} ranks {when}; it said: {words}"
+
+
+class Teams:
+    """All contestants of a case on so many ranks, alive as long as the block lasts.
+
+        with Teams(contestants, folder) as teams:
+            teams[name].tell("block", lr=0.01, steps=10)
+
+    Raises:
+        LaunchError: when a process ends or does not come in time.
+    """
+
+    def __init__(self, contestants: Sequence[Contestant], folder: Path) -> None:
+        self._contestants, self._folder = contestants, folder
+        self._teams: dict[str, Team] = {}
+
+    def __enter__(self) -> Self:
+        address = self._folder / SOCKET
+        address.unlink(missing_ok=True)
+        try:
+            with socket(AF_UNIX) as listener:
+                listener.bind(str(address))
+                listener.listen(64)
+                listener.settimeout(1.0)
+                for number, each in enumerate(self._contestants):
+                    self._teams[each.name] = Team(each, self._folder, number)
+                    if number % AT_ONCE == AT_ONCE - 1 or number == len(self._contestants) - 1:
+                        self._gather(listener, list(self))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def __getitem__(self, name: str) -> Team:
+        return self._teams[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._teams.values())
+
+    def _gather(self, listener: socket, teams: Sequence[Team]) -> None:
+        """Wait until these are complete."""
+        begin = time.monotonic()
+        while not all(team.complete for team in teams):
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                for team in teams:
+                    team.check_alive()
+                if time.monotonic() - begin > LIMIT_S:
+                    raise LaunchError(f"contestants did not start within {LIMIT_S:g} s") from None
+                continue
+            line.settimeout(LIMIT_S)
+            talk = line.makefile("rw")
+            line.close()  # the file keeps it open
+            hello = json.loads(talk.readline())
+            self._teams[hello["name"]].join(talk, hello)
+
+    def _end(self) -> None:
+        for team in self._teams.values():
+            team.end()

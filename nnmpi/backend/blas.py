@@ -1,0 +1,117 @@
+"""Whether the BLAS runs code for an older processor than the one it is on.
+
+OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_CORETYPE names one, as some machines do for
+all their users. Code for Haswell leaves half of an AVX-512 processor idle: on a Zen 5 core a product of matrices ran at
+123 GF/s instead of 215 to 245, and a training step of dense layers took 1.8 to 2 times as long; on a core of an Intel
+Xeon (Sapphire Rapids or later) the product ran at 96 instead of 130.
+
+    python -c "from nnmpi.backend.blas import find_older; print(find_older() or 'nothing to say')"
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from threadpoolctl import threadpool_info
+
+VARIABLE = "OPENBLAS_CORETYPE"
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Processors with the same vector instructions.
+
+    Attributes:
+        name: of the instructions.
+        flags: by which the kernel names them; a processor belongs here if it has all.
+        cores: OpenBLAS's names, in lower case, for the code that uses no newer ones.
+    """
+
+    name: str
+    flags: frozenset[str]
+    cores: frozenset[str]
+
+
+def _generation(name: str, flags: str, cores: str) -> Generation:
+    return Generation(name, frozenset(flags.split()), frozenset(cores.split()))
+
+
+# Oldest first. Only what decides the speed of products counts: Cooper Lake's and Sapphire Rapids' own code is for
+# bfloat16, and in float32 the same as Skylake's.
+GENERATIONS: dict[str, tuple[Generation, ...]] = {
+    "x86": (
+        _generation(
+            "SSE",
+            "",
+            "katmai coppermine northwood prescott banias core2 penryn dunnington nehalem atom nano athlon opteron "
+            "opteron_sse3 barcelona bobcat",
+        ),
+        _generation("AVX", "avx", "sandybridge bulldozer piledriver steamroller excavator"),
+        _generation("AVX2", "avx2 fma", "haswell zen"),
+        _generation("AVX-512", "avx512f avx512bw avx512dq avx512vl", "skylakex cooperlake sapphirerapids"),
+    ),
+    "arm": (
+        _generation(
+            "NEON",
+            "",
+            "armv8 cortexa53 cortexa55 cortexa57 cortexa72 cortexa73 cortexa76 falkor thunderx thunderx2t99 "
+            "thunderx3t110 tsv110 emag8180 neoversen1 ft2000 vortex",
+        ),
+        _generation("SVE", "sve", "armv8sve neoversev1 neoversen2 a64fx"),
+    ),
+}
+FAMILIES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
+# What it costs, where that was measured.
+COST = {("AVX2", "AVX-512"): ", which makes dense layers 1.3 to 2 times as fast"}
+
+
+def find_older(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a sentence if this process's OpenBLAS runs code for an older processor, with the remedy; else None.
+
+    None too where that cannot be told: with another BLAS, an unknown processor, or no /proc/cpuinfo.
+    """
+    cores = [each["architecture"] for each in threadpool_info() if each.get("internal_api") == "openblas"]
+    family = FAMILIES.get(platform.machine().lower())
+    if not cores or family is None:
+        return None
+    return compare(cores[0], family, read_flags(), environ.get(VARIABLE))
+
+
+def compare(core: str, family: str, flags: frozenset[str], wanted: str | None) -> str | None:
+    """Return the sentence for code of a core on a processor with these flags; None if it is not older, or unknown.
+
+    Args:
+        core: OpenBLAS's name, such as "Haswell".
+        family: a key of GENERATIONS.
+        flags: the processor's, as the kernel names them; empty if unknown.
+        wanted: what OPENBLAS_CORETYPE is; None if it is not set.
+    """
+    generations = GENERATIONS[family]
+    runs = next((i for i, each in enumerate(generations) if core.lower() in each.cores), None)
+    if runs is None or not flags:
+        return None
+    able = max(i for i, each in enumerate(generations) if each.flags <= flags)
+    if able <= runs:
+        return None
+    old, new = generations[runs].name, generations[able].name
+    if wanted:
+        remedy = f"{VARIABLE}={wanted} in the environment does that; unset it (before Python starts)"
+    else:
+        remedy = "it chose so by itself; a newer NumPy may bring code for this processor"
+    return f"OpenBLAS runs code for {core} ({old}), but the processor has {new}{COST.get((old, new), '')}; {remedy}"
+
+
+def read_flags(path: Path = _CPU_INFO) -> frozenset[str]:
+    """Return the first processor's instruction flags, empty where the system does not tell."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()

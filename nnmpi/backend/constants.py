@@ -1,0 +1,41 @@
+"""Arrays that are made once and read for ever after: ones to add up with, and numbers in steps."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+
+KEPT = 64  # of each kind; a run has as many as it has batch sizes
+
+
+def ones(xp: Any, count: int, dtype: Any) -> Array:
+    """Return `count` ones, not to be written to; `xp` is the library, or a recorder's stand-in for it."""
+    if xp is np or xp.__name__ == "numpy":
+        return _ones(count, dtype)
+    result: Array = xp.ones(count, dtype)
+    return result
+
+
+def steps(xp: Any, count: int, step: int) -> Array:
+    """Return 0, step, 2 step ... , `count` of them, int64, not to be written to; `xp` as above."""
+    if xp is np or xp.__name__ == "numpy":
+        return _steps(count, step)
+    result: Array = xp.multiply(xp.arange(count, dtype="int64"), step)
+    return result
+
+
+@lru_cache(KEPT)
+def _ones(count: int, dtype: Any) -> Array:
+    return _constant(np.ones(count, dtype))
+
+
+@lru_cache(KEPT)
+def _steps(count: int, step: int) -> Array:
+    return _constant(np.arange(count, dtype="int64") * step)
+
+
+def _constant(array: Array) -> Array:
+    array.flags.writeable = False
+    return array

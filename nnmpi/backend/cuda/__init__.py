@@ -1,0 +1,10 @@
+"""Kernels in CUDA C++ for devices, compiled when they are first used, and the table by which they are called.
+
+    table          `DeviceKernels`: all by name, with the names and arguments of `backend.kernels.table`, and more
+    launch         compiling for the dtypes at hand, what all calls check, and the sizes of grids
+    the rest       one Python file per family of kernels, and the sources: `common.cuh`, put before each `*.cu`
+
+The sources include nothing, so CUDA's run-time compiler needs no path to headers, and they compile for the host too:
+the tests run them there. Each kernel takes arrays of any size. No result depends on which thread comes first: what is
+added up is so in an order that sizes decide, and whether addresses are multiples of 16 bytes.
+"""

@@ -1,0 +1,156 @@
+"""Kernels for channels-last images: pooling, and convolution's columns."""
+
+from __future__ import annotations
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.cuda.launch import NOTHING, THREADS, Family, flat_grid, has_size, sums_grid, totals_grid
+from nnmpi.backend.windows import Pair, out_size
+from nnmpi.errors import ShapeError
+
+ONE: Pair = (1, 1)
+TWO: Pair = (2, 2)
+NONE: Pair = (0, 0)
+
+
+class Images(Family):
+    """Arrays are C-contiguous; T and P are the roles of `Family`. Images are (n, h, w, c), pairs (rows, columns)."""
+
+    def max_pool2(self, x: Array, y: Array, corner: Array) -> None:
+        """The largest of 2 x 2 pixels, and which it was; see `max_pool`."""
+        self.max_pool(x, y, corner, TWO, TWO, NONE)
+
+    def max_pool2_grad(self, grad: Array, corner: Array, out: Array) -> None:
+        """The gradient of `max_pool2`; see `max_pool_grad`."""
+        self.max_pool_grad(grad, corner, out, TWO, TWO, NONE)
+
+    def max_pool(self, x: Array, y: Array, winner: Array | None, kernel: Pair, stride: Pair, padding: Pair) -> None:
+        """The largest of each window, the first of equal ones; a NaN wins over numbers, and the border over nothing.
+
+        Args:
+            x: T (n, h, w, c).
+            y: out T (n, out_h, out_w, c).
+            winner: out, like y: which place in the window it was, i * kernel[1] + j; unsigned, wide enough for all
+                places and one number more; or None.
+        """
+        self._pool("max_pool", x, None, y, winner, (kernel, stride, padding), cut=False)
+
+    def bias_relu_pool(self, x: Array, bias: Array | None, y: Array, winner: Array | None, kernel: Pair) -> None:
+        """y = max(largest + bias, 0) for windows side by side; the winner is its dtype's largest number where y is 0.
+
+        Args:
+            x, y, winner: as those of `max_pool`.
+            bias: P (c,), or None.
+        """
+        self._pool("bias_relu_pool", x, bias, y, winner, (kernel, kernel, NONE), cut=True)
+
+    def _pool(
+        self,
+        name: str,
+        x: Array,
+        bias: Array | None,
+        y: Array,
+        winner: Array | None,
+        window: tuple[Pair, Pair, Pair],
+        cut: bool,
+    ) -> None:
+        launch = self.kernel("pooling", "max_pool", "TPTb", x, bias, y, winner)
+        sizes = _frame(name, x, y, *window)
+        has_size(name, "winners", winner, y.size)
+        has_size(name, "bias", bias, x.shape[3])
+        _fits(name, winner, window[0])
+        if y.size:
+            places = (NOTHING, 1) if winner is None else (winner, winner.dtype.itemsize)
+            added = NOTHING if bias is None else bias
+            grid = flat_grid(y.size, y.dtype.itemsize)
+            launch(grid, (THREADS,), (x, added, y, *places, int(cut), *sizes))
+
+    def max_pool_grad(self, grad: Array, winner: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+        """out: T (n, h, w, c) = each window's gradient at its winner, summed where windows overlap; else 0."""
+        launch = self.kernel("pooling", "max_pool_grad", "TbT", grad, winner, out)
+        sizes = _frame("max_pool_grad", out, grad, kernel, stride, padding)
+        has_size("max_pool_grad", "winners", winner, grad.size)
+        if out.size:
+            grid = flat_grid(out.size, out.dtype.itemsize)
+            launch(grid, (THREADS,), (grad, winner, out, winner.dtype.itemsize, *sizes))
+
+    def bias_relu_pool_grad(self, grad: Array, winner: Array, out: Array, to_bias: Array | None, kernel: Pair) -> None:
+        """The gradients of `bias_relu_pool`: out T (n, h, w, c), to_bias P (c,) or None."""
+        self.max_pool_grad(grad, winner, out, kernel, kernel, NONE)
+        if to_bias is None or to_bias.size == 0:
+            return
+        n, rows = to_bias.size, grad.size // to_bias.size
+        has_size("bias_relu_pool_grad", "bias", to_bias, grad.shape[3])
+        launch = self.kernel("pooling", "winner_sum", "TbP", grad, winner, to_bias)
+        grid, block = sums_grid(rows, n, grad.dtype.itemsize)
+        partial = self.totals(n, grid[1], grad.dtype)
+        launch(grid, block, (grad, winner, winner.dtype.itemsize, to_bias, partial, rows, n))
+        if grid[1] > 1:
+            total = self.kernel("pooling", "winner_total", "TP", grad, to_bias)
+            total(*totals_grid(n), (partial, to_bias, grid[1], n))
+
+    def avg_pool(self, x: Array, y: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+        """x: T (n, h, w, c); y: out T (n, out_h, out_w, c): the mean of each window, the border's zeros included."""
+        launch = self.kernel("pooling", "avg_pool", "TT", x, y)
+        sizes = _frame("avg_pool", x, y, kernel, stride, padding)
+        if y.size:
+            launch(flat_grid(y.size, y.dtype.itemsize), (THREADS,), (x, y, *sizes))
+
+    def avg_pool_grad(self, grad: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+        """out: T (n, h, w, c): each window's gradient spread evenly over its pixels."""
+        launch = self.kernel("pooling", "avg_pool_grad", "TT", grad, out)
+        sizes = _frame("avg_pool_grad", out, grad, kernel, stride, padding)
+        if out.size:
+            launch(flat_grid(out.size, out.dtype.itemsize), (THREADS,), (grad, out, *sizes))
+
+    def im2col(
+        self, x: Array, columns: Array, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = ONE, first: int = 0
+    ) -> None:
+        """Copy the windows of images into the rows of a matrix; the border is 0.
+
+        Args:
+            x: T (n, h, w, all channels).
+            columns: out T (n out_h out_w, kernel_h kernel_w c), row (image, i, j), column (ki, kj, channel).
+            first: the first of the c channels that are meant.
+        """
+        self._columns("im2col", x, columns, (kernel, stride, padding, dilation), first)
+
+    def col2im(
+        self, columns: Array, x: Array, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = ONE, first: int = 0
+    ) -> None:
+        """Add the columns up where `im2col` takes them from: x is written, in the channels that are meant."""
+        self._columns("col2im", x, columns, (kernel, stride, padding, dilation), first)
+
+    def _columns(
+        self, name: str, x: Array, columns: Array, geometry: tuple[Pair, Pair, Pair, Pair], first: int
+    ) -> None:
+        kernel, stride, padding, dilation = geometry
+        launch = self.kernel("columns", name, "TT", x, columns)
+        n, h, w, channels = x.shape
+        out = tuple(out_size(x.shape[i + 1], kernel[i], stride[i], padding[i], dilation[i]) for i in (0, 1))
+        c = columns.shape[1] // (kernel[0] * kernel[1])
+        if min(out) < 0 or first < 0 or first + c > channels:
+            raise ShapeError(f"the kernel {name}'s columns {columns.shape} do not fit images {x.shape}")
+        has_size(name, "columns", columns, n * out[0] * out[1] * kernel[0] * kernel[1] * c)
+        written = columns.size if name == "im2col" else n * h * w * c
+        if written:
+            sizes = (n, h, w, channels, first, c, *out, *kernel, *stride, *padding, *dilation)
+            arrays = (x, columns) if name == "im2col" else (columns, x)
+            launch(flat_grid(written, x.dtype.itemsize), (THREADS,), (*arrays, *sizes))
+
+
+def _frame(name: str, x: Array, y: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
+    """Return the sizes that pooling's kernels take, for images x and what they are pooled to.
+
+    Raises:
+        ShapeError: when y does not fit.
+    """
+    n, h, w, c = x.shape
+    out = tuple(max(0, out_size(x.shape[i + 1], kernel[i], stride[i], padding[i])) for i in (0, 1))
+    if y.shape != (n, *out, c):
+        raise ShapeError(f"the kernel {name} pools images {x.shape} to {(n, *out, c)}, not {y.shape}")
+    return (n, h, w, c, *out, *kernel, *stride, *padding)
+
+
+def _fits(name: str, winner: Array | None, kernel: Pair) -> None:
+    if winner is not None and kernel[0] * kernel[1] >= 256**winner.dtype.itemsize:
+        raise ShapeError(f"the kernel {name} cannot number {kernel[0] * kernel[1]} places by {winner.dtype}")

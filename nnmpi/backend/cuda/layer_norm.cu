@@ -1,0 +1,132 @@
+// Layer normalization, row by row. What backward needs of the input is either kept as `normal`, or computed again from
+// the input and the rows' means: no array more to write.
+
+template <bool BLOCK>
+__device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y, T* normal, A* inverse, A* mean, long long rows,
+                                          long long n, A* shared) {
+    int skew = aligned(x, scale, shift, y, normal) && n % PACK == 0 ? 0 : -1;
+    for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
+        const T* from = x + r * n;
+        A base = wide(from[0]);  // differences from it: a constant row gives exactly 0, and large numbers do not cancel
+        A sum = 0, squares = 0;
+        along(0, n, skew, [&](long long c, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<T, N> values = load<N>(from + c);
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum += wide(values.at[k]) - base;
+        });
+        A middle = combine<BLOCK>(sum, Add(), shared) / (A)n;
+        along(0, n, skew, [&](long long c, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<T, N> values = load<N>(from + c);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                A difference = wide(values.at[k]) - base - middle;
+                squares += difference * difference;
+            }
+        });
+        A factor = 1 / root(combine<BLOCK>(squares, Add(), shared) / (A)n + eps);
+        if (threadIdx.x == 0) {
+            inverse[r] = factor;
+            if (mean) mean[r] = base + middle;
+        }
+        along(0, n, skew, [&](long long c, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<T, N> values = load<N>(from + c), centred;
+            Pack<P, N> times = load<N>(scale + c), plus = load<N>(shift + c);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                A unit = (wide(values.at[k]) - base - middle) * factor;
+                set(centred.at[k], unit);
+                set(values.at[k], unit * (A)widen(times.at[k]) + (A)widen(plus.at[k]));
+            }
+            store<N>(y + r * n + c, values);
+            if (normal) store<N>(normal + r * n + c, centred);
+        });
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) layer_norm_warps(const T* x, const P* scale, const P* shift, double eps, T* y, T* normal,
+                                                                    A* inverse, A* mean, long long rows, long long n) {
+    normalize<false>(x, scale, shift, (A)eps, y, normal, inverse, mean, rows, n, nullptr);
+}
+extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_blocks(const T* x, const P* scale, const P* shift, double eps, T* y, T* normal,
+                                                                     A* inverse, A* mean, long long rows, long long n) {
+    __shared__ A shared[32];
+    normalize<true>(x, scale, shift, (A)eps, y, normal, inverse, mean, rows, n, shared);
+}
+
+// kept: normal where mean is none, else x.
+template <bool BLOCK>
+__device__ __forceinline__ void input_gradient(const T* grad, const T* kept, const A* inverse, const A* mean, const P* scale, T* to_x,
+                                               long long rows, long long n, A* shared) {
+    int skew = aligned(grad, kept, scale, to_x) && n % PACK == 0 ? 0 : -1;
+    for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
+        long long row = r * n;
+        A factor = inverse[r], less = mean ? mean[r] : (A)0, times = mean ? factor : (A)1;
+        A total = 0, inner = 0;
+        along(0, n, skew, [&](long long c, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(kept + row + c);
+            Pack<P, N> weights = load<N>(scale + c);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                A product = wide(above.at[k]) * (A)widen(weights.at[k]);
+                total += product;
+                inner += product * ((wide(values.at[k]) - less) * times);
+            }
+        });
+        total = combine<BLOCK>(total, Add(), shared) / (A)n;
+        inner = combine<BLOCK>(inner, Add(), shared) / (A)n;
+        along(0, n, skew, [&](long long c, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(kept + row + c);
+            Pack<P, N> weights = load<N>(scale + c);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                A normal = (wide(values.at[k]) - less) * times;
+                set(above.at[k], (wide(above.at[k]) * (A)widen(weights.at[k]) - total - normal * inner) * factor);
+            }
+            store<N>(to_x + row + c, above);
+        });
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) layer_norm_grad_warps(const T* grad, const T* kept, const A* inverse, const A* mean,
+                                                                         const P* scale, T* to_x, long long rows, long long n) {
+    input_gradient<false>(grad, kept, inverse, mean, scale, to_x, rows, n, nullptr);
+}
+extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_grad_blocks(const T* grad, const T* kept, const A* inverse, const A* mean,
+                                                                          const P* scale, T* to_x, long long rows, long long n) {
+    __shared__ A shared[32];
+    input_gradient<true>(grad, kept, inverse, mean, scale, to_x, rows, n, shared);
+}
+
+template <int N>
+__device__ __forceinline__ void parameter_sums(const T* grad, const T* kept, const A* inverse, const A* mean, P* to_scale, P* to_shift, A* partial,
+                                               A* shared, long long rows, long long n) {
+    P* const result[2] = {to_scale, to_shift};
+    sum_columns<N, 2>(rows, n, result, partial, false, shared, [&](long long i, long long r, A(&sums)[2][N]) {
+        Pack<T, N> above = load<N>(grad + i), values = load<N>(kept + i);
+        A less = mean ? mean[r] : (A)0, times = mean ? inverse[r] : (A)1;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * times);
+            sums[1][k] += wide(above.at[k]);
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    layer_norm_sums(const T* grad, const T* kept, const A* inverse, const A* mean, P* to_scale, P* to_shift, A* partial, long long rows, long long n) {
+    __shared__ A shared[256 * PACK];
+    if (aligned(grad, kept) && n % PACK == 0)
+        parameter_sums<PACK>(grad, kept, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
+    else parameter_sums<1>(grad, kept, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    layer_norm_total(const A* partial, P* to_scale, P* to_shift, long long parts, long long n) {
+    const int add = 0;
+    NNMPI_COLUMN_TOTALS(2, to_scale, to_shift);
+}

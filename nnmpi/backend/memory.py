@@ -1,0 +1,59 @@
+"""How much memory a backend uses, and how much it may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory in bytes: a device's as this process's arrays use it; on the host, that of the whole process.
+
+    Attributes:
+        used_bytes: in arrays that are alive.
+        peak_bytes: the most that the pool (on the host: the process) has held at once since the last `reset_peak`.
+        limit_bytes: what the pool may take from the device; None without a limit.
+        pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the host, which has none.
+        note: where the limit comes from, in words.
+    """
+
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int | None
+    pool_bytes: int
+    note: str
+
+    def __str__(self) -> str:
+        limit = "no limit" if self.limit_bytes is None else f"limit {gib(self.limit_bytes)}"
+        return f"{gib(self.used_bytes)} in use, {gib(self.peak_bytes)} at the peak, {limit} ({self.note})"
+
+
+def gib(count_bytes: int) -> str:
+    """Return bytes in words, in GiB or MiB."""
+    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.1f} MiB"
+
+
+def host_memory() -> MemoryUse:
+    """Return what this process has of the host's memory; zeros where the system does not tell."""
+    used = _read("VmRSS")
+    return MemoryUse(used, max(used, _read("VmHWM")), None, 0, "of the host's memory, the whole process")
+
+
+def reset_host_peak() -> None:
+    """Let the system count this process's peak anew, where it can (Linux)."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return
+
+
+def _read(name: str) -> int:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,0 +1,97 @@
+"""The precision in which products are computed: a mode of the context, float32 unless said otherwise.
+
+    mode       what a GEMM or a convolution reads     adds up in    what it gives     parameters, gradients, optimizer
+    float32    float32                                float32       float32           float32
+    tf32       float32, 10 bits of the fraction       float32       float32           float32
+    bf16       bfloat16: range of float32, 7 bits     float32       bfloat16          float32
+    fp16       float16: 6e-8 to 65504, 10 bits        float32       float16           float32
+
+Parameters stay float32 ("master weights", Micikevicius et al., "Mixed precision training", 2018) and are rounded where
+an operation reads them; what flows between the layers is of the lower precision, and a parameter's gradient is added up
+in float32 where it belongs, so that optimizers and exchanges never see the lower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from nnmpi.errors import UsageError
+
+MODES = ("float32", "tf32", "bf16", "fp16")
+_mode: ContextVar[str] = ContextVar("nnmpi_precision", default="float32")
+
+
+def precision() -> str:
+    """Return the mode of this context, one of MODES."""
+    return _mode.get()
+
+
+@contextmanager
+def use_precision(mode: str) -> Iterator[None]:
+    """Compute in this precision inside the block.
+
+    Raises:
+        UsageError: for an unknown mode, or bf16 where the package ml_dtypes is missing.
+    """
+    if mode not in MODES:
+        raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
+    low_dtype(mode)
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def low_dtype(mode: str) -> np.dtype[Any] | None:
+    """Return the dtype of what flows between layers in this mode, None where that is the parameters' own.
+
+    Raises:
+        UsageError: when bfloat16 is needed and ml_dtypes is not installed.
+    """
+    if mode == "fp16":
+        return np.dtype(np.float16)
+    return bfloat16() if mode == "bf16" else None
+
+
+@cache
+def bfloat16() -> np.dtype[Any]:
+    """Return NumPy's dtype for bfloat16, which the package ml_dtypes has.
+
+    Raises:
+        UsageError: when it is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise UsageError(
+            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); install nnmpi[bf16], or use float32"
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether the dtype is floating point; bfloat16 is, though NumPy counts it among the unknown."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def is_low(dtype: np.dtype[Any]) -> bool:
+    """Return whether the dtype is float16 or bfloat16, in which nothing is added up."""
+    return dtype.itemsize == 2 and is_floating(dtype)
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of that name, such as "float32"; NumPy knows "bfloat16" only once ml_dtypes is there.
+
+    Raises:
+        UsageError: when bfloat16 is meant and ml_dtypes is not installed.
+    """
+    dtype: np.dtype[Any] = bfloat16() if name == "bfloat16" else np.dtype(name)
+    return dtype

@@ -1,0 +1,250 @@
+"""Recording what a training step asks of its array library, as a flat list of calls that can be made again.
+
+    first time    y = xp.matmul(x, w)               computes, and notes  matmul(x, w, out=y)
+                  xp.add(y, b, out=y)               computes, and notes  add(y, b, out=y)
+    later         for call in calls: call()         the same calls on the same arrays
+
+While a recorder is active, operations get `recorder.module(numpy)` in NumPy's place. A result becomes the place into
+which the noted call writes; views of it stay valid, so they need no call. Whatever is no arithmetic of the array
+library (an optimizer's step, an exchange between ranks) is noted whole, by `perform`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.leases import Pool, alias
+from nnmpi.errors import UsageError
+
+Call = Callable[[], object]
+
+_active: ContextVar[Recorder | None] = ContextVar("nnmpi_recorder", default=None)
+
+# What makes an array without computing anything, and what makes constants.
+_EMPTY = frozenset({"empty", "empty_like"})
+_FILLED = frozenset({"zeros", "zeros_like", "full", "full_like"})
+_CONSTANT = frozenset({"ones", "ones_like", "arange"})
+
+# Functions besides the universal ones that write to an array if they are given one, and which of them CuPy's do not;
+# functions that NumPy defines by the method of the same name, which is quicker to call; and universal functions that
+# want `out` by name.
+_WITH_OUT = frozenset({"dot", "matmul", "take", "argmax", "argmin", "mean", "sum", "einsum", "concatenate", "clip"})
+_WITHOUT_ON_DEVICE = frozenset({"einsum"})
+_METHODS = frozenset({"take", "put", "argmax", "argmin"})
+_NAMED_OUT = frozenset({"maximum", "minimum"})
+
+
+def active() -> Recorder | None:
+    """Return the recorder that notes what is computed now, if there is one."""
+    return _active.get()
+
+
+def perform(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and let a recording call it again, as a whole, each time; return its result of now."""
+    recorder = _active.get()
+    return function(*args) if recorder is None else recorder.perform(function, *args)
+
+
+def refuse(what: str) -> None:
+    """Refuse to hand out a number of Python's while a step is recorded, since it would be the first step's for ever.
+
+    Raises:
+        UsageError: when a step is being recorded.
+    """
+    if _active.get() is not None:
+        raise UsageError(
+            f"{what} inside a compiled step would be that of the first step for ever; return the tensor from the step "
+            "and look at it outside, or do not compile this step"
+        )
+
+
+class Recorder:
+    """Notes calls in their order.
+
+    Attributes:
+        calls: what was noted so far.
+        leaves: by identity, the leaves of the graph that the calls read, as they were when they were first seen: the
+            leaf, its values, its place for gradients, whether it needs one, and its gradient (False where the step
+            itself sees to that).
+        made: the tensors that operations of the step have given.
+        cleared: the identities of leaves whose gradients the step has forgotten.
+        pool: the memory of the results.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.leaves: dict[int, tuple[Any, Array, Array | None, bool, Any]] = {}
+        self.made: WeakSet[Any] = WeakSet()
+        self.cleared: set[int] = set()
+        self.pool = Pool()
+        self._modules: dict[str, _Namespace] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note what is computed in this block."""
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+            self._modules.clear()  # they refer to this recorder: it goes, with its memory, when nobody holds it
+            self.made.clear()
+
+    def module(self, xp: ModuleType) -> Any:
+        """Return what stands in for an array library: its functions, which note their calls."""
+        if xp.__name__ not in self._modules:
+            self._modules[xp.__name__] = _Namespace(self, xp)
+        return self._modules[xp.__name__]
+
+    def note(self, function: Callable[..., object], *args: Any) -> None:
+        """Add a call to the list, without making it now."""
+        self.calls.append(alias(partial(function, *args) if args else function))
+
+    def saw(self, leaf: Any) -> None:
+        """Remember a leaf of the graph as it is now, when it is first seen."""
+        if id(leaf) not in self.leaves:
+            grad = False if id(leaf) in self.cleared else leaf.grad
+            self.leaves[id(leaf)] = (leaf, leaf.data, leaf.buffer, leaf.requires_grad, grad)
+
+    def holds(self) -> bool:
+        """Return whether all leaves are still as the calls expect them."""
+        for leaf, data, buffer, needed, grad in self.leaves.values():
+            if leaf.data is not data or leaf.buffer is not buffer or leaf.requires_grad is not needed:
+                return False
+            if grad is not False and leaf.grad is not grad:
+                return False
+        return True
+
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as if nothing were recorded."""
+        token = _active.set(None)
+        try:
+            return function(*args)
+        finally:
+            _active.reset(token)
+
+    def perform(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as if nothing were recorded, note it, and return its result."""
+        result = self.alone(function, *args)
+        self.note(function, *args)
+        return result
+
+
+class _Namespace:
+    """An array library whose functions note their calls."""
+
+    def __init__(self, recorder: Recorder, xp: ModuleType) -> None:
+        self._recorder, self._xp = recorder, xp
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._xp, name)
+        if callable(value) and not isinstance(value, type):
+            value = _Noting(self._recorder, self._xp, name, value)
+        setattr(self, name, value)  # the next look finds it without coming here
+        return value
+
+
+class _Noting:
+    """A function of an array library that notes its calls; so are its methods, such as `add.reduce`."""
+
+    def __init__(self, recorder: Recorder, xp: ModuleType, name: str, function: Callable[..., Any]) -> None:
+        self._recorder, self._xp, self._name, self._function = recorder, xp, name, function
+
+    def __getattr__(self, name: str) -> Any:
+        return _Noting(self._recorder, self._xp, f"{self._name}.{name}", getattr(self._function, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._function(*args, **kwargs)
+        note = self._recorder.note
+        if self._name in _EMPTY:
+            return self._lend(result)
+        if self._name in _FILLED:
+            result = self._moved(result)
+            note(*_filling(self._xp, self._name, result, args, kwargs))
+            return result
+        if self._name in _CONSTANT:
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False  # CuPy's have no such flag
+            return result
+        if result is None or kwargs.get("out") is not None:
+            note(_bound(self._xp, self._name, self._function, args, kwargs))
+            return result
+        return self._keep(result, args, kwargs)
+
+    def _keep(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Array:
+        """Note the call that writes a new result's place, unless it is a view; return the result, always an array."""
+        if isinstance(result, tuple | list):
+            raise UsageError(f"{self._name} gives several arrays, which a compiled step cannot keep; ask one by one")
+        place: Array = self._xp.asarray(result)
+        if any(is_array(each) and self._xp.may_share_memory(each, place) for each in args):
+            return place
+        place = self._moved(place)
+        if _writes_out(self._xp, self._name, self._function):
+            self._recorder.note(_bound(self._xp, self._name, self._function, args, {**kwargs, "out": place}))
+        else:
+            self._recorder.note(_copy_result, self._xp, place, partial(self._function, *args, **kwargs))
+        return place
+
+    def _lend(self, like: Array) -> Array:
+        """Return an array of that shape and type over the recording's memory (as it is, if that is not NumPy's)."""
+        if type(like) is not np.ndarray or not like.flags.c_contiguous:
+            return like
+        return self._recorder.pool.lend(like.shape, like.dtype)
+
+    def _moved(self, array: Array) -> Array:
+        """Return the same values over the recording's memory."""
+        place = self._lend(array)
+        if place is not array:
+            np.copyto(place, array)
+        return place
+
+
+def _filling(
+    xp: ModuleType, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., object], Any]:
+    """Return what fills an array again that was made full of one value, and that value."""
+    if isinstance(result, np.ndarray):
+        return result.fill, result.reshape(-1)[0] if result.size else 0
+    if name.startswith("zeros"):
+        return result.fill, 0  # a device clears memory without a kernel, and nobody waits to see what is in it
+    value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+    return (partial(xp.copyto, result), value) if is_array(value) else (result.fill, value)
+
+
+def _writes_out(xp: ModuleType, name: str, function: Callable[..., Any]) -> bool:
+    """Return whether a function takes `out`: universal functions, their reductions, and some others do."""
+    owner = getattr(function, "__self__", None)
+    return (
+        _is_universal(function)
+        or (_is_universal(owner) and name.endswith(".reduce"))
+        or (name in _WITH_OUT and (xp is np or name not in _WITHOUT_ON_DEVICE))
+    )
+
+
+def _is_universal(function: Any) -> bool:
+    """Return whether this is a universal function, of NumPy or of CuPy, which has a class of its own for them."""
+    return isinstance(function, np.ufunc) or type(function).__name__ == "ufunc"
+
+
+def _bound(
+    xp: ModuleType, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
+    """Return a call with all its arguments, in the form that takes least time to make: names cost 0.1 us each."""
+    if xp is np and name in _METHODS and type(args[0]) is np.ndarray:
+        function, args = getattr(args[0], name), args[1:]
+    elif isinstance(function, np.ufunc) and name not in _NAMED_OUT and (len(args), *kwargs) == (function.nin, "out"):
+        return partial(function, *args, kwargs["out"])
+    return partial(function, *args, **kwargs)
+
+
+def _copy_result(xp: ModuleType, place: Array, function: Callable[[], Any]) -> None:
+    xp.copyto(place, function())

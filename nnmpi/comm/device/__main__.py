@@ -1,0 +1,35 @@
+"""`python -m nnmpi.comm.device`: give MPI device memory, in a process that may die of it (see `aware`).
+
+It prints "right" when a message that this process sent to itself, from device memory to device memory, has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+
+from nnmpi.backend.device import cupy_backend
+from nnmpi.comm.library import load_mpi
+
+BYTES = 2**20
+
+
+def main() -> int:
+    """Send and compare; return the process's status."""
+    mpi = load_mpi(os.environ)
+    xp = cupy_backend(0).xp
+    source = xp.asarray(np.arange(BYTES, dtype=np.uint32).astype(np.uint8))
+    target = xp.zeros(BYTES, dtype=np.uint8)
+    xp.cuda.get_current_stream().synchronize()
+    receive = mpi.COMM_SELF.Irecv([target, mpi.BYTE], 0, 0)
+    mpi.COMM_SELF.Send([source, mpi.BYTE], 0, 0)
+    receive.Wait()
+    is_right = bool((source == target).all().get())
+    print("right" if is_right else "wrong")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Multi-head attention of a sequence with itself."""
+
+from __future__ import annotations
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+from nnmpi.ops.attention import attention
+from nnmpi.tensor.parameter import Initializer
+from nnmpi.tensor.tensor import Tensor
+
+
+class CausalSelfAttention(Module):
+    """Each position attends to itself and to those before it: (batch, time, features) -> the same.
+
+    Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and values, side by side
+    in its outputs; `proj` mixes the heads' results.
+
+    Args:
+        features: of x; a multiple of `heads`.
+        heads: each works on features / heads of them.
+        bias: whether the two linear layers have one.
+        init: draws both weights; by default as `Linear` does.
+    """
+
+    def __init__(self, features: int, heads: int, bias: bool = True, init: Initializer | None = None) -> None:
+        if heads < 1 or features < 1 or features % heads:
+            raise UsageError(
+                f"attention of {features} features with {heads} heads does not work; both must be at least 1, "
+                "and the features a multiple of the heads"
+            )
+        self.heads = heads
+        self.qkv = Linear(features, 3 * features, bias, init)
+        self.proj = Linear(features, features, bias, init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the attention's result, of the shape of x. See `ops.attention`."""
+        y: Tensor = self.proj(attention(self.qkv(x), self.heads, causal=True))
+        return y

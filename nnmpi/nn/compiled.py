@@ -1,0 +1,211 @@
+"""Recording a training step once and replaying it: `nnmpi.compile`.
+
+    @nnmpi.compile
+    def step(x, y):                          first call          runs, and notes every call on arrays
+        model.zero_grad()                    later calls         copy x and y to their places, make the noted calls
+        loss = ops.cross_entropy(model(x), y)                    again: no graph, no checks, nothing allocated
+        loss.backward()
+        optimizer.step()                     another shape       is recorded too, beside the first
+        return loss
+
+A replayed step does what the recorded one did, on the arrays of that time: the results are bit for bit the same as
+without compilation. What Python alone decides or computes (a branch, a loop's length, a number, NumPy on the side) is
+decided once, when the step is recorded.
+
+On a device it makes the same calls of the array library and of nnmpi's kernels, one by one: it is no CUDA graph, as
+CuPy refuses to call cuBLAS while one is captured. There every result keeps memory of its own for as long as the
+recording is held, which is more than a step takes that is not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.kernels.active import setting
+from nnmpi.backend.precision import precision
+from nnmpi.backend.recording import Call, Recorder, active
+from nnmpi.errors import UsageError
+from nnmpi.nn.mode import Mode, current, restore
+from nnmpi.tensor.function import recording
+from nnmpi.tensor.tensor import Tensor
+
+MOST_RECORDINGS = 16  # an epoch has two or three batch sizes; more kinds of calls than this push out the oldest
+
+
+class Compiled:
+    """A step that is recorded when it is first called with inputs of some shapes, and replayed from then on.
+
+    Attributes:
+        recordings: how many kinds of calls are held now.
+        calls: of the last recording that was made or replayed, how many calls on arrays it makes.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._held: dict[Any, _Recording] = {}
+        self.calls = 0
+        update_wrapper(self, step)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # a method gets its object
+
+    @property
+    def recordings(self) -> int:
+        """The number of kinds of calls that are held."""
+        return len(self._held)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Do one step.
+
+        Args:
+            inputs: arrays or Tensors, which the step gets as Tensors and which are read before this returns; and
+                anything that can be compared, of which each value is recorded for itself.
+
+        Returns:
+            What the step returns: None, a Tensor, or a tuple or dictionary of these. The Tensors are copies, which
+            later steps leave alone, and no part of a graph.
+
+        Raises:
+            UsageError: when the step asks a tensor for a number, returns something else, or is called by a compiled
+                step; for an input that cannot be compared, or needs a gradient.
+        """
+        mode = current()
+        if mode.observe is not None:
+            return self._step(*map(_tensor, inputs))  # who looks at modules wants them to run
+        key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
+        try:
+            held = self._held.get(key)
+        except TypeError:
+            raise UsageError(
+                f"a compiled step got {', '.join(type(x).__name__ for x in inputs)}; give arrays, Tensors, and values "
+                "that can be compared, such as numbers"
+            ) from None
+        if held is None or not held.recorder.holds():
+            return self._record(key, inputs, mode)
+        self.calls = len(held.recorder.calls)
+        return held.replay(inputs, mode)
+
+    def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
+        if active() is not None:
+            raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
+        self._held.pop(key, None)
+        while len(self._held) >= MOST_RECORDINGS:
+            del self._held[next(iter(self._held))]
+        recorder = Recorder()
+        places = [_place(x) for x in inputs]
+        try:
+            with recorder.running():
+                result = self._step(*places)
+                outputs = _outputs(result)
+        finally:
+            restore(mode)
+        held = _Recording(recorder, places, outputs)
+        self._held[key] = held
+        self.calls = len(recorder.calls)
+        return held.results()
+
+
+class _Recording:
+    """The calls of a step for inputs of certain shapes, where these are copied to, and what it returns."""
+
+    def __init__(self, recorder: Recorder, places: list[Any], outputs: Any) -> None:
+        self.recorder, self._outputs = recorder, outputs
+        self._places = [(i, place.data) for i, place in enumerate(places) if isinstance(place, Tensor)]
+        self._calls: tuple[Call, ...] = tuple(recorder.calls)
+
+    def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
+        """Make the calls again for these inputs."""
+        for i, place in self._places:
+            x = inputs[i]
+            place[...] = x.data if isinstance(x, Tensor) else x
+        try:
+            for call in self._calls:
+                call()
+        finally:
+            restore(mode)
+        return self.results()
+
+    def results(self) -> Any:
+        """Return copies of the outputs."""
+        return _mapped(_copied, self._outputs)
+
+
+def compile(step: Callable[..., Any]) -> Compiled:
+    """Return a step that is recorded once for every kind of inputs and replayed after that. See the head of this file.
+
+    The step gets Tensors. It must not look into them (`item`, comparisons), which is an error, and nothing that changes
+    from step to step may come from outside but through its arguments, parameters, the optimizer's settings and
+    `nn.training`, which is entered outside of it when its `step` counts. Steps that train with dropout, batch
+    normalization, several losses, or a `DataParallel` can be compiled; `Worker` runs its own steps.
+
+    Raises:
+        UsageError: for something that cannot be called.
+    """
+    if not callable(step):
+        raise UsageError(f"compile needs a function that does one step, not {type(step).__name__}")
+    return Compiled(step)
+
+
+def _kind(x: Any) -> Any:
+    """Return what recordings are told apart by: an array's library, shape and dtype, or a plain value itself."""
+    array = x
+    if isinstance(x, Tensor):
+        array = x.data
+        if x.requires_grad:
+            return Tensor, array.shape, str(array.dtype)
+    if type(array) is np.ndarray:
+        return array.shape, array.dtype
+    if is_array(array):
+        return namespace(array).__name__, array.shape, str(array.dtype)
+    return type(x), x.hex() if type(x) is float else x  # 0.0 and -0.0 are equal, and NaN is not
+
+
+def _tensor(x: Any) -> Any:
+    return Tensor(x) if is_array(x) else x
+
+
+def _place(x: Any) -> Any:
+    """Return a Tensor of an input's own, into which later inputs are copied; plain values as they are."""
+    array = x.data if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor) and x.requires_grad and recording():
+        raise UsageError(
+            "a compiled step got a tensor that needs a gradient, and works on a copy that needs none; give x.detach(), "
+            "or let the step find the tensor outside of its arguments, as it does its parameters"
+        )
+    return Tensor(array.copy()) if is_array(array) else x
+
+
+def _outputs(result: Any) -> Any:
+    """Return what a step returned, refusing what would be that of the first step for ever."""
+    parts = result if isinstance(result, tuple) else tuple(result.values()) if isinstance(result, dict) else (result,)
+    for each in parts:
+        if each is not None and not isinstance(each, Tensor):
+            raise UsageError(
+                f"a compiled step returned a {type(each).__name__}, which would be that of the first step for ever; "
+                "return Tensors and look into them outside"
+            )
+    return _mapped(lambda each: Tensor(each.data), result)  # without the graph
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Return a tensor of the same values, and no part of a graph."""
+    tensor = Tensor.blank()
+    tensor.data = x.data.copy()
+    return tensor
+
+
+def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """Return what a step returned, each Tensor replaced by a function of it."""
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, dict):
+        return {name: None if each is None else function(each) for name, each in outputs.items()}
+    if isinstance(outputs, tuple):
+        return tuple(None if each is None else function(each) for each in outputs)
+    return None

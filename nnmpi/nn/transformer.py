@@ -1,0 +1,54 @@
+"""The transformer's block."""
+
+from __future__ import annotations
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.activation import GELU
+from nnmpi.nn.attention import CausalSelfAttention
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import LayerNorm
+from nnmpi.tensor.parameter import Initializer
+from nnmpi.tensor.tensor import Tensor
+
+
+class TransformerBlock(Module):
+    """The block of GPT-2: (batch, time, features) -> the same (Radford et al., 2019).
+
+        x --+-- norm1 -- attention --(+)--+-- norm2 -- mlp --(+)-->
+            +-------------------------^   +-------------------^
+
+    Normalization comes first in each branch, so that the sums pass gradients on unchanged.
+
+    Args:
+        features: of x; a multiple of `heads`.
+        heads: of the attention, which is causal.
+        hidden: the width inside the multilayer perceptron, Linear - GELU (tanh form) - Linear; by default 4 * features.
+        bias: whether the linear layers have one.
+        init: draws their weights; by default as `Linear` does.
+        eps: of the normalizations.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        hidden: int | None = None,
+        bias: bool = True,
+        init: Initializer | None = None,
+        eps: float = 1e-5,
+    ) -> None:
+        hidden = 4 * features if hidden is None else hidden
+        if hidden < 1:
+            raise UsageError(f"a transformer block needs at least 1 hidden feature, not {hidden}")
+        self.norm1 = LayerNorm(features, eps)
+        self.attention = CausalSelfAttention(features, heads, bias, init)
+        self.norm2 = LayerNorm(features, eps)
+        self.mlp = Sequential(Linear(features, hidden, bias, init), GELU("tanh"), Linear(hidden, features, bias, init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's result, of the shape of x."""
+        x = x + self.attention(self.norm1(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y

@@ -1,0 +1,78 @@
+"""How an operation runs while a step is recorded: its calls noted one by one, or its forward and backward as wholes.
+
+An operation that is `replayable` computes through `self.xp`, which is then the recorder's stand-in. Of any other one,
+`forward` and `backward` are noted, and their results copied to where the first ones lie.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.recording import Recorder
+from nnmpi.errors import ShapeError
+from nnmpi.tensor.variable import Variable
+
+if TYPE_CHECKING:
+    from nnmpi.tensor.function import Function
+
+
+def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: list[Any]) -> Array:
+    """Return the result of an operation's forward pass, noted."""
+    for x in inputs:
+        if isinstance(x, Variable) and x.node is None and x not in recorder.made:
+            recorder.saw(x)
+    if node.replayable:
+        node.xp = recorder.module(node.xp)
+        return node.forward(*values)
+    place = _writable(recorder.alone(node.forward, *values))
+
+    def again() -> None:
+        _put(place, node.forward(*values))
+
+    recorder.note(again)
+    return place
+
+
+def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | None, ...]:
+    """Return the gradients of an operation's inputs, noted."""
+    if node.replayable:
+        return node.backward(grad)
+    places = [None if each is None else _writable(each) for each in recorder.alone(node.backward, grad)]
+
+    def again() -> None:
+        for place, result in zip(places, node.backward(grad), strict=True):
+            if place is not None and result is not None:
+                _put(place, result)
+
+    recorder.note(again)
+    return tuple(places)
+
+
+def _writable(result: Any) -> Array:
+    """Return a result as an array that can be written to element by element: a broadcast one cannot."""
+    if isinstance(result, np.ndarray):
+        return result if result.flags.writeable else result.copy()
+    if isinstance(result, np.generic):
+        return np.asarray(result)
+    place: Array = result
+    if 0 in place.strides and place.size > 1:  # broadcast: a device's arrays have no flag that says so
+        place = place.copy()
+    return place
+
+
+def _put(place: Array, result: Any) -> None:
+    """Copy a result to its place, unless it is a view of what lies there.
+
+    Raises:
+        ShapeError: when it has another shape than the first one, as what a mask picks may have.
+    """
+    if result.shape != place.shape:
+        raise ShapeError(
+            f"an operation of a compiled step gave {result.shape} in place of the {place.shape} that was recorded; "
+            "shapes that depend on values, such as x[mask]'s, cannot be compiled"
+        )
+    if not (is_array(result) and namespace(place).may_share_memory(place, result)):
+        place[...] = result

@@ -1,0 +1,126 @@
+"""The backend of a run: chosen on all ranks alike, shared by the ranks of a device, and its errors in sentences."""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from nnmpi.backend.cudnn import chosen, describe, use_convolution
+from nnmpi.backend.gemm import gemm_notice
+from nnmpi.backend.memory import gib
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.select import select
+from nnmpi.comm.agree import agreed
+from nnmpi.comm.group import Group
+from nnmpi.errors import DeviceError, NnmpiError, UsageError
+
+
+def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | None = None) -> Backend:
+    """Return the backend of this name, with a fair part of its device's memory. Collective.
+
+    Where "auto" finds a device on some nodes alone, all ranks take NumPy.
+
+    Args:
+        local_rank: this rank's number on its node.
+        limit_bytes: what a rank's arrays may take of a device's memory, if less than that.
+
+    Raises:
+        DeviceError: on all ranks, when one cannot use the device that it should.
+    """
+    with agreed(group):
+        backend = select(name, local_rank)
+    names = group.gather(backend.name)
+    if len(set(names)) > 1:
+        without = [rank for rank, each in enumerate(names) if each == "numpy"]
+        reason = f"auto chose numpy on all ranks: rank {without[0]} ({len(without)} of {group.size}) has no device"
+        backend = replace(numpy_backend(), reason=reason)
+    ranks = group.gather([platform.node(), backend.card]).count([platform.node(), backend.card])
+    with agreed(group):
+        backend.share(ranks)
+        if limit_bytes is not None:
+            backend.limit_memory(limit_bytes)
+    return backend
+
+
+def check_compiled(jit: bool, backend: Backend) -> None:
+    """Refuse kernels that are compiled for the CPU where there is a device.
+
+    Raises:
+        UsageError: saying so.
+    """
+    if jit and backend.is_device:
+        raise UsageError(
+            f"--jit compiles for the CPU, and this run is on {backend.device}, which has kernels of its own; leave it "
+            "out, or give --backend numpy"
+        )
+
+
+def check_convolution(way: str, backend: Backend) -> None:
+    """Refuse a way of computing convolutions that does not work here.
+
+    Raises:
+        UsageError: where there is no device.
+        DeviceError: where cuDNN is not to be had.
+    """
+    if backend.is_device:
+        with use_convolution(way):
+            chosen(backend.xp)
+    elif way != "auto":
+        raise UsageError(
+            f"--convolution {way} belongs to a CUDA device, and this run is on the CPU ({backend.reason}); leave it out"
+        )
+
+
+def describe_device(backend: Backend, group: Group, precision: str) -> list[str]:
+    """Return how ranks share devices and their memory, what computes slowly, and what chose the backend. Collective.
+
+    Args:
+        precision: of products.
+    """
+    places = group.gather([platform.node(), backend.card])
+    lines = [f"chosen: {backend.reason}"] if backend.reason else []
+    if not backend.is_device:
+        return lines
+    cards = {tuple(place) for place in places}
+    most = max(places.count(list(card)) for card in cards)
+    use = backend.memory()
+    limit = "no limit of memory" if use.limit_bytes is None else f"{gib(use.limit_bytes)} of memory for each rank"
+    shared = f", up to {most} ranks on one" if most > 1 else ""
+    notices = sorted({each for each in group.gather(gemm_notice(backend.xp, precision)) if each is not None})
+    return [
+        f"devices: {len(cards)} for {group.size} rank{'s' * (group.size > 1)}{shared}; {limit} ({use.note})",
+        *([f"device arrays: {group.devices().describe()}"] if group.size > 1 else []),
+        *(f"products: {each}" for each in notices),
+        *(f"convolutions: {each}" for each in sorted(set(group.gather(describe(backend.xp))))),
+        *lines,
+    ]
+
+
+def device_use(backend: Backend) -> dict[str, float]:
+    """Return what a record of training tells of a device's memory, as this rank sees it; nothing on the host."""
+    return {"device_peak_bytes": backend.memory().peak_bytes} if backend.is_device else {}
+
+
+@contextmanager
+def explained(
+    backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --grad-accum 2 or more"
+) -> Iterator[None]:
+    """Turn an error of the device, or of memory, into a sentence.
+
+    Args:
+        words: the sentence where the host's memory was too little.
+
+    Raises:
+        DeviceError: in the error's place.
+    """
+    try:
+        yield
+    except NnmpiError:
+        raise
+    except Exception as error:
+        told = backend.explain(error)
+        if told is None and isinstance(error, MemoryError):
+            told = DeviceError(words.format(error))
+        if told is None:
+            raise
+        raise told from error

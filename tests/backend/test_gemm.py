@@ -1,0 +1,260 @@
+"""Products of matrices: any shapes, strides, broadcast axes and dtypes, on NumPy and on the double of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nnmpi.backend import cublas
+from nnmpi.backend.gemm import gemm, gemm_notice
+from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.backend.recording import Recorder
+from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
+from tests.device.library import load
+
+BFLOAT16 = bfloat16()
+KINDS = [
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    (BFLOAT16, BFLOAT16),
+    (BFLOAT16, "float32"),
+]
+
+
+@dataclass
+class Layout:
+    """How an array lies in memory.
+
+    Attributes:
+        order: its axes from the one that is furthest apart to the nearest.
+        steps: per axis, of the slice by which it is taken from a larger array.
+        slack: per axis, how much longer that one is.
+    """
+
+    order: tuple[int, ...]
+    steps: tuple[int, ...]
+    slack: tuple[int, ...]
+
+    def place(self, xp: Any, values: Any, dtype: Any) -> Any:
+        """Return an array of these values that lies so."""
+        shape = [values.shape[axis] * abs(self.steps[axis]) + self.slack[axis] for axis in self.order]
+        slices = tuple(
+            slice(0, values.shape[axis] * abs(self.steps[axis]), abs(self.steps[axis])) for axis in self.order
+        )
+        mirrored = tuple(slice(None, None, -1 if self.steps[axis] < 0 else 1) for axis in range(values.ndim))
+        back = np.argsort(self.order)
+        base = np.full(shape, np.nan).astype(dtype)
+        base[slices].transpose(back)[mirrored][...] = values
+        return xp.asarray(base)[slices].transpose(tuple(int(axis) for axis in back))[mirrored]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, ndim: int) -> Layout:
+    """Any, most of them such as occur: matrices in rows or columns, heads between batch and time."""
+    order = draw(st.permutations(range(ndim)))
+    steps = draw(st.lists(st.sampled_from([1, 1, 1, 1, 2, -1]), min_size=ndim, max_size=ndim))
+    slack = draw(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=ndim, max_size=ndim))
+    return Layout(tuple(order), tuple(steps), tuple(slack))
+
+
+@dataclass
+class Case:
+    """One product: shapes, layouts, whether it is added, and the kind."""
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    layouts: tuple[Layout, Layout, Layout]
+    add: bool
+    kind: tuple[Any, Any]
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any products of up to three leading axes."""
+    n, k, m = (draw(st.integers(0, 4)) for _ in range(3))
+    leading = draw(st.lists(st.integers(1, 3), max_size=3))
+    one = [draw(st.sampled_from([length, length, 1])) for length in leading]
+    other = [1 if length == 1 and mine != 1 else length for length, mine in zip(leading, one, strict=True)]
+    other = [draw(st.sampled_from([length, 1])) if mine == length else length
+             for length, mine in zip(other, one, strict=True)]  # fmt: skip
+    other = other[draw(st.integers(0, len(other))) if all(x == y for x, y in zip(one, leading, strict=True)) else 0 :]
+    shapes = (*one, n, k), (*other, k, m), (*np.broadcast_shapes(tuple(one), tuple(other)), n, m)
+    lies = tuple(draw(layouts(len(shape))) for shape in shapes)
+    return Case(shapes, lies, draw(st.booleans()), draw(st.sampled_from(KINDS)), draw(st.integers(0, 99)))  # type: ignore[arg-type]
+
+
+def check(xp: Any, case: Case) -> None:
+    """Compare the product with that of float64."""
+    generator = np.random.Generator(np.random.PCG64(case.seed))
+    a, b, out = (generator.integers(-3, 4, shape).astype(np.float64) for shape in case.shapes)
+    expected = a @ b + (out if case.add else 0)
+    dtypes = case.kind[0], case.kind[0], case.kind[1]
+    places = [lay.place(xp, v, t) for lay, v, t in zip(case.layouts, (a, b, out), dtypes, strict=True)]
+    if not case.add:
+        places[2].fill(np.nan)
+    result = gemm(xp, places[0], places[1], out=places[2], add=case.add)
+    assert result is places[2]
+    host = result if xp is np else result.get()
+    assert host.dtype == case.kind[1]
+    np.testing.assert_array_equal(host.astype(np.float64), expected)
+    if not case.add:
+        fresh = gemm(xp, places[0], places[1], dtype=case.kind[1])
+        assert fresh.dtype == case.kind[1]
+        np.testing.assert_array_equal((fresh if xp is np else fresh.get()).astype(np.float64), expected)
+
+
+def plain(*shape: int) -> Layout:
+    """A C-contiguous layout."""
+    return Layout(tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape))
+
+
+HEADS = Layout(
+    (0, 2, 1, 3), (1,) * 4, (0,) * 4
+)  # (batch, heads, time, width), as a view of (batch, time, heads, width)
+ATTENTION = Case(((2, 3, 4, 5), (2, 3, 5, 4), (2, 3, 4, 4)), (HEADS, HEADS, plain(2, 3, 4, 4)), False, KINDS[4], 0)
+
+
+@given(cases())
+def test_on_numpy(case: Case) -> None:
+    """The product, or the sum, exactly: whole numbers leave nothing to rounding."""
+    check(np, case)
+
+
+@settings(max_examples=300)
+@example(ATTENTION)
+@given(cases())
+def test_on_the_device_by_cublas(case: Case) -> None:
+    """The double of cuBLAS refuses what cuBLAS refuses, and reads no further than the arrays."""
+    check(load(), case)
+
+
+@given(cases())
+def test_on_the_device_by_matmul(case: Case) -> None:
+    """What is used where cuBLAS fails its test gives the same."""
+    cupy = load()
+    products = cublas.Products(cupy, "matmul")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nnmpi.backend.gemm.products_of", lambda xp: products)
+        check(cupy, case)
+
+
+def test_numpys_own_calls() -> None:
+    """On NumPy's float32 and float64 it is the call that it was: dot for matrices, matmul for stacks."""
+
+    class Library:
+        __name__ = "numpy"
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            self.calls.append(name)
+            return getattr(np, name)
+
+    a, out = np.ones((3, 3), np.float32), np.empty((3, 3), np.float32)
+    for arguments, calls in (
+        ((a, a), ["dot"]),
+        ((a, a, out), ["dot"]),
+        ((a, a, out, True), ["dot", "add"]),
+        ((a[None], a[None]), ["matmul"]),
+        ((a[:, :2], a[:2], out[:, :]), ["dot"]),
+        ((a[:, :2], a[:2, :2], out[:, :2]), ["matmul"]),
+    ):
+        library = Library()
+        gemm(library, *arguments)
+        assert library.calls == calls
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
+def test_half_precision_adds_up_in_float32_and_rounds_once(on_device: bool, dtype: Any) -> None:
+    """1 + 2^-11 four thousand times is lost in half precision; a sum rounded once is to the nearest, ties to even."""
+    xp = load() if on_device else np
+    ones = xp.ones((1, 4096), dtype)
+    small = xp.asarray(np.full((4096, 1), 2.0**-11).astype(dtype))
+    assert float(gemm(xp, ones, small)[0, 0]) == 2.0
+    tie = {np.dtype("float16"): 2049.0, BFLOAT16: 257.0}[np.dtype(dtype)]  # between two numbers that there are
+    result = gemm(xp, ones[:, :1], ones[:1, :1], out=xp.asarray(np.array([[tie - 1]]).astype(dtype)), add=True)
+    assert float(result[0, 0]) == tie - 1
+
+
+def test_tf32_where_it_is_asked_for() -> None:
+    """Operands of float32 lose 13 bits in that mode alone, and those of float64 none."""
+    cupy = load()
+    value = np.array([[1 + 2.0**-20]])
+    one = cupy.ones((1, 1), "float32")
+    assert float(gemm(cupy, cupy.asarray(value.astype("float32")), one)[0, 0]) == value[0, 0]
+    with use_precision("tf32"):
+        assert float(gemm(cupy, cupy.asarray(value.astype("float32")), one)[0, 0]) == 1
+        assert float(gemm(cupy, cupy.asarray(value), cupy.ones((1, 1)))[0, 0]) == value[0, 0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=str)
+def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
+    """Replayed with other values in the operands, and in the mode of the recording."""
+    xp = load() if on_device else np
+    a, b = xp.ones((2, 3), dtype), xp.ones((3, 2), dtype)
+    total = xp.zeros((2, 2), "float32" if on_device or dtype == "float32" else dtype)
+    recorder = Recorder()
+    with recorder.running(), use_precision("tf32"):
+        module = recorder.module(xp)
+        result = gemm(module, a, b)
+        gemm(module, a, b, out=total, add=True)
+    a[...] = 1 + 2.0**-20 if dtype == "float32" else 2
+    for call in recorder.calls:
+        call()
+    rounded = 3 if on_device else np.float32(3 * (1 + 2.0**-20))
+    each = rounded if dtype == "float32" else 6
+    np.testing.assert_array_equal((result if xp is np else result.get()).astype("float32"), np.full((2, 2), each))
+    np.testing.assert_array_equal(
+        (total if xp is np else total.get()).astype("float32"), np.full((2, 2), np.float32(3 + each))
+    )
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_no_product(on_device: bool) -> None:
+    """One sentence with the shapes or dtypes."""
+    xp = load() if on_device else np
+    half, single = xp.ones((2, 3), "float16"), xp.ones((3, 2), "float32")
+    with pytest.raises(DtypeError, match="no product of float16 and float32"):
+        gemm(xp, half, single)
+    with pytest.raises(ShapeError, match=r"no product of arrays of shapes \(2, 3\) and \(2, 3\)"):
+        gemm(xp, half, half)
+    with pytest.raises(ShapeError, match="leading axes do not fit"):
+        gemm(xp, xp.ones((2, 2, 3), "float16"), xp.ones((3, 3, 2), "float16"))
+    with pytest.raises(ShapeError, match=r"is \(2, 2\), but the place for it \(3, 3\)"):
+        gemm(xp, half, xp.ones((3, 2), "float16"), out=xp.ones((3, 3), "float16"))
+    with pytest.raises(DtypeError, match="cannot be written to float64"):
+        gemm(xp, half, xp.ones((3, 2), "float16"), out=xp.ones((2, 2), "float64"))
+    with pytest.raises(UsageError, match="give `out`"):
+        gemm(xp, half, xp.ones((3, 2), "float16"), add=True)
+    with pytest.raises(UsageError, match="give `out`"):
+        gemm(xp, single, single.T, add=True)
+    with pytest.raises(DtypeError, match="no product of int16 arrays"):
+        gemm(xp, xp.ones((2, 2), "int16"), xp.ones((2, 2), "int16"))
+
+
+def test_an_array_of_the_host_among_the_devices() -> None:
+    """It says which, whether this combination of shapes was seen before or not."""
+    cupy = load()
+    device, host = cupy.ones((2, 2), "float32"), np.ones((2, 2), "float32")
+    for _ in range(2):
+        for a, b in ((host, device), (device, host)):
+            with pytest.raises(DeviceError, match=r"host's memory \(input . \(shape \(2, 2\), float32\)\).*asarray"):
+                gemm(cupy, a, b)
+        gemm(cupy, device, device)
+        with pytest.raises(DeviceError, match=r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)"):
+            gemm(cupy, device, device, out=host)
+
+
+def test_nothing_to_notice() -> None:
+    """Neither on NumPy nor where cuBLAS passes its test."""
+    assert [gemm_notice(xp, mode) for xp in (np, load()) for mode in ("float32", "tf32", "bf16", "fp16")] == [None] * 8

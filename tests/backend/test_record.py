@@ -1,0 +1,200 @@
+"""What a backend can do besides arithmetic: copies on streams, times, memory and its limit; on host and device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.memory import MemoryUse
+from nnmpi.backend.precision import bfloat16
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.errors import DeviceError
+from tests.device.library import device_backend, load
+
+pytestmark = pytest.mark.host_only("it asks for the host's backend and the device's by itself")
+
+MIB = 2**20
+BACKENDS = pytest.mark.parametrize("make", [numpy_backend, device_backend], ids=["numpy", "cupy"])
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The double's memory pool, as nobody has used it."""
+    pool = load().get_default_memory_pool()
+    pool.free_all_blocks()
+    monkeypatch.setattr(pool, "_limit", 0)
+    return pool
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", ["float32", bfloat16(), "int64"], ids=str)
+def test_copies_on_a_stream(make: Any, dtype: Any) -> None:
+    """They have arrived when the stream was synchronized; a bfloat16 is copied as it is."""
+    backend: Backend = make()
+    values = np.arange(5).astype(dtype)
+    source, back = backend.empty_pinned(5, dtype), backend.empty_pinned(5, dtype)
+    assert type(source) is np.ndarray
+    assert (source.shape, source.dtype) == ((5,), np.dtype(dtype))
+    source[...] = values
+    array = backend.zeros(5, dtype)
+    ready = backend.new_event()
+    ready.record()
+    stream = backend.new_stream()
+    stream.wait(ready)
+    backend.from_host_async(source, array, stream)
+    backend.to_host_async(array, back, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(back, values)
+    np.testing.assert_array_equal(backend.to_host(array), values)
+
+
+@BACKENDS
+def test_no_elements(make: Any) -> None:
+    """Pinned memory of none, and copies of none."""
+    backend: Backend = make()
+    pinned = backend.empty_pinned(0, "float32")
+    assert pinned.shape == (0,)
+    backend.to_host_async(backend.zeros(0, "float32"), pinned, backend.current_stream())
+    backend.from_host_async(pinned, backend.zeros(0, "float32"), backend.current_stream())
+
+
+@BACKENDS
+def test_streams_and_events(make: Any) -> None:
+    """A stream is the current one in its block, and events tell the time between them."""
+    backend: Backend = make()
+    stream, begin, end = backend.new_stream(), backend.new_event(), backend.new_event()
+    outside = backend.current_stream().ptr
+    with pytest.raises(DeviceError, match="needs both to be recorded"):
+        backend.elapsed_s(begin, end)
+    with stream:
+        assert backend.current_stream().ptr == stream.ptr
+        begin.record()
+        time.sleep(0.01)
+    assert backend.current_stream().ptr == outside
+    end.record(stream)
+    end.synchronize()
+    assert 0.01 <= backend.elapsed_s(begin, end) < 10
+    assert (stream.ptr != outside) is backend.is_device
+
+
+@pytest.mark.host_only("the host's own backend")
+def test_the_hosts_memory() -> None:
+    """That of the process: it grows with what is used, and its peak stays until it is reset."""
+    backend = numpy_backend()
+    assert (backend.is_device, backend.card, backend.reason) == (False, "", "")
+    backend.reset_peak()
+    before = backend.memory()
+    array = np.ones(64 * MIB, np.uint8)
+    during = backend.memory()
+    del array
+    after = backend.memory()
+    assert during.used_bytes >= before.used_bytes + 60 * MIB
+    assert after.peak_bytes >= during.used_bytes - 4 * MIB  # the system counts them at different moments
+    assert (after.limit_bytes, after.pool_bytes) == (None, 0)
+    backend.release_memory()
+    backend.share(4)
+    backend.use()
+    assert backend.explain(MemoryError()) is None
+
+
+def test_the_devices_memory(pool: Any) -> None:
+    """Of the pool: what is used, what it keeps, and the most it had, which giving back does not change."""
+    backend = device_backend()
+    backend.reset_peak()
+    before = backend.memory()
+    array = backend.zeros(64 * MIB, np.uint8)
+    during = backend.memory()
+    assert during.used_bytes == before.used_bytes + 64 * MIB
+    del array
+    kept = backend.memory()
+    assert (kept.used_bytes, kept.pool_bytes) == (before.used_bytes, during.pool_bytes)
+    backend.release_memory()
+    after = backend.memory()
+    assert after.pool_bytes == after.used_bytes
+    assert after.peak_bytes == during.peak_bytes >= during.used_bytes
+    backend.reset_peak()
+    assert backend.memory().peak_bytes < 64 * MIB + before.peak_bytes
+    assert after.limit_bytes is None
+    assert "no limit (none was set)" in str(after)
+
+
+def test_a_peak_between_two_looks(pool: Any) -> None:
+    """Nobody looked while it was there; the pool has kept it."""
+    backend = device_backend()
+    backend.reset_peak()
+    backend.zeros(32 * MIB, np.uint8)
+    assert backend.memory().peak_bytes >= 32 * MIB
+
+
+def test_ranks_that_share_a_device(pool: Any) -> None:
+    """Each gets the same part of what is free, but for a tenth; said in words."""
+    backend = device_backend()
+    free, total = load().cuda.runtime.memGetInfo()
+    backend.share(1)
+    assert backend.memory().limit_bytes is None
+    backend.share(4)
+    use = backend.memory()
+    assert use.limit_bytes == int(0.9 * (free + use.pool_bytes) / 4)
+    assert "limit 3.60 GiB (90% of the " in str(use)
+    assert "shared by 4 ranks on the device; CUPY_GPU_MEMORY_LIMIT sets another limit" in use.note
+    with pytest.raises(MemoryError) as caught:
+        backend.zeros(total // 4, np.uint8)
+    explained = backend.explain(caught.value)
+    assert "Fake device, device 0 has no room for 4.00 GiB more" in str(explained)
+    assert "of the 3.60 GiB that it may (90% of" in str(explained)
+
+
+def test_a_limit_of_the_users(pool: Any) -> None:
+    """CUPY_GPU_MEMORY_LIMIT stands, however many ranks share the device."""
+    pool.set_limit(size=100 * MIB)
+    backend = device_backend()
+    backend.share(4)
+    use = backend.memory()
+    assert use.limit_bytes == 100 * MIB
+    assert use.note == "as CUPY_GPU_MEMORY_LIMIT or set_limit says"
+
+
+def test_which_card_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that see other numbers for a card compare its address on the bus; threads are told which to use."""
+    settings = load().cuda.runtime.settings()
+    monkeypatch.setattr(settings, "devices", 2)
+    monkeypatch.setattr(settings, "current", 0)
+    backends = [device_backend(local_rank) for local_rank in range(4)]
+    cards = ["0000:00:00.0 00000000000000000000000000000000", "0000:01:00.0 00000000000000000000000000000001"]
+    assert [each.card for each in backends] == cards * 2
+    assert [each.device for each in backends[:2]] == ["Fake device, device 0", "Fake device, device 1"]
+    assert settings.current == 1
+    properties = load().cuda.runtime.getDeviceProperties(0)
+    for uuid, hexadecimal in ((b"\x01\x02", "0102"), (b"\x01" * 16 + b"rubbish", "01" * 16)):
+        monkeypatch.setattr(load().cuda.runtime, "getDeviceProperties", lambda _, u=uuid: {**properties, "uuid": u})
+        assert backends[0].card == f"0000:00:00.0 {hexadecimal}"
+    thread = threading.Thread(target=backends[2].use)
+    thread.start()
+    thread.join()
+    assert settings.current == 0
+
+
+def test_a_limit_for_this_run(pool: Any) -> None:
+    """The smaller one of it and of the part that a rank has anyway."""
+    backend = device_backend()
+    backend.limit_memory(200 * MIB)
+    assert (backend.memory().limit_bytes, backend.memory().note) == (200 * MIB, "as --memory-limit says")
+    backend.limit_memory(300 * MIB)
+    backend.share(4)
+    assert backend.memory().limit_bytes == 200 * MIB
+    with pytest.raises(MemoryError) as caught:
+        backend.zeros(300 * MIB, np.uint8)
+    words = str(backend.explain(caught.value))
+    assert "of the 200.0 MiB that it may (as --memory-limit says)" in words
+    assert backend.explain(KeyError("x")) is None
+    numpy_backend().limit_memory(1)
+
+
+def test_memory_in_words() -> None:
+    """GiB or MiB."""
+    use = MemoryUse(3 * 2**30, 2**30 // 2, 4 * 2**30, 0, "as said")
+    assert str(use) == "3.00 GiB in use, 512.0 MiB at the peak, limit 4.00 GiB (as said)"

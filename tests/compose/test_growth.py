@@ -1,0 +1,65 @@
+"""A step leaves nothing behind: neither memory nor objects, whatever way gradients travel."""
+
+import gc
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, optim
+from nnmpi.backend.heap import keep_freed_memory
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Batch, Cut
+from nnmpi.shard import part
+
+ROWS = 24
+WARM_UP, STEPS = 150, 300
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"fused_update": False},
+    {"overlap": True, "bucket_bytes": 20_000},
+    {"allreduce": "ring", "overlap": True},
+    {"clip": 0.1},
+]
+
+
+def make_batch(group: Group) -> Batch:
+    """Return this rank's part of a batch."""
+    draws, own = np.random.default_rng(0), part(ROWS, group.size, group.rank)
+    x, y = draws.normal(size=(ROWS, 8, 8, 1)).astype("float32"), draws.integers(0, 10, ROWS)
+    rows = slice(own.start, own.stop)
+    cuts = (Cut(0, len(own), own.start),)
+    return Batch(x[rows], y[rows], np.arange(ROWS)[rows], cuts, ROWS, epoch=0, number=0)
+
+
+def resident_bytes() -> int:
+    """Return what of this process lies in memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.host_only("the host's memory after hundreds of steps")
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
+    """Objects and Python's memory to the byte but for a few caches; resident memory within a megabyte."""
+    keep_freed_memory()
+    model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
+    worker, batch = Worker(model, optim.Adam(model.storage), group, **way), make_batch(group)
+    worker.step(batch)
+    tracemalloc.start()  # slows a step down, and sees only what is made from now on
+    for _ in range(WARM_UP):
+        worker.step(batch)
+    gc.collect()
+    objects, resident, traced = len(gc.get_objects()), resident_bytes(), tracemalloc.get_traced_memory()[0]
+    for _ in range(STEPS):
+        worker.step(batch)
+    gc.collect()  # NumPy's as_strided makes cycles
+    grown = tracemalloc.get_traced_memory()[0] - traced
+    tracemalloc.stop()
+    grown_resident = resident_bytes() - resident
+    found = group.gather([grown, grown_resident, len(gc.get_objects()) - objects])
+    worker.release()
+    assert all(bytes_ < 20_000 and large < 2**20 and more < 100 for bytes_, large, more in found), found

@@ -1,0 +1,245 @@
+"""Workers in half precision: they learn as much, skip overflows together, and refuse what does not go together."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import data, models, nn, optim
+from nnmpi.backend.array import Array
+from nnmpi.backend.precision import precision as mode_of
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.errors import DivergenceError, UsageError
+from nnmpi.nn.module import Module
+from nnmpi.synchrony.sync import Sync
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+
+SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
+
+
+class Blow(Function):
+    """x, and a gradient that is infinite where somebody says so, as float16's are beyond 65504."""
+
+    def __init__(self, when: list[bool]) -> None:
+        self.when = when
+
+    def forward(self, x: Array) -> Array:
+        return x.copy()
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        if not self.when[0]:
+            return (grad,)
+        worse = grad.copy()
+        worse.reshape(-1)[:1] = np.inf
+        return (worse,)
+
+
+class Fuse(Module):
+    """Passes x on; its gradient overflows while `lit` holds True."""
+
+    def __init__(self) -> None:
+        self._lit = [False]
+
+    def light(self, lit: bool) -> None:
+        """Let the gradient overflow, or not."""
+        self._lit[0] = lit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return Blow(self._lit)(x)
+
+
+def fused(group: Group, layout: Layout | None, **options: Any) -> tuple[Worker, Fuse | None, Loader]:
+    """Return a worker of a model with a Fuse between two layers, that Fuse if it is on this rank, and the data."""
+    train, _ = data.load("digits")
+    fuse = Fuse()
+    model: Module = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), fuse, nn.Linear(20, 10))
+    model.sharding = {"1": nn.Sharding.COLUMN, "4": nn.Sharding.ROW}
+    where = None if layout is None else arrange(model, group, layout, SAMPLE)
+    model = model if where is None else where.model
+    model.initialize(seed=0)
+    worker = Worker(
+        model,
+        optim.Adam(model.storage, lr=1e-2),
+        group,
+        arrangement=where,
+        precision="fp16",
+        check=True,
+        **options,
+    )
+    here = any(module is fuse for _, module in model.named_modules())
+    place = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
+    whole = layout is not None and layout.fixed
+    loader = Loader(train, 32, rank=place[0], world=place[1], microbatches=4, whole=whole)
+    return worker, fuse if here else None, loader
+
+
+WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "replicas": (None, {"fused_update": False}),
+    "fused update": (None, {"fused_update": True}),
+    "pipeline": ({"pp": 2, "dp": None, "split": (3, 2)}, {}),
+    "zero bubble": ({"pp": 2, "dp": None, "split": (3, 2), "schedule": "zero-bubble"}, {}),
+    "shared layers": ({"tp": 2, "dp": None}, {}),
+    "fixed order": ({"reduction": "fixed"}, {}),
+}
+
+
+HOST = pytest.mark.host_only("a fused update is for host memory")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS])
+def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str) -> None:
+    """The weights and the optimizer stay, the scale is halved, and the next step is one as before."""
+    layout, options = WAYS[way]
+    if layout is not None and group.size % 2 and "reduction" not in layout:
+        return
+    worker, fuse, loader = fused(group, None if layout is None else Layout(**layout), clip=1.0, **options)
+    holders = group.gather(fuse is not None)
+    batches = islice(loader.epoch(0), 3)
+    first = worker.step(next(batches))
+    before = worker.model.state()
+    if fuse is not None:
+        fuse.light(group.rank == holders.index(True))
+    second = worker.step(next(batches))
+    if fuse is not None:
+        fuse.light(False)
+    unchanged = all((before[name] == value).all() for name, value in worker.model.state().items())
+    third = worker.step(next(batches))
+    assert worker.scaling is not None
+    told = [
+        (first.skipped, first.loss_scale),
+        (second.skipped, second.loss_scale, np.isfinite(second.loss), np.isfinite(second.grad_norm)),
+        (third.skipped, third.loss_scale, np.isfinite(third.grad_norm)),
+        (unchanged, worker.optimizer.steps, worker.scaling.value, worker.scaling.skipped),
+    ]
+    changed = any((before[name] != value).any() for name, value in worker.model.state().items())
+    wanted = [(False, 2.0**16), (True, 2.0**16, True, False), (False, 2.0**15, True), (True, 2, 2.0**15, 1)]
+    everyone = group.gather([told == wanted or repr(told), changed])
+    worker.release()
+    assert everyone == [[True, True]] * group.size, everyone
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", [None, {"reduction": "fixed"}], ids=["replicas", "fixed order"])
+def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any] | None) -> None:
+    """Sixteen steps are skipped; then the scale is 1, and the error says whence the infinity came."""
+    worker, fuse, loader = fused(group, None if layout is None else Layout(**layout))
+    assert fuse is not None
+    fuse.light(group.is_root)  # which has rows of every batch, on any number of ranks
+    steps, message = 0, ""
+    try:
+        for batch in islice(loader.epoch(0), 20):
+            worker.step(batch)
+            steps += 1
+    except DivergenceError as error:
+        message = str(error)
+    worker.release()
+    everyone = group.gather([steps, message])
+    assert all(each == everyone[0] for each in everyone)
+    assert everyone[0][0] == 16
+    assert "gradient of" in everyone[0][1] and "step 1:" in everyone[0][1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_half_precision_learns_as_much(group: Group, name: str, precision: str) -> None:
+    """Within a point of float32's accuracy on the digits' test data."""
+    found = {mode: train(group, name, mode) for mode in ("float32", precision)}
+    assert found["float32"] > 0.93
+    assert abs(found[precision] - found["float32"]) < 0.01, found
+
+
+def train(group: Group, name: str, precision: str) -> float:
+    """Return the accuracy on the test data after some epochs."""
+    trained, tested = data.load("digits")
+    build = models.mlp if name == "mlp" else models.cnn
+    model = build((8, 8, 1), 10).initialize(seed=0)
+    worker = Worker(model, optim.Adam(model.storage, lr=3e-3), group, precision=precision)
+    loader = Loader(trained, 32, seed=0, workers=0)
+    for epoch in range(6):
+        for batch in loader.epoch(epoch):
+            worker.step(batch, lr=3e-3 * (1 - epoch / 6))
+    return worker.evaluate(Loader(tested, 64, shuffle=False, workers=0).epoch(0)).accuracy
+
+
+def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
+    train_set, _ = data.load("digits")
+    model = models.cnn((8, 8, 1), 10).initialize(seed=0)
+    seen: list[np.dtype[Any]] = []
+    worker = Worker(model, optim.Adam(model.storage), group, precision="fp16")
+    with nn.mode.observed(lambda module, result: seen.append(result.dtype)):
+        worker.step(next(iter(Loader(train_set, 32).epoch(0))))
+    arrays = [*model.storage.data, *model.storage.grads, *worker.optimizer_state()[0].values()]
+    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
+    assert np.dtype(np.float16) in seen
+    assert mode_of() == "float32"  # the caller's
+
+
+def test_the_scale_is_part_of_the_state(group: Group) -> None:
+    worker, _, _ = fused(group, None)
+    other, _, _ = fused(group, None)
+    assert worker.scaling is not None and other.scaling is not None
+    worker.scaling.shrink()
+    worker.scaling.grow()
+    other.load_optimizer_state(*worker.optimizer_state())
+    assert other.scaling.state() == {"value": 2.0**15, "good": 1, "skipped": 1}
+
+
+def test_the_mode_of_the_context_is_the_default(group: Group) -> None:
+    model = models.mlp((8, 8, 1), 10).initialize(seed=0)
+    with nnmpi.use_precision("bf16"):
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
+    assert worker.precision == "bf16" and worker.scaling is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of float32, tf32, bf16, fp16"),
+        ({"precision": "tf32"}, "tf32 needs a CUDA device, and backend numpy has none; use float32, bf16 or fp16"),
+        ({"precision": "bf16", "dtype": "float64"}, "bf16 is for models of float32, and this one is of float64"),
+        ({"precision": "fp16", "schedule": "pipedream"}, "pipedream each stage updates .*; use bf16, or another"),
+    ],
+)
+@pytest.mark.host_only("tf32 is refused there")
+def test_what_does_not_go_together(group: Group, options: dict[str, Any], words: str) -> None:
+    layout = Layout(schedule=options.pop("schedule", "1f1b"))
+    dtype = options.pop("dtype", "float32")
+    where = arrange(models.mlp((8, 8, 1), 10), group, layout, SAMPLE.astype(dtype), dtype=dtype)
+    where.model.initialize(seed=0, dtype=dtype)
+    with pytest.raises(UsageError, match=words):
+        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options)
+
+
+def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) -> None:
+    train_set, _ = data.load("digits")
+    losses = {}
+    for precision in ("float32", "bf16", "fp16"):
+        model = models.mlp((8, 8, 1), 10).initialize(seed=0)
+        options = {"precision": precision, "seed": 1}
+        optimizer = optim.SGD(model.storage, lr=0.1)
+        if precision == "fp16":
+            with pytest.raises(UsageError, match="in virtual time they do not meet in every step; use bf16"):
+                VirtualWorker(model, optimizer, group, Sync("asp"), 3, **options)
+            with pytest.raises(UsageError, match="with asp they do not meet in every step; use bf16"):
+                RelaxedWorker(model, optimizer, group, Sync("asp"), **options)
+            continue
+        worker = VirtualWorker(model, optimizer, group, Sync("asp"), 3, **options)
+        loader = Loader(train_set, 30, world=3, workers=0)
+        report = worker.run(loader, 0, 0, 30, step=0, lr=lambda step: 0.1)
+        losses[precision] = report.loss_sum / report.rows
+        assert worker.evaluate(Loader(train_set, 50, workers=0).epoch(0)).accuracy > 0.3
+    assert losses["bf16"] != losses["float32"]
+    assert losses["bf16"] == pytest.approx(losses["float32"], rel=2**-7)

@@ -1,0 +1,130 @@
+"""Convolutions of whole numbers, which every precision computes exactly: all ways must agree to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnmpi.backend import cudnn
+from nnmpi.backend.precision import low_dtype, use_precision
+from nnmpi.ops.conv import conv2d
+from nnmpi.ops.conv_pool import conv_relu, conv_relu_pool
+from nnmpi.tensor.tensor import Tensor
+from tests.device.library import device_backend
+
+MODES = ("float32", "float64", "tf32", "bf16", "fp16")  # the second is float32 with arrays of float64
+
+
+class Case(NamedTuple):
+    """The sizes of a convolution."""
+
+    images: tuple[int, int, int, int]
+    kernel: tuple[int, int]
+    outputs: int
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    bias: bool = True
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The arguments of conv2d after the arrays."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+
+CASES = {
+    "3x3": Case((2, 7, 6, 3), (3, 3), 5, padding=(1, 1)),
+    "no bias": Case((2, 7, 6, 3), (3, 3), 5, padding=(1, 1), bias=False),
+    "even, many channels": Case((2, 4, 4, 17), (3, 3), 16, padding=(1, 1)),
+    "1x1": Case((3, 5, 4, 4), (1, 1), 6),
+    "1x1 with a border": Case((2, 3, 4, 2), (1, 1), 3, padding=(1, 1)),
+    "1x1, stride": Case((2, 6, 7, 4), (1, 1), 3, stride=(2, 2)),
+    "1x1, groups": Case((2, 4, 3, 6), (1, 1), 4, groups=2),
+    "all at once": Case((2, 8, 7, 6), (3, 2), 4, (2, 3), (1, 0), (1, 2), 2),
+    "depthwise": Case((2, 6, 5, 5), (3, 3), 5, padding=(1, 1), groups=5),
+    "depthwise, two of each": Case((1, 9, 8, 4), (3, 3), 8, (2, 1), (2, 2), (2, 1), 4),
+    "one channel": Case((2, 5, 6, 1), (5, 5), 3, padding=(2, 2)),
+    "border wider than the kernel": Case((2, 3, 3, 2), (2, 2), 3, padding=(3, 3)),
+    "stride wider than the kernel": Case((2, 8, 9, 2), (2, 2), 3, stride=(3, 3)),
+    "one image": Case((1, 5, 5, 2), (5, 5), 3),
+    "no image": Case((0, 4, 5, 2), (3, 3), 3, padding=(1, 1)),
+}
+FUNCTIONS = {
+    "conv2d": conv2d,
+    "conv_relu": conv_relu,
+    "pool 2": conv_relu_pool,
+    "pool 1x3": partial(conv_relu_pool, pool=(1, 3)),
+}
+
+
+def arrays(case: Case, seed: int = 0) -> list[Any]:
+    """Return images, kernels and a bias of small whole numbers, as float64."""
+    rng = np.random.default_rng(seed)
+    kernel = (*case.kernel, case.images[3] // case.groups, case.outputs)
+    shapes = [case.images, kernel, (case.outputs,)]
+    return [rng.integers(-1, 2, shape).astype(np.float64) for shape in (shapes if case.bias else shapes[:2])]
+
+
+def grad_of(shape: tuple[int, ...]) -> Any:
+    """Return a gradient of small whole numbers."""
+    return np.random.default_rng(1).integers(-1, 2, shape).astype(np.float64)
+
+
+def on_host(function: Any, case: Case) -> list[Any]:
+    """Return the result and all gradients, by NumPy in float64."""
+    leaves = [Tensor(x, requires_grad=True) for x in arrays(case)]
+    y = function(*leaves, *([] if case.bias else [None]), *case.options)
+    y.backward(grad_of(y.shape))
+    return [y.data, *(leaf.grad for leaf in leaves)]
+
+
+def on_device(function: Any, case: Case, mode: str) -> list[Any]:
+    """Return the same by the device's library, and check the dtypes.
+
+    Args:
+        mode: of MODES.
+    """
+    xp, dtype = device_backend().xp, np.dtype("float64" if mode == "float64" else "float32")
+    low = low_dtype(mode) if mode != "float64" else None
+    leaves = [Tensor(xp.asarray(x.astype(dtype)), requires_grad=True) for x in arrays(case)]
+    with precision(mode):
+        x = leaves[0]
+        if low is not None:  # as it comes from the layer before
+            leaves[0] = x = Tensor(x.data.astype(low), requires_grad=True)
+        y = function(x, *leaves[1:], *([] if case.bias else [None]), *case.options)
+        y.backward(xp.asarray(grad_of(y.shape)).astype(y.dtype))
+    assert y.dtype == (dtype if low is None else low)
+    assert all(leaf.grad.dtype == leaf.data.dtype for leaf in leaves)
+    return [xp.asnumpy(each).astype(np.float64) for each in (y.data, *(leaf.grad for leaf in leaves))]
+
+
+@contextmanager
+def precision(mode: str) -> Iterator[None]:
+    """Compute in one of MODES."""
+    with use_precision("float32" if mode == "float64" else mode):
+        yield
+
+
+@contextmanager
+def cudnn_double() -> Iterator[Any]:
+    """Install the double of cuDNN for the block, as if nothing of it had been used before; yields its settings."""
+    device_backend()
+    import cudnn as frontend
+
+    settings = frontend.settings()
+    before = dict(vars(settings))
+    cudnn.load.cache_clear()
+    settings.installed = True
+    settings.built.clear()
+    settings.executed.clear()
+    settings.ran.clear()
+    try:
+        yield settings
+    finally:
+        vars(settings).update(before)
+        cudnn.load.cache_clear()

@@ -1,0 +1,82 @@
+"""A double of CuPy: an array library on a device, computed by NumPy, for tests where there is no device.
+
+It has CuPy's names and parameters and no others (`snapshot.json`, which tests/device/survey.py writes), and is as
+strict as CuPy where NumPy is lenient, so that code which runs on it and on NumPy has a fair chance on a real device:
+
+    an array does not become a NumPy array by itself, and mixes with none
+    memory is counted, has a limit, and holds rubbish (NaN) until it is written
+    copies on a stream arrive when somebody waits for them, and not before
+    what is undefined on a device (an index out of bounds, one index written twice) is an error
+    reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs were
+
+What it does not show: speed, rounding of the device's functions, races between kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from cupy import (
+    _functions,
+    _methods,  # noqa: F401
+)
+from cupy._array import ndarray
+from cupy._names import MODULES, VERSION
+from cupy._ufunc import ufunc
+
+__all__ = [
+    "asnumpy",
+    "get_array_module",
+    "get_default_memory_pool",
+    "get_default_pinned_memory_pool",
+    "ndarray",
+    "ufunc",
+]
+
+__version__ = VERSION
+newaxis = None
+
+
+def is_available() -> bool:
+    """Return whether there is a device."""
+    return bool(cuda.is_available())
+
+
+def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
+    """Return a copy in the host's memory."""
+    if isinstance(a, ndarray):
+        return a.get(stream=stream, order=order, out=out, blocking=blocking)
+    return np.asarray(a, order=order)  # type: ignore[call-overload]
+
+
+def get_array_module(*args: Any) -> Any:
+    """Return this module if one of the arguments is an array on the device, else NumPy."""
+    return importlib.import_module("cupy") if any(isinstance(each, ndarray) for each in args) else np
+
+
+def get_default_memory_pool() -> Any:
+    """Return the pool that arrays come from."""
+    return cuda.memory.POOL
+
+
+def get_default_pinned_memory_pool() -> Any:
+    """Return the pool that page-locked memory comes from."""
+    return cuda.pinned_memory.POOL
+
+
+def __getattr__(name: str) -> Any:
+    kind = MODULES["cupy"].get(name, "")
+    if name in ("RawKernel", "RawModule"):  # a compiler and an emulator: loaded by those who need it
+        value = getattr(importlib.import_module("cupy._raw"), name)
+    elif kind == "module":
+        value = importlib.import_module(f"cupy.{name}")
+    else:
+        value = _functions.find("cupy", name, np)
+    globals()[name] = value
+    return value
+
+
+from cupy import cuda  # noqa: E402

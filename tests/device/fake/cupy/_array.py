@@ -1,0 +1,391 @@
+"""The array on the device: a NumPy array that nobody sees but this library."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupy import _streams, _sync
+from cupy._flags import Flags
+from cupy.cuda import memory, pinned_memory
+from cupy.cuda.device import Device
+
+# Set by `pytest --backend fake`: what to do with a caller that is a test.
+VIEWERS: list[Callable[[Any], bool]] = []
+
+
+class ndarray:
+    """An array on the device."""
+
+    __slots__ = ("__weakref__", "_base", "_host", "_mem")
+    __module__ = "cupy"
+    __hash__ = None  # type: ignore[assignment]
+    __array_priority__ = 100
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
+    ) -> None:
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        dtype = np.dtype(dtype)
+        pointer = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        mem = pointer.mem
+        offset = pointer.ptr - mem.ptr
+        owner = mem._owner
+        if not owner.flags.c_contiguous or owner.dtype != np.uint8:
+            owner = owner.T if owner.flags.f_contiguous else owner
+            owner = owner.reshape(-1).view(np.uint8)
+        self._host = np.ndarray(shape, dtype, owner, offset, strides, order)  # type: ignore[call-overload]
+        self._mem = mem
+        self._base: Any = None
+
+    # -------------------------------------------------------------- how it lies
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._host.shape
+
+    @shape.setter
+    def shape(self, shape: Any) -> None:
+        self._host = self._host.view()
+        self._host.shape = shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._host.strides
+
+    @property
+    def dtype(self) -> Any:
+        return self._host.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._host.ndim
+
+    @property
+    def size(self) -> int:
+        return self._host.size
+
+    @property
+    def itemsize(self) -> int:
+        return self._host.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._host.nbytes
+
+    @property
+    def flags(self) -> Flags:
+        return Flags(self)
+
+    @property
+    def base(self) -> Any:
+        return self._base
+
+    @property
+    def device(self) -> Device:
+        return Device(0 if self._mem is None else self._mem.device_id)
+
+    @property
+    def data(self) -> memory.MemoryPointer:
+        if not self._mem.size:
+            return memory.MemoryPointer(self._mem, 0)
+        return memory.MemoryPointer(self._mem, self._host.__array_interface__["data"][0] - self._mem.ptr)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        contiguous = self._host.flags.c_contiguous
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "descr": self.dtype.descr,
+            "strides": None if contiguous else self.strides,
+            "data": (self.data.ptr, False),
+            "version": 3,
+            "stream": 1,
+        }
+
+    @property
+    def T(self) -> ndarray:
+        return view(self._host.T, self)
+
+    @property
+    def mT(self) -> ndarray:
+        return view(self._host.mT, self)
+
+    @property
+    def real(self) -> ndarray:
+        return view(self._host.real, self)
+
+    @property
+    def imag(self) -> ndarray:
+        return view(self._host.imag, self)
+
+    @property
+    def _c_contiguous(self) -> bool:
+        return self._host.flags.c_contiguous
+
+    @property
+    def _f_contiguous(self) -> bool:
+        return self._host.flags.f_contiguous
+
+    # -------------------------------------------------------------- to the host and back
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if VIEWERS and VIEWERS[0](sys._getframe(1)):
+            return self._seen() if dtype is None else self._seen().astype(dtype)
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array "
+            "explicitly."
+        )
+
+    def _seen(self) -> Any:
+        """Return what a test sees: all that is under way has arrived."""
+        _streams.finish_all()
+        return self._host.copy()
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
+        """Return a copy in the host's memory."""
+        if out is None:
+            out = np.empty(self.shape, self.dtype, "C" if order == "A" and self._c_contiguous else order)  # type: ignore[call-overload]
+        elif not isinstance(out, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be obtained from cupy.ndarray")
+        elif self.dtype != out.dtype:
+            raise TypeError(f"{out.dtype} array cannot be obtained from {self.dtype} array")
+        elif self.shape != out.shape:
+            raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}")
+        elif not (out.flags.c_contiguous or out.flags.f_contiguous):
+            raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
+        if blocking:
+            _sync.synchronized("get")
+        where, source = _streams.current() if stream is None else stream, self._host
+        _streams.copy_to_host(source.copy, lambda value: np.copyto(out, value), where, pinned_memory.is_pinned(out))
+        if blocking:
+            where.synchronize()
+        return out
+
+    def set(self, arr: Any, stream: Any = None) -> None:
+        """Copy from the host's memory."""
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if self.dtype != arr.dtype:
+            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
+        if self.shape != arr.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
+        if not (self._c_contiguous or self._f_contiguous):
+            raise RuntimeError("Cannot set to non-contiguous array")
+        target = self._host
+        pinned = pinned_memory.is_pinned(arr)
+        _streams.copy_to_device(arr.copy, lambda value: np.copyto(target, value), stream, pinned)
+
+    def item(self) -> Any:
+        """Return the one element."""
+        _sync.synchronized("item")
+        _streams.settle()
+        if self.size != 1:
+            raise ValueError("can only convert an array of size 1 to a Python scalar")
+        return self._host.item()
+
+    def tolist(self) -> Any:
+        """Return nested lists."""
+        _sync.synchronized("tolist")
+        _streams.settle()
+        return self._host.tolist()
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """Return the bytes."""
+        _sync.synchronized("tobytes")
+        _streams.settle()
+        return self._host.tobytes(order)
+
+    def __bool__(self) -> bool:
+        _sync.synchronized("bool")
+        _streams.settle()
+        return bool(self._host)
+
+    def __float__(self) -> float:
+        _sync.synchronized("float")
+        _streams.settle()
+        return float(self._host)
+
+    def __int__(self) -> int:
+        _sync.synchronized("int")
+        _streams.settle()
+        return int(self._host)
+
+    def __index__(self) -> int:
+        _sync.synchronized("index")
+        _streams.settle()
+        return self._host.__index__()
+
+    def __complex__(self) -> complex:
+        _sync.synchronized("complex")
+        return complex(self._host)
+
+    def __repr__(self) -> str:
+        return repr(self._host)
+
+    def __str__(self) -> str:
+        return str(self._host)
+
+    def __format__(self, form: str) -> str:
+        _sync.synchronized("format")
+        return format(self._host.item() if self.ndim == 0 else str(self), form)
+
+    def __reduce__(self) -> Any:
+        _sync.synchronized("pickle")
+        return _rebuilt, (self._host.copy(),)
+
+    def __copy__(self) -> ndarray:
+        return wrap(self._host.copy())
+
+    def __deepcopy__(self, memo: Any) -> ndarray:
+        return wrap(self._host.copy())
+
+    # -------------------------------------------------------------- elements
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __iter__(self) -> Any:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d array")
+        return (self[place] for place in range(len(self)))
+
+    def __getitem__(self, key: Any) -> ndarray:
+        if _streams.PENDING:
+            _streams.settle()
+        found: ndarray = wrap(self._host[self._key(key)])
+        if found._mem is self._mem:
+            found._base = self if self._base is None else self._base
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if _streams.PENDING:
+            _streams.settle()
+        key = self._key(key, writes=True)
+        if type(value) is ndarray:
+            value = value._host
+        elif VIEWERS and not np.isscalar(value) and VIEWERS[0](sys._getframe(1)):
+            value = np.asarray(value)
+        elif isinstance(value, np.ndarray | list | tuple) or not np.isscalar(value):
+            raise TypeError(f"Unsupported type {type(value)}")
+        if isinstance(value, np.ndarray) and value.ndim > np.ndim(self._host[key]):
+            raise ValueError(f"shapes {value.shape} and {np.shape(self._host[key])} cannot be assigned")
+        self._host[key] = value
+
+    def _key(self, key: Any, writes: bool = False) -> Any:
+        """Return the key for NumPy, refusing what is undefined on a device."""
+        if type(key) is not tuple:
+            return self._part(key, writes) if type(key) not in (int, slice) else key
+        indices = sum(type(part) is ndarray for part in key)
+        return tuple(self._part(part, writes and indices == 1) for part in key)
+
+    def _part(self, part: Any, writes: bool) -> Any:
+        if isinstance(part, np.ndarray | list):  # CuPy uploads it
+            host = np.asarray(part)
+        elif type(part) is ndarray:
+            host = part._host
+        else:
+            return part
+        if host.dtype.kind == "b":
+            if not writes:
+                _sync.synchronized("index by a mask")
+        elif writes and host.size > 1 and len(np.unique(host)) != host.size:
+            raise IndexError("an element is written twice in one assignment, which is undefined on a device")
+        return host
+
+    def __delitem__(self, key: Any) -> None:
+        raise TypeError("'ndarray' object does not support item deletion")
+
+    def __contains__(self, value: Any) -> bool:
+        _sync.synchronized("in")
+        return value in self._host
+
+    # -------------------------------------------------------------- NumPy's functions on it
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        import cupy
+
+        if VIEWERS and VIEWERS[0](sys._getframe(1)):
+            return _by_numpy(getattr(function, method), inputs, kwargs)
+        if method != "__call__" or function.signature is not None:
+            return NotImplemented
+        if any(each is not None for each in kwargs.get("out", ()) if not isinstance(each, ndarray)):
+            raise TypeError("Output arguments type must be cupy.ndarray")
+        return getattr(cupy, function.__name__)(*inputs, **kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        import cupy
+
+        if VIEWERS and VIEWERS[0](sys._getframe(1)):
+            look = unwrap if function in (np.shares_memory, np.may_share_memory) else seen
+            return function(*map(look, args), **{key: look(value) for key, value in kwargs.items()})
+        module: Any = cupy
+        for part in function.__module__.split(".")[1:]:
+            module = getattr(module, part)
+        return getattr(module, function.__name__)(*args, **kwargs)
+
+
+def seen(value: Any) -> Any:
+    """Return a value with NumPy arrays for device arrays, for tests."""
+    if type(value) is ndarray:
+        return value._seen()
+    if isinstance(value, list | tuple):
+        return type(value)(map(seen, value))
+    return value
+
+
+def _by_numpy(function: Any, inputs: Any, kwargs: Any) -> Any:
+    """Return NumPy's result for a test; what is to be written to a device array goes there."""
+    places = kwargs.pop("out", (None,))
+    result = function(*map(seen, inputs), **kwargs)
+    if type(places[0]) is not ndarray:
+        return result if places[0] is None else np.copyto(places[0], result) or places[0]
+    np.copyto(places[0]._host, result)
+    return places[0]
+
+
+def _rebuilt(host: Any) -> ndarray:
+    return wrap(host)
+
+
+def view(host: Any, base: ndarray) -> ndarray:
+    """Return an array that looks at another one's memory."""
+    array = ndarray.__new__(ndarray)
+    array._host = host
+    array._mem = base._mem
+    array._base = base if base._base is None else base._base
+    return array
+
+
+def wrap(result: Any) -> Any:
+    """Return a result of NumPy as one of the device's."""
+    kind = type(result)
+    if kind is not np.ndarray:
+        if isinstance(result, np.generic):
+            result = np.asarray(result)
+        elif kind in (tuple, list):
+            return kind(map(wrap, result))
+        else:
+            return result
+    owner = result
+    while type(owner.base) is np.ndarray:
+        owner = owner.base
+    array = ndarray.__new__(ndarray)
+    array._host = result
+    array._base = None
+    found = memory.OWNERS.get(id(owner))
+    array._mem = memory.Memory(owner) if found is None else found
+    return array
+
+
+def unwrap(value: Any) -> Any:
+    """Return what NumPy computes with; a NumPy array here would be host and device mixed."""
+    kind = type(value)
+    if kind is ndarray:
+        return value._host
+    if kind is np.ndarray:
+        raise TypeError(f"Unsupported type {kind} (of shape {value.shape})")
+    if kind is tuple or kind is list:
+        return kind(map(unwrap, value))
+    return value

@@ -1,0 +1,313 @@
+"""Functions on arrays: CuPy's names and parameters, NumPy's results."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from cupy import _streams, _sync
+from cupy._array import ndarray, unwrap, view, wrap
+from cupy._names import MODULES, Parameters, parameters
+from cupy._ufunc import ufunc
+from cupy.cuda import memory
+
+# Those whose result lies as the input does, or is a view of it.
+KEEP_ORDER = {
+    "copy",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "einsum",
+    "array",
+    "asarray",
+    "asfortranarray",
+}
+# Those that take a list of arrays.
+LISTS = {
+    "concatenate",
+    "stack",
+    "hstack",
+    "vstack",
+    "dstack",
+    "column_stack",
+    "broadcast_arrays",
+    "meshgrid",
+    "einsum",
+    "select",
+    "array",
+    "asarray",
+    "ascontiguousarray",
+    "asanyarray",
+    "choose",
+    "piecewise",
+    "ix_",
+    "result_type",
+    "can_cast",
+    "broadcast_shapes",
+}
+# Those that make arrays of numbers, shapes or lists of the host.
+MAKERS = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "linspace",
+    "eye",
+    "identity",
+    "tri",
+    "array",
+    "asarray",
+    "asanyarray",
+    "ascontiguousarray",
+    "asfortranarray",
+    "broadcast_shapes",
+    "result_type",
+    "can_cast",
+    "promote_types",
+    "dtype",
+    "finfo",
+    "iinfo",
+    "isscalar",
+    "indices",
+    "unravel_index",
+    "logspace",
+    "where",
+    "min_scalar_type",
+    "shape",
+    "ndim",
+    "size",
+}
+FROM_HOST = {
+    "array",
+    "asarray",
+    "asanyarray",
+    "ascontiguousarray",
+    "asfortranarray",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "result_type",
+    "can_cast",
+    "shape",
+    "ndim",
+    "size",
+    "iscomplexobj",
+    "isscalar",
+    "min_scalar_type",
+}
+# Those whose result's shape depends on the elements, so that the host waits.
+SYNCHRONIZING = {
+    "nonzero",
+    "flatnonzero",
+    "argwhere",
+    "unique",
+    "extract",
+    "compress",
+    "bincount",
+    "array_equal",
+    "allclose",
+    "setdiff1d",
+    "intersect1d",
+    "union1d",
+    "trim_zeros",
+    "repeat",
+}
+EMPTY = {"empty", "empty_like"}
+# Names that are NumPy's own and have nothing to do with a device.
+HOST = {
+    "result_type",
+    "can_cast",
+    "promote_types",
+    "broadcast_shapes",
+    "isscalar",
+    "finfo",
+    "iinfo",
+    "dtype",
+    "min_scalar_type",
+}
+
+
+def find(module: str, name: str, numpy: Any) -> Any:
+    """Return what CuPy's module has under a name.
+
+    Raises:
+        AttributeError: where CuPy has nothing.
+    """
+    kind = MODULES[module].get(name)
+    if kind is None or not hasattr(numpy, name):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    value = getattr(numpy, name)
+    if kind.startswith("ufunc") and isinstance(value, np.ufunc):
+        return ufunc(name, value)
+    if kind in ("type", "value") or name in HOST:
+        return value
+    if name in SPECIAL:
+        return SPECIAL[name]
+    return _function(name, value, parameters(kind))
+
+
+def _renamed(value: Any, known: Parameters) -> list[str]:
+    """Return NumPy's names for CuPy's positional parameters, as far as both agree about their order."""
+    try:
+        theirs = [each.name for each in inspect.signature(value).parameters.values()]
+    except (TypeError, ValueError):
+        return known.positional
+    agree = 0
+    for mine, other in zip(known.positional, theirs, strict=False):
+        if mine != other and (mine in theirs or other in known.positional):
+            break
+        agree += 1
+    return known.positional[:agree]
+
+
+def _function(name: str, value: Any, known: Parameters) -> Any:
+    agreed = len(_renamed(value, known)) if not known.open_ended else 1000
+    lists, from_host, synchronizes, poisons = name in LISTS, name in FROM_HOST, name in SYNCHRONIZING, name in EMPTY
+    makes, keeps = name in MAKERS, name in KEEP_ORDER
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _streams.PENDING:
+            _streams.settle()
+        known.check(name, args, kwargs)
+        if synchronizes:
+            _sync.synchronized(name)
+        out = kwargs.get("out")
+        if out is not None and type(out) is not ndarray:
+            raise TypeError("Output arguments type must be cupy.ndarray")
+        if len(args) > agreed:
+            kwargs = {**kwargs, **dict(zip(known.positional[agreed:], args[agreed:], strict=False))}
+            args = args[:agreed]
+            out = kwargs.get("out")
+        first = args[0] if args else None
+        if not (lists or makes) and isinstance(first, list | tuple):
+            raise TypeError(f"Unsupported type {type(first)}")
+        if not makes and isinstance(first, int | float) and not isinstance(first, np.generic):
+            raise AttributeError(f"{type(first).__name__!r} object: cupy.{name} takes arrays alone")
+        convert = _from_host if from_host else unwrap
+        result = value(*map(convert, args), **{key: convert(each) for key, each in kwargs.items()})
+        if out is not None:
+            return out
+        if type(result) is np.ndarray:
+            if poisons:
+                result = memory.rubbish(result.shape, result.dtype, "C" if result.flags.c_contiguous else "F")
+            elif type(first) is ndarray:
+                if result is first._host:
+                    return first
+                if result.base is not None and memory.OWNERS.get(id(result.base)) is first._mem:
+                    return view(result, first)
+            if result.ndim > 1 and not keeps and not result.flags.c_contiguous:
+                result = np.ascontiguousarray(result)
+            if from_host and isinstance(first, np.ndarray) and np.may_share_memory(result, first):
+                result = result.copy()
+        return wrap(result)
+
+    call.__name__ = name
+    return call
+
+
+def _from_host(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_from_host, value))
+    return unwrap(value)
+
+
+def _matmul(name: str, function: Any) -> Any:
+    known = parameters(MODULES["cupy"][name])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _streams.PENDING:
+            _streams.settle()
+        known.check(name, args, kwargs)
+        if name == "dot" and len(args) == 3:
+            kwargs["out"], args = args[2], args[:2]
+        left, right = args[:2]
+        for each in (left, right):
+            if type(each) is not ndarray:
+                raise TypeError(f"Unsupported type {type(each)}")
+        if max(left.ndim, right.ndim) > 2 and "bfloat16" in (left.dtype.name, right.dtype.name):
+            raise TypeError("CuPy's batched matmul takes no bfloat16")
+        out = kwargs.pop("out", None)
+        if type(out) is tuple:
+            (out,) = out
+        if out is not None and type(out) is not ndarray:
+            raise TypeError("Output arguments type must be cupy.ndarray")
+        result = product(function, left._host, right._host)
+        if out is None:
+            return wrap(np.ascontiguousarray(result) if np.ndim(result) > 1 else result)
+        if name == "dot" and not (out.dtype == result.dtype and out._c_contiguous and out.shape == result.shape):
+            raise ValueError("output array is not acceptable (must have the right type, dimensions and C-order)")
+        if out.dtype != result.dtype:
+            raise TypeError(f"out of {out.dtype} for a product of {result.dtype}")
+        if out.shape != result.shape:
+            raise ValueError(f"out of shape {out.shape} for a product of shape {result.shape}")
+        np.copyto(out._host, result)
+        return out
+
+    return call
+
+
+def product(function: Any, left: Any, right: Any) -> Any:
+    """Return a product of matrices, of float16 and bfloat16 added up in float32."""
+    low = {"float16", "bfloat16"}
+    if left.dtype.name in low and right.dtype.name in low:
+        kind = np.result_type(left.dtype, right.dtype)
+        return np.asarray(function(left.astype(np.float32), right.astype(np.float32))).astype(kind)
+    return function(left, right)
+
+
+def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
+    if _streams.PENDING:
+        _streams.settle()
+    if type(dst) is not ndarray:
+        raise TypeError(f"Unsupported type {type(dst)}")
+    if where is not None and type(where) is not ndarray:
+        raise TypeError(f"Unsupported type {type(where)}")
+    np.copyto(dst._host, unwrap(src), casting=casting, where=True if where is None else where._host)  # type: ignore[arg-type]
+
+
+def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
+    if _streams.PENDING:
+        _streams.settle()
+    if type(a) is not ndarray:
+        raise TypeError(f"Unsupported type {type(a)}")
+    found = np.take(a._host, unwrap(indices), axis)  # raises where CuPy would wrap
+    if out is None:
+        return wrap(found)
+    if type(out) is not ndarray:
+        raise TypeError("Output arguments type must be cupy.ndarray")
+    if out.dtype != a.dtype or out.shape != np.shape(found):
+        raise ValueError(f"out of shape {out.shape} and {out.dtype} for {np.shape(found)} and {a.dtype}")
+    np.copyto(out._host, found)
+    return out
+
+
+def _put(a: Any, ind: Any, v: Any, mode: str = "wrap") -> None:
+    if _streams.PENDING:
+        _streams.settle()
+    places = unwrap(ind)
+    if np.size(places) > 1 and len(np.unique(places)) != np.size(places):
+        raise IndexError("an element is written twice by one put, which is undefined on a device")
+    np.put(a._host, places, unwrap(v), "raise")
+
+
+def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
+    if type(a) is ndarray and a._c_contiguous and a.ndim and dtype in (None, a.dtype):
+        return a
+    return wrap(np.ascontiguousarray(_from_host(a), dtype).copy())
+
+
+SPECIAL = {
+    "ascontiguousarray": _ascontiguousarray,
+    "matmul": _matmul("matmul", np.matmul),
+    "dot": _matmul("dot", np.dot),
+    "copyto": _copyto,
+    "take": _take,
+    "put": _put,
+}

@@ -1,0 +1,242 @@
+"""The device's memory: NumPy's, counted as CuPy's pool would, with a limit, and freed with the last array in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupy import _streams
+from cupy._address import bytes_at
+from cupy.cuda import pinned_memory, runtime
+
+UNIT = 512  # the pool gives memory in pieces of so many bytes
+
+
+class OutOfMemoryError(MemoryError):
+    """The pool's limit or the device's memory does not suffice."""
+
+    def __init__(self, size: int, total: int, limit: int = 0) -> None:
+        words = f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes"
+        super().__init__(words + (f", limit set to: {limit:,} bytes)." if limit else ")."))
+        self._size, self._total, self._limit = size, total, limit
+
+
+class BaseMemory:
+    """Some memory of the device.
+
+    Attributes:
+        ptr: its address, which is 0 where there is nothing.
+        size: its bytes.
+        device_id: the device's number.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "ptr", "size")
+    device_id = 0
+
+
+class Memory(BaseMemory):
+    """An allocation: it lives as long as an array that lies in it.
+
+    Args:
+        owner: the NumPy array that has the memory.
+    """
+
+    __slots__ = ("_counted",)
+
+    def __init__(self, owner: Any) -> None:
+        self.size = owner.nbytes
+        self._counted = 0
+        POOL._take(self.size)
+        self._counted = -(-self.size // UNIT) * UNIT
+        self._owner = owner
+        self.ptr = owner.__array_interface__["data"][0] if self.size else 0
+        OWNERS[id(owner)] = self
+
+    def __del__(self) -> None:
+        if self._counted and POOL is not None:  # None when Python ends
+            POOL._used -= self._counted
+
+
+class UnownedMemory(BaseMemory):
+    """Memory that somebody else gives and takes back."""
+
+    __slots__ = ()
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr, self.size = ptr, size
+        self._owner = bytes_at(ptr, size)
+        OWNERS[id(self._owner)] = self  # type: ignore[assignment]
+
+
+class MemoryPointer:
+    """An address in an allocation."""
+
+    __slots__ = ("mem", "ptr")
+
+    def __init__(self, mem: BaseMemory, offset: int) -> None:
+        self.mem = mem
+        self.ptr = mem.ptr + offset
+
+    device_id = 0
+
+    def __int__(self) -> int:
+        return self.ptr
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+    def _bytes(self, size: int) -> Any:
+        if not self.mem.ptr <= self.ptr <= self.ptr + size <= self.mem.ptr + self.mem.size:
+            raise ValueError(f"{size} bytes at {self.ptr:#x} are outside of the allocation")
+        return bytes_at(self.ptr, size)
+
+    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
+        """Copy to an address of the host."""
+        target = _at(mem, size)
+        pinned = pinned_memory.is_pinned(target)
+        _streams.copy_to_host(self._bytes(size).copy, lambda value: np.copyto(target, value), stream, pinned)
+
+    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
+        """Copy from an address of the host."""
+        source, target = _at(mem, size), self._bytes(size)
+        pinned = pinned_memory.is_pinned(source)
+        _streams.copy_to_device(source.copy, lambda value: np.copyto(target, value), stream, pinned)
+
+    def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
+        """Copy from another address of the device."""
+        target = self._bytes(size)
+        _streams.copy_to_device(src._bytes(size).copy, lambda value: np.copyto(target, value), stream, True)
+
+    def copy_to_host(self, mem: Any, size: int) -> None:
+        """Copy to an address of the host and wait."""
+        _streams.finish_all()
+        np.copyto(_at(mem, size), self._bytes(size))
+
+    def copy_from_host(self, mem: Any, size: int) -> None:
+        """Copy from an address of the host and wait."""
+        _streams.finish_all()
+        np.copyto(self._bytes(size), _at(mem, size))
+
+    def copy_from_device(self, src: MemoryPointer, size: int) -> None:
+        """Copy from another address of the device."""
+        self.copy_from_device_async(src, size)
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        """Fill bytes."""
+        self._bytes(size).fill(value)
+
+    memset = memset_async
+
+
+def _at(mem: Any, size: int) -> Any:
+    address = mem if isinstance(mem, int) else int(mem.value)
+    return bytes_at(address, size)
+
+
+# Allocations by the identity of the NumPy array that has the memory.
+OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+
+
+def base_of(ptr: int) -> BaseMemory | None:
+    """Return the allocation around an address."""
+    for each in list(OWNERS.values()):
+        if each.ptr <= ptr < each.ptr + max(1, each.size):
+            return each
+    return None
+
+
+class MemoryPool:
+    """Counts memory: what arrays hold, what was freed and is kept, and the limit of both."""
+
+    def __init__(self, allocator: Any = None) -> None:
+        self._used = 0
+        self._total = 0
+        self._limit = 0
+        text = os.environ.get("CUPY_GPU_MEMORY_LIMIT", "")
+        if text.endswith("%"):
+            self.set_limit(fraction=float(text[:-1]) / 100)
+        elif text:
+            self.set_limit(size=int(text))
+
+    def _take(self, size: int) -> None:
+        size = -(-size // UNIT) * UNIT
+        used = self._used + size
+        if used > self._total:
+            limit = self._limit or runtime.settings().memory_bytes
+            if used > limit:
+                self._total = self._used  # what was kept has been given back, as CuPy does before it gives up
+                raise OutOfMemoryError(size, self._total, self._limit)
+            self._total = used
+        self._used = used
+
+    def malloc(self, size: int) -> MemoryPointer:
+        """Return new memory, full of rubbish."""
+        return MemoryPointer(Memory(rubbish((size,), np.uint8)), 0)
+
+    def used_bytes(self) -> int:
+        """Return what arrays hold."""
+        return self._used
+
+    def free_bytes(self) -> int:
+        """Return what was freed and is kept."""
+        return self._total - self._used
+
+    def total_bytes(self) -> int:
+        """Return both."""
+        return self._total
+
+    def n_free_blocks(self) -> int:
+        """Return whether anything is kept, as a number."""
+        return int(self._total > self._used)
+
+    def free_all_blocks(self, stream: Any = None) -> None:
+        """Give back what is kept."""
+        self._total = self._used
+
+    def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
+        """Set the limit in bytes, or as a part of the device's memory; 0 means none."""
+        if size is not None and fraction is not None:
+            raise ValueError("size and fraction cannot be specified at one time")
+        if fraction is not None:
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"memory limit fraction out of range: {fraction}")
+            size = int(fraction * runtime.settings().memory_bytes)
+        if size is None or size < 0:
+            raise ValueError(f"memory limit size out of range: {size}")
+        self._limit = size
+
+    def get_limit(self) -> int:
+        """Return the limit in bytes; 0 means none."""
+        return self._limit
+
+
+POOL = MemoryPool()
+_allocator: list[Callable[[int], MemoryPointer]] = [POOL.malloc]
+
+
+def set_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+    """Take memory from there for new, empty arrays."""
+    _allocator[0] = POOL.malloc if allocator is None else allocator
+
+
+def get_allocator() -> Callable[[int], MemoryPointer]:
+    """Return where memory comes from."""
+    return _allocator[0]
+
+
+def alloc(size: int) -> MemoryPointer:
+    """Return new memory."""
+    return _allocator[0](size)
+
+
+def rubbish(shape: Any, dtype: Any, order: Any = "C") -> Any:
+    """Return a NumPy array of NaN, or -1: what new memory must be taken for."""
+    array = np.empty(shape, dtype, order)
+    if array.nbytes and array.dtype.kind != "b":
+        ctypes.memset(array.__array_interface__["data"][0], 0xFF, array.nbytes)
+    return array

@@ -1,0 +1,278 @@
+"""A double of NCCL that writes down what is called, computes it by MPI, and finds what NCCL would hang or crash at.
+
+Every call is compared over the ranks before it is done: name, count, dtype, operation, root. Where they differ, NCCL
+would wait for ever; here all ranks raise. Results arrive on the stream that was named, and not before (see `_streams`).
+In a group, calls are done at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+from cupy import _streams
+from cupy._address import bytes_at
+from cupy.cuda import memory, runtime
+
+available = True
+NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
+NCCL_INT8 = NCCL_CHAR = 0
+NCCL_UINT8 = 1
+NCCL_INT32 = NCCL_INT = 2
+NCCL_UINT32 = 3
+NCCL_INT64 = 4
+NCCL_UINT64 = 5
+NCCL_FLOAT16 = NCCL_HALF = 6
+NCCL_FLOAT32 = NCCL_FLOAT = 7
+NCCL_FLOAT64 = NCCL_DOUBLE = 8
+NCCL_BFLOAT16 = 9
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+ID_BYTES = 128
+MEETING_LIMIT_S = 20.0
+
+
+class NcclError(RuntimeError):
+    """What NCCL returns instead of success."""
+
+    def __init__(self, status: int, words: str = "") -> None:
+        names = {2: "NCCL_ERROR_SYSTEM_ERROR", 5: "NCCL_ERROR_INVALID_USAGE", 4: "NCCL_ERROR_INVALID_ARGUMENT"}
+        super().__init__(
+            f"{names.get(status, 'NCCL_ERROR_UNKNOWN')}: {words or 'run with NCCL_DEBUG=WARN for details'}"
+        )
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as it was made.
+
+    Attributes:
+        name: of the method.
+        count: of elements.
+        dtype: by name.
+        op: of the reduction, -1 for none.
+        root: -1 for none.
+        stream: its address.
+        depth: how many groups are open.
+    """
+
+    name: str
+    count: int
+    dtype: str
+    op: int
+    root: int
+    stream: int
+    depth: int
+
+
+class _Record:
+    """What this process has done so far.
+
+    Attributes:
+        calls: in their order.
+        failure: for tests: what `check_async_error` is to find.
+        ended: how communicators ended: "destroy", "abort".
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.failure: NcclError | None = None
+        self.ended: list[str] = []
+        self.depth = 0
+        self.queued: list[Callable[[], None]] = []
+
+
+RECORD = _Record()
+
+
+def get_version() -> int:
+    """Return NCCL's version."""
+    return 23203
+
+
+def get_build_version() -> int:
+    """Return the version it was built with."""
+    return 22707
+
+
+def get_unique_id() -> bytes:
+    """Return a new communicator's name."""
+    return os.urandom(ID_BYTES)
+
+
+def groupStart() -> None:
+    """Begin a group."""
+    RECORD.depth += 1
+
+
+def groupEnd() -> None:
+    """End it: what was called in it is done now."""
+    if not RECORD.depth:
+        raise NcclError(5, "groupEnd without groupStart")
+    RECORD.depth -= 1
+    if not RECORD.depth:
+        queued, RECORD.queued = RECORD.queued, []
+        for each in queued:
+            each()
+
+
+class NcclCommunicator:
+    """A communicator: this process's device and those of the others with the same name."""
+
+    def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
+        if not isinstance(commId, bytes) or len(commId) != ID_BYTES:
+            raise NcclError(4, "a unique id has 128 bytes")
+        from mpi4py import MPI
+
+        ranks = self._meet(ndev, commId.hex()[:32], rank, MPI.COMM_WORLD.Get_rank())
+        self._comm: Any = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks), 77)
+        self._size, self._rank, self._device = ndev, rank, runtime.getDevice()
+        cards = self._comm.allgather((os.uname().nodename, self._device))
+        if len(set(cards)) < ndev:
+            raise NcclError(5, f"Duplicate GPU detected : {cards}")
+
+    @staticmethod
+    def _meet(ndev: int, name: str, rank: int, world_rank: int) -> list[int]:
+        """Return the world ranks of all, by files in a folder that the name stands for."""
+        folder = Path(tempfile.gettempdir()) / f"nnmpi-nccl-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{rank}.new").write_text(json.dumps(world_rank))
+        (folder / f"{rank}.new").rename(folder / str(rank))
+        end = time.monotonic() + MEETING_LIMIT_S
+        while not all((folder / str(each)).exists() for each in range(ndev)):
+            if time.monotonic() > end:
+                raise NcclError(2, f"only {len(list(folder.iterdir()))} of {ndev} ranks came")
+            time.sleep(0.001)
+        return [json.loads((folder / str(each)).read_text()) for each in range(ndev)]
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
+        """Sum for all."""
+        self._call("allReduce", sendbuf, count, recvbuf, count, datatype, stream, lambda all_: _sum(all_, op), op=op)
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        """Give root's to all."""
+        self._call("broadcast", sendbuff, count, recvbuff, count, datatype, stream, lambda all_: all_[root], root=root)
+
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        """Sum for the root; the others' is not written."""
+        into = recvbuf if self._rank == root else 0
+        self._call("reduce", sendbuf, count, into, count, datatype, stream, lambda all_: _sum(all_, op), op, root)
+
+    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
+        """Sum, and give each its part."""
+        own = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
+        whole = recvcount * self._size
+        work = lambda all_: _sum(all_, op)[own]  # noqa: E731
+        self._call("reduceScatter", sendbuf, whole, recvbuf, recvcount, datatype, stream, work, op=op)
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
+        """Give everybody's part to all."""
+        self._call("allGather", sendbuf, count, recvbuf, count * self._size, datatype, stream, np.concatenate)
+
+    def check_async_error(self) -> None:
+        """Raise what has failed."""
+        self._check()
+        if RECORD.failure is not None:
+            raise RECORD.failure
+
+    def destroy(self) -> None:
+        """End."""
+        self._check()
+        self._comm.Free()
+        self._comm = None
+        RECORD.ended.append("destroy")
+
+    def abort(self) -> None:
+        """End at once."""
+        self._comm = None
+        RECORD.ended.append("abort")
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    def rank_id(self) -> int:
+        """Return this one."""
+        return self._rank
+
+    def device_id(self) -> int:
+        """Return its device."""
+        return self._device
+
+    def _check(self) -> None:
+        if self._comm is None:
+            raise NcclError(4, "the communicator has ended")
+
+    def _call(
+        self,
+        name: str,
+        source: int,
+        count: int,
+        target: int,
+        into: int,
+        datatype: int,
+        stream: int,
+        work: Callable[[list[Any]], Any],
+        op: int = -1,
+        root: int = -1,
+    ) -> None:
+        self._check()
+        dtype = DTYPES[datatype]
+        call = Call(name, count, dtype, op, root, stream, RECORD.depth)
+        RECORD.calls.append(call)
+        if not count:
+            raise NcclError(4, "count of 0")
+
+        def do() -> None:
+            said = self._comm.allgather((name, count, dtype, op, root))
+            if len(set(said)) > 1:
+                raise NcclError(5, f"NCCL would hang: the ranks call {said}")
+            queue = _streams.STREAMS.get(stream)
+            if queue is None:
+                raise CUDARuntimeError(400)
+            queue._settle()
+            everyones = self._comm.allgather(_bytes(source, count, dtype).tobytes())
+            result = work([np.frombuffer(each, _kind(dtype)) for each in everyones])
+            if target:
+                place = _bytes(target, into, dtype)
+                queue._push(_streams._Copy(lambda: result, lambda value: np.copyto(place, value), to_host=False))
+
+        if RECORD.depth:
+            RECORD.queued.append(do)
+        else:
+            do()
+
+
+def _kind(dtype: str) -> Any:
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(dtype)
+
+
+def _bytes(address: int, count: int, dtype: str) -> Any:
+    """Return device memory as NumPy sees it; it must lie in one allocation."""
+    kind = _kind(dtype)
+    base = memory.base_of(address)
+    if base is None or address + count * kind.itemsize > base.ptr + base.size:
+        raise NcclError(4, f"{count} of {dtype} at {address:#x} are outside of the device's memory")
+    return bytes_at(address, count * kind.itemsize).view(kind)
+
+
+def _sum(everyones: list[Any], op: int) -> Any:
+    if op != NCCL_SUM:
+        raise NotImplementedError(f"the double has no reduction {op}")
+    total = everyones[0].copy()
+    for each in everyones[1:]:
+        total += each
+    return total

@@ -1,0 +1,81 @@
+"""Page-locked memory of the host: NumPy's, remembered, because copies to and from it go on by themselves."""
+
+from __future__ import annotations
+
+import weakref
+from mmap import PAGESIZE
+from typing import Any
+
+import numpy as np
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+_RANGES: dict[int, int] = {}  # first address: bytes
+
+
+class PinnedMemory:
+    """An allocation."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self._owner = np.full(max(1, size), 0xFF, np.uint8)
+        self.ptr = self._owner.ctypes.data
+        self.size = size
+        _RANGES[self.ptr] = max(1, size)
+        weakref.finalize(self._owner, _RANGES.pop, self.ptr, None)
+
+
+class PinnedMemoryPointer(np.ndarray):  # so that it has the interface of buffers
+    """An address in page-locked memory."""
+
+    mem: PinnedMemory
+    ptr: int
+
+    def size(self) -> int:  # type: ignore[override]
+        """Return the bytes from here to the end."""
+        return self.nbytes
+
+
+class PinnedMemoryPool:
+    """Gives page-locked memory."""
+
+    def malloc(self, size: int) -> PinnedMemoryPointer:
+        """Return new memory."""
+        mem = PinnedMemory(size)
+        pointer = mem._owner[:size].view(PinnedMemoryPointer)
+        pointer.mem, pointer.ptr = mem, mem.ptr
+        return pointer
+
+    def free_all_blocks(self) -> None:
+        """Give back what is kept: nothing is."""
+
+    def n_free_blocks(self) -> int:
+        """Return how many blocks are kept."""
+        return 0
+
+
+POOL = PinnedMemoryPool()
+
+
+def lock(ptr: int, size: int) -> None:
+    """Take memory that the program has for page-locked."""
+    if ptr % PAGESIZE or size % PAGESIZE:
+        raise ValueError(f"{size} bytes at {ptr:#x} are no whole pages, of which CUDA would lock more than was said")
+    if ptr in _RANGES:
+        raise CUDARuntimeError(712)
+    _RANGES[ptr] = size
+
+
+def unlock(ptr: int) -> None:
+    """Take it for ordinary memory again."""
+    if _RANGES.pop(ptr, None) is None:
+        raise CUDARuntimeError(713)
+
+
+def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:
+    """Return new page-locked memory."""
+    return POOL.malloc(size)
+
+
+def is_pinned(array: Any) -> bool:
+    """Return whether a NumPy array lies in page-locked memory."""
+    address = array.ctypes.data
+    return any(first <= address and address + array.nbytes <= first + size for first, size in list(_RANGES.items()))

@@ -1,0 +1,228 @@
+"""The CUDA runtime, as far as a program without kernels of its own needs it.
+
+NNMPI_FAKE_DEVICES    how many devices there are (default 1)
+NNMPI_FAKE_MEMORY     bytes of each (default 16 GiB)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+from cupy import _streams
+from cupy._address import bytes_at
+
+memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
+memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
+hostAllocDefault, hostAllocPortable, hostAllocMapped, hostAllocWriteCombined = 0, 1, 2, 4
+eventDefault, eventBlockingSync, eventDisableTiming, eventInterprocess = 0, 1, 2, 4
+streamDefault, streamNonBlocking = 0, 1
+streamLegacy, streamPerThread = 1, 2
+is_hip = False
+HANDLE_BYTES = 64
+
+
+@dataclass
+class Settings:
+    """What the device is; tests may change it.
+
+    Attributes:
+        devices: how many.
+        memory_bytes: of each.
+        current: the number of the current one.
+        hidden: whether `auto` is not to find them: for tests that ask for the device by themselves.
+    """
+
+    devices: int
+    memory_bytes: int
+    current: int = 0
+    hidden: bool = False
+
+
+_SETTINGS = Settings(
+    int(os.environ.get("NNMPI_FAKE_DEVICES", "1")), int(os.environ.get("NNMPI_FAKE_MEMORY", str(16 << 30)))
+)
+
+
+def settings() -> Settings:
+    """Return the settings of this process."""
+    return _SETTINGS
+
+
+def getDeviceCount() -> int:
+    """Return the number of devices."""
+    if _SETTINGS.devices < 1 or _SETTINGS.hidden:
+        raise CUDARuntimeError(100)
+    return _SETTINGS.devices
+
+
+def getDevice() -> int:
+    """Return the current device."""
+    return _SETTINGS.current
+
+
+def setDevice(device: int) -> None:
+    """Make a device the current one."""
+    if not 0 <= device < _SETTINGS.devices:
+        raise CUDARuntimeError(101 if _SETTINGS.devices else 100)
+    _SETTINGS.current = device
+
+
+def getDeviceProperties(device: int) -> dict[str, Any]:
+    """Return some of the properties: an H200's, but for the name and the memory."""
+    if not 0 <= device < _SETTINGS.devices:
+        raise CUDARuntimeError(101 if _SETTINGS.devices else 100)
+    return {
+        "name": b"Fake device",
+        "totalGlobalMem": _SETTINGS.memory_bytes,
+        "sharedMemPerBlock": 49152,
+        "sharedMemPerBlockOptin": 232448,
+        "sharedMemPerMultiprocessor": 233472,
+        "regsPerBlock": 65536,
+        "warpSize": 32,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsDim": (1024, 1024, 64),
+        "maxGridSize": (2147483647, 65535, 65535),
+        "maxThreadsPerMultiProcessor": 2048,
+        "multiProcessorCount": 132,
+        "major": 9,
+        "minor": 0,
+        "clockRate": 1980000,
+        "memoryClockRate": 3201000,
+        "memoryBusWidth": 6144,
+        "l2CacheSize": 62914560,
+        "pciBusID": device,
+        "pciDeviceID": 0,
+        "pciDomainID": 0,
+        "uuid": bytes(15) + bytes([device]),
+    }
+
+
+def memGetInfo() -> tuple[int, int]:
+    """Return free and total bytes of the current device."""
+    from cupy.cuda import memory
+
+    total = _SETTINGS.memory_bytes
+    return total - memory.POOL.total_bytes(), total
+
+
+def driverGetVersion() -> int:
+    """Return the newest version of CUDA that the driver knows."""
+    return 13000
+
+
+def runtimeGetVersion() -> int:
+    """Return the version of the CUDA runtime."""
+    return 13000
+
+
+def deviceGetAttribute(attrib: int, device: int) -> int:
+    """Return the one attribute that is asked for here: 16, the number of multiprocessors."""
+    if attrib != 16:
+        raise NotImplementedError(f"the double knows no attribute {attrib}")
+    return int(getDeviceProperties(device)["multiProcessorCount"])
+
+
+def deviceGetPCIBusId(device: int) -> str:
+    """Return the device's place on the bus."""
+    getDeviceProperties(device)
+    return f"0000:{device:02X}:00.0"
+
+
+def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
+    """Return whether one device reads another's memory."""
+    return int(device != peerDevice)
+
+
+def deviceSynchronize() -> None:
+    """Wait for all streams."""
+    _streams.finish_all()
+
+
+def streamSynchronize(stream: int) -> None:
+    """Wait for a stream, named by its address."""
+    for each in list(_streams.PENDING):
+        if each.ptr == stream or (stream == 0 and each._blocking):
+            each.synchronize()
+
+
+def memcpy(dst: int, src: int, size: int, kind: int) -> None:
+    """Copy bytes between addresses, and wait."""
+    _streams.settle()
+    _streams.finish_all()
+    ctypes.memmove(dst, src, size)
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    """Copy bytes between addresses in a stream, named by its address."""
+    from cupy.cuda import pinned_memory
+
+    source, target = (bytes_at(at, size) for at in (src, dst))
+    here = _streams.current()
+    where = here if here.ptr == stream else _streams.ExternalStream(stream)
+    for each in list(_streams.PENDING):
+        where = each if each.ptr == stream else where
+    read, write = source.copy, lambda value: np.copyto(target, value)
+    if kind == memcpyDeviceToHost:
+        _streams.copy_to_host(read, write, where, pinned_memory.is_pinned(target))
+    else:
+        pinned = kind != memcpyHostToDevice or pinned_memory.is_pinned(source)
+        _streams.copy_to_device(read, write, where, pinned)
+
+
+def memset(ptr: int, value: int, size: int) -> None:
+    """Fill bytes."""
+    ctypes.memset(ptr, value, size)
+
+
+def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
+    """Fill bytes; at once, as kernels run."""
+    _streams.settle()
+    ctypes.memset(ptr, value, size)
+
+
+def ipcGetMemHandle(devPtr: int) -> bytes:
+    """Return a handle for the allocation around an address."""
+    from cupy.cuda import ipc
+
+    return ipc.handle_of(devPtr)
+
+
+def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
+    """Map another process's allocation."""
+    from cupy.cuda import ipc
+
+    return ipc.open_handle(handle)
+
+
+def ipcCloseMemHandle(devPtr: int) -> None:
+    """Unmap it."""
+    from cupy.cuda import ipc
+
+    ipc.close_handle(devPtr)
+
+
+def hostRegister(ptr: int, size: int, flags: int) -> None:
+    """Lock memory of the host."""
+    from cupy.cuda import pinned_memory
+
+    pinned_memory.lock(ptr, size)
+
+
+def hostUnregister(ptr: int) -> None:
+    """Let it go again."""
+    from cupy.cuda import pinned_memory
+
+    pinned_memory.unlock(ptr)
+
+
+def profilerStart() -> None:
+    """Nothing profiles here."""
+
+
+profilerStop = profilerStart

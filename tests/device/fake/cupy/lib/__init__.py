@@ -1,0 +1,5 @@
+"""CuPy's module of helpers."""
+
+from cupy.lib import stride_tricks
+
+__all__ = ["stride_tricks"]

@@ -1,0 +1,15 @@
+"""A stand-in for `cupy.RawModule` and `cupy.RawKernel` that compiles CUDA C++ by g++ and runs it on the host.
+
+prelude.h   what CUDA's compiler knows by itself; threads of a block as fibers, with real barriers and shuffles
+source      the kernels in a source, and their parameters' types
+build       g++, and the libraries on disk
+launch      the arguments as CuPy passes them, compared with the parameters: CuPy itself would pass nonsense on
+guard       a stricter run, in which any access outside of the arrays, and any race, is an error
+"""
+
+from .build import CompileError
+from .guard import guarded
+from .launch import LaunchError
+from .module import RawKernel, RawModule
+
+__all__ = ["CompileError", "LaunchError", "RawKernel", "RawModule", "guarded"]

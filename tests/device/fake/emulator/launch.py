@@ -1,0 +1,92 @@
+"""Starting an emulated kernel: the arguments as CuPy passes them, each compared with the kernel's own parameters."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .guard import Guarded, guarding
+from .source import Parameter
+
+_LIMITS = (2**31 - 1, 65535, 65535)
+_BLOCK_LIMITS = (1024, 1024, 64)
+
+
+class LaunchError(Exception):
+    """A launch that CUDA would refuse, that would silently compute nonsense, or that went wrong."""
+
+
+def launch(
+    function: Any, name: str, parameters: Sequence[Parameter], grid: Any, block: Any, args: Any, shared_mem: int
+) -> None:
+    """Run a kernel to its end.
+
+    Raises:
+        LaunchError: for arguments that do not fit the parameters in number, size or kind, sizes that CUDA refuses, and
+            whatever the emulator finds while it runs.
+    """
+    if not all(isinstance(each, tuple) for each in (grid, block, args)):
+        raise LaunchError(f"{name}: grid, block and arguments are tuples")
+    if shared_mem:
+        raise LaunchError(f"{name}: the emulator has no dynamic shared memory")
+    if len(args) != len(parameters):
+        raise LaunchError(f"{name} takes {len(parameters)} arguments, not {len(args)}")
+    # as CuPy has it, which makes 1 of 0
+    sizes = [max(1, int(size)) for each in (grid, block) for size in (*each, 1, 1)[:3]]
+    threads = sizes[3] * sizes[4] * sizes[5]
+    if any(a > b for a, b in zip(sizes, (*_LIMITS, *_BLOCK_LIMITS), strict=True)) or threads > 1024:
+        raise LaunchError(f"{name}: a grid of {grid} blocks of {block} threads is too large")
+    values = [_value(name, each, parameter) for each, parameter in zip(args, parameters, strict=True)]
+    if guarding() is None:
+        _run(function, name, sizes, values, backwards=False)
+        return
+    arrays = [(array.data.ptr, array.nbytes) for array in args if is_device_array(array)]
+    runs = {where: Guarded(arrays, where) for where in ("at the end", "near the start", "near the end")}
+    for where, guarded in runs.items():
+        _run(function, name, sizes, guarded.moved(values), backwards=where == "near the start")
+        if guarded.overrun():
+            raise LaunchError(f"{name} writes beside its arrays")
+    if not runs["near the start"].same(runs["near the end"]):
+        raise LaunchError(f"{name} gives another result when the threads' order is reversed: a race")
+    runs["near the end"].copy_back()
+
+
+def is_device_array(x: Any) -> bool:
+    """Return whether x is an array of a fake device: its memory has a real address."""
+    return hasattr(getattr(x, "data", None), "ptr")
+
+
+def _value(name: str, x: Any, parameter: Parameter) -> Any:
+    """Return an argument as what ctypes passes: an address, or a number of the size that CuPy gives it."""
+    where = f"{name}'s argument {parameter.name} ({parameter.declared})"
+    if is_device_array(x):
+        if not parameter.is_pointer:
+            raise LaunchError(f"{where} got an array")
+        if not x.flags.c_contiguous:
+            raise LaunchError(f"{where} got an array with gaps")
+        if parameter.dtype is not None and x.dtype != parameter.dtype:
+            raise LaunchError(f"{where} got an array of {x.dtype}")
+        return ctypes.c_uint64(x.data.ptr)
+    if isinstance(x, bool | int | float):  # of Python: CuPy makes 1, 8 and 8 bytes of them
+        x = np.bool_(x) if isinstance(x, bool) else np.int64(x) if isinstance(x, int) else np.float64(x)
+    if not isinstance(x, np.generic):
+        raise LaunchError(f"{where} got a {type(x).__name__}")
+    if parameter.is_pointer:
+        if x.dtype != np.uint64 or x != 0:
+            raise LaunchError(f"{where} is an address, and got {x!r}; numpy.uint64(0) stands for none")
+        return ctypes.c_uint64(0)
+    kinds = {"b": "b", "i": "iu", "u": "iu", "f": "f", "V": "V"}[x.dtype.kind]
+    if parameter.dtype.itemsize != x.dtype.itemsize or parameter.dtype.kind not in kinds:
+        raise LaunchError(f"{where} got {x!r} of {x.dtype}")
+    return (ctypes.c_char * x.dtype.itemsize).from_buffer_copy(x.tobytes())
+
+
+def _run(function: Any, name: str, sizes: list[int], values: list[Any], backwards: bool) -> None:
+    message = ctypes.create_string_buffer(400)
+    addresses = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
+    failed = function((ctypes.c_uint * 6)(*sizes), addresses, int(backwards), message, ctypes.c_size_t(400))
+    if failed:
+        raise LaunchError(f"{name}: {message.value.decode()}")

@@ -1,0 +1,24 @@
+"""Arrays where this run's tests have them: on the host, or on the device with `pytest --backend fake`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nnmpi.tensor.tensor import Tensor
+
+
+def here(values: Any) -> Any:
+    """Return the values as an array of this run."""
+    return Tensor(values).data
+
+
+def zeros(shape: Any, dtype: Any = "float64") -> Any:
+    """Return zeros as an array of this run."""
+    return here(np.zeros(shape, dtype))
+
+
+def on_device() -> bool:
+    """Return whether this run's arrays are on a device."""
+    return not isinstance(zeros(1), np.ndarray)

@@ -1,0 +1,203 @@
+"""pytest --backend fake: the whole suite on the double of CuPy.
+
+The engine is the same to the letter. Around it, what a test writes for the host means the device:
+
+    the backend where none is given     the device's, in the engine's code and in the tests' own numpy_backend()
+    Tensor(array), in a test            the array is uploaded first
+    f(tensor, array), in a test         so is an array that a test hands to an operation
+    tensor.data == array, in a test     compares a copy on the host; so do NumPy's functions, np.testing among them
+
+What is a test's is told by the calling frame; the engine's code gets none of it and raises where it mixes the two.
+A test that is about the host alone says so by `@pytest.mark.host_only("why")`, and runs there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend import record
+from nnmpi.nn.compiled import Compiled
+from nnmpi.nn.module import Module
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from tests.device import library
+
+BETWEEN = ("numpy", "_pytest", "pytest", "hypothesis", "contextlib")
+TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of derivatives
+HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for it by name
+
+
+@dataclass
+class Mode:
+    """Whether the test that runs is on the device."""
+
+    on: bool = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --backend."""
+    parser.addoption("--backend", choices=("numpy", "fake"), default="numpy", help="where the suite's arrays live")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the double in place before any test module is read."""
+    words = "host_only(reason): runs on the host, whatever --backend says"
+    config.addinivalue_line("markers", words)
+    if config.getoption("--backend") == "fake":
+        config.pluginmanager.register(Everywhere(), "nnmpi-everywhere")
+
+
+class Everywhere:
+    """The tests, on the device."""
+
+    def __init__(self) -> None:
+        cupy = library.load()
+        cupy.cuda.runtime.settings().hidden = False
+        paths = [str(library.FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)  # for what the tests start
+        self._array = cupy.ndarray
+        self._backend = library.device_backend()
+        self._mode = Mode()
+        self._host_only: list[str] = []
+        sys.modules["cupy._array"].VIEWERS.append(self._is_test)  # type: ignore[attr-defined]
+        self._put_backend()
+        self._put_uploads()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Note which tests stay on the host."""
+        self._host_only = [reason(item) for item in items if item.get_closest_marker("host_only")]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say how many tests stay on the host, and why."""
+        for words in sorted(set(self._host_only)):
+            terminalreporter.write_line(f"host only {self._host_only.count(words)}: {words}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Let the test be on the device, or not."""
+        with self._being(item.get_closest_marker("host_only") is None):
+            return (yield)
+
+    @contextmanager
+    def _being(self, on: bool) -> Iterator[None]:
+        before, self._mode.on = self._mode.on, on
+        try:
+            yield
+        finally:
+            self._mode.on = before
+
+    def _is_test(self, frame: FrameType | None) -> bool:
+        """Return whether a frame, but for what stands between, is a test's."""
+        if not self._mode.on:
+            return False
+        while frame is not None and module(frame).startswith(BETWEEN):
+            frame = frame.f_back
+        return frame is not None and is_tests(frame)
+
+    def _put_backend(self) -> None:
+        """Let the engine's default be the device."""
+        plain = record.numpy_backend
+
+        def numpy_backend() -> Any:
+            return self._backend if self._mode.on and module(sys._getframe(1)) != HOST else plain()
+
+        for each in list(sys.modules.values()):
+            if getattr(each, "numpy_backend", None) is plain:
+                each.numpy_backend = numpy_backend  # type: ignore[attr-defined]
+
+    def _put_uploads(self) -> None:
+        """Upload what a test gives to a tensor or an operation."""
+        make, apply = Tensor.__init__, Function.__call__
+
+        def make_tensor(tensor: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+            if self._mode.on and is_tests(sys._getframe(1)):
+                if isinstance(data, np.ndarray):
+                    data = self._upload(data)
+                elif not isinstance(data, Tensor | self._array):
+                    make(tensor, data, *args, **kwargs)
+                    tensor.data = self._upload(tensor.data)
+                    return
+            make(tensor, data, *args, **kwargs)
+
+        def call(function: Any, *inputs: Any) -> Any:
+            if self._mode.on and any(is_host(x) for x in inputs) and any(map(self._is_here, inputs)):
+                given = from_test(sys._getframe(1))
+                inputs = tuple(self._upload(x) if _is_among(x, given) else x for x in inputs)
+            return apply(function, *inputs)
+
+        for kind in (Module, Compiled):
+            kind.__call__ = self._uploading(kind.__call__)  # type: ignore[method-assign]
+        Tensor.__init__ = make_tensor  # type: ignore[method-assign]
+        Function.__call__ = call  # type: ignore[method-assign]
+
+    def _uploading(self, function: Any) -> Any:
+        """Return a method that uploads the arrays that a test gives to it."""
+
+        @wraps(function)
+        def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._mode.on and is_tests(sys._getframe(1)):
+                args = tuple(self._upload(x) if is_host(x) else x for x in args)
+            return function(thing, *args, **kwargs)
+
+        return call
+
+    def _is_here(self, x: Any) -> bool:
+        """Return whether x is a tensor on the device."""
+        return isinstance(x, Tensor) and isinstance(x.data, self._array)
+
+    def _upload(self, array: Any) -> Any:
+        """Return the array on the device, lying as it lay on the host."""
+        if array.flags.c_contiguous:
+            return self._backend.asarray(array)
+        order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+        back = [order.index(axis) for axis in range(array.ndim)]
+        return self._backend.asarray(np.ascontiguousarray(array.transpose(order))).transpose(back)
+
+
+def reason(item: pytest.Item) -> str:
+    """Return why a test stays on the host."""
+    marker = item.get_closest_marker("host_only")
+    assert marker is not None
+    return str(marker.args[0])
+
+
+def module(frame: FrameType) -> str:
+    """Return the name of a frame's module."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def is_tests(frame: FrameType) -> bool:
+    """Return whether the frame is the tests' own code."""
+    return module(frame).startswith(TESTS)
+
+
+def from_test(frame: FrameType | None) -> list[Any]:
+    """Return the arrays among the arguments with which a test called the engine."""
+    outer = None
+    while frame is not None and not is_tests(frame):
+        if module(frame).startswith("nnmpi."):
+            outer = frame
+        frame = frame.f_back
+    if frame is None:
+        return []
+    values = list(frame.f_locals.values()) if outer is None else list(outer.f_locals.values())
+    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value]) if is_host(x)]
+
+
+def is_host(x: Any) -> bool:
+    """Return whether x is an array of the host's."""
+    return type(x) is np.ndarray
+
+
+def _is_among(x: Any, given: list[Any]) -> bool:
+    return is_host(x) and any(x is each or np.may_share_memory(x, each) for each in given)

@@ -1,0 +1,207 @@
+"""How often the host waits for a device in a step: once, where ranks exchange nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, optim
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.gradient import LocalGradient
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.runner import sum_cross_entropy
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift
+from nnmpi.data.upload import batches
+from nnmpi.errors import DivergenceError, ShapeError, UsageError
+from nnmpi.nn.mode import training
+from nnmpi.tensor.tensor import Tensor
+from tests.device.library import device_backend, load
+from tests.equivalence.reference import digits
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the waits that are asked for, and refuse those that nobody asks for."""
+    cupy = load()
+    counts: Counter[str] = Counter()
+    with monkeypatch.context() as patch, cupy._sync.no_synchronize():
+        for name, kind in (("stream", cupy._streams._Stream), ("event", cupy._streams.Event)):
+            patch.setattr(kind, "synchronize", _counted(counts, name, kind.synchronize))
+        yield counts
+
+
+def _counted(counts: Counter[str], name: str, function: Any) -> Any:
+    def synchronize(self: Any) -> None:
+        counts[name] += 1
+        function(self)
+
+    return synchronize
+
+
+def worker(group: Group, build: Any = models.mlp, **options: Any) -> Worker:
+    dataset = digits()
+    model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device_backend())
+    return Worker(model, optim.Adam(model.storage), group, backend=device_backend(), **options)
+
+
+@pytest.mark.parametrize("build", [models.mlp, models.cnn, models.resnet], ids=["mlp", "cnn", "resnet"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_wait_a_step(group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, microbatches: int) -> None:
+    """Forward, backward, clipping and update, whatever the number of microbatches; the loader waits for old copies."""
+    one = worker(group, build, clip=0.1)
+    loader = Loader(digits(), 32, microbatches=microbatches, transform=Normalize.fit(digits()))
+    given = batches(loader, 0, one.backend)
+    one.step(next(given))
+    for _ in range(2):
+        with watched(monkeypatch) as counts:
+            report = one.step(next(given))
+        assert counts["stream"] == 1 and counts["event"] <= 1
+        assert np.isfinite(report.loss) and 0 <= report.accuracy <= 1 and report.grad_norm > 0
+    given.close()
+
+
+def test_one_wait_an_evaluation(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches it has; the loader waits for its copies, of two batches before."""
+    one = worker(group)
+    loader = Loader(digits(), 16, workers=0)
+    given = batches(loader, 0, one.backend)
+    with watched(monkeypatch) as counts:
+        report = one.evaluate(given)
+    assert report.samples == len(digits())
+    assert counts["stream"] <= 2  # the other one is the loader's, at its end
+    given.close()
+
+
+def test_one_wait_for_a_gradient_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers do not go in step."""
+    dataset, backend = digits(), device_backend()
+    model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
+    gradient = LocalGradient(model, sum_cross_entropy(None), backend, 0, clip=0.1)
+    batch = next(batches(Loader(dataset, 32, microbatches=2), 0, backend))
+    gradient.run(batch, 0)
+    with watched(monkeypatch) as counts:
+        found = gradient.run(batch, 1)
+    assert counts["stream"] == 1 and found.norm > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", range(4))
+def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Where ranks exchange arrays, messages wait for their copies; numbers are read once all the same."""
+    layout = [Layout(), Layout(pp=group.size, dp=1), Layout(tp=group.size, dp=1), Layout(reduction="fixed")][number]
+    dataset, backend = digits(), device_backend()
+    model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(16, 12, 8, 8))
+    where = arrange(model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend)
+    model = where.model.initialize(seed=0, backend=backend)
+    one = Worker(model, optim.Adam(model.storage), group, backend=backend, clip=0.5, arrangement=where)
+    loader = Loader(
+        dataset, 24, rank=where.data_rank, world=where.data_ranks, microbatches=4, whole=layout.fixed, workers=0
+    )
+    given = batches(loader, 0, backend)
+    one.step(next(given))
+    with watched(monkeypatch) as counts:
+        report = one.step(next(given))
+    given.close()
+    assert np.isfinite(report.loss)
+    assert counts["stream"] == 1
+    one.release()
+
+
+@pytest.mark.parametrize("rows", [6, 0])
+def test_statistics_over_ranks_are_the_hosts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """They are not waited for where the sum does not; an empty batch changes no running statistics."""
+    x = np.random.default_rng(0).standard_normal((rows, 5)).astype("float32")
+    found = []
+    for backend in (device_backend(), numpy_backend()):
+        model = nn.Sequential(nn.BatchNorm(5)).initialize(backend=backend)
+        model[0].all_reduce = lambda array: array * 2  # another rank has the same rows
+        given, seed = Tensor(backend.asarray(x), requires_grad=True), backend.asarray(x[::-1].copy())
+        with watched(monkeypatch), training(0, 0, 0):
+            y = model(given)
+            y.backward(seed)
+        arrays = [
+            y.data,
+            given.grad,
+            *(each.grad for each in model.parameters()),
+            *(each.data for _, each in model.named_buffers()),
+        ]
+        found.append([backend.to_host(array) for array in arrays])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    if not rows:
+        assert not found[0][-2].any() and (found[0][-1] == 1).all()
+
+
+@pytest.mark.parametrize("transform", [None, Compose(Shift(1), Flip(), Normalize.fit(digits()))], ids=["none", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_batches_on_a_device_are_the_hosts(transform: Any, dtype: str) -> None:
+    """Bit for bit, the last short one and an empty part too, while the next one is on its way."""
+    backend = device_backend()
+    for rank, world in ((0, 1), (2, 3)):
+        loader = Loader(digits(), 28, rank=rank, world=world, transform=transform, dtype=dtype)
+        with loader.epoch(1) as host, batches(loader, 1, backend) as device:
+            count = 0
+            for ours, theirs in zip(device, host, strict=True):
+                np.testing.assert_array_equal(backend.to_host(ours.x), theirs.x)
+                np.testing.assert_array_equal(backend.to_host(ours.y), theirs.y)
+                np.testing.assert_array_equal(ours.labels, theirs.y)
+                assert ours.cuts == theirs.cuts and ours.x.dtype == dtype
+                count += 1
+        assert count == loader.batches_per_epoch
+
+
+def test_a_transform_of_ones_own_is_done_on_the_host() -> None:
+    """It gets floats, scaled, as everywhere."""
+    backend = device_backend()
+    loader = Loader(digits(), 28, transform=lambda x, indices, epoch, seed: x + 1)
+    ours, theirs = next(batches(loader, 0, backend)), next(loader.epoch(0))
+    np.testing.assert_array_equal(backend.to_host(ours.x), theirs.x)
+
+
+def test_a_label_that_is_no_class_is_found_on_the_host(group: Group) -> None:
+    """The kernel cannot say so; the error names the row."""
+    one = worker(group)
+    batch = next(batches(Loader(digits(), 8), 0, one.backend))
+    batch.labels[5] = 11
+    with pytest.raises(ShapeError, match=r"label 11 in row 5 of the batch is outside 0\.\.9"):
+        one.step(batch)
+
+
+def test_an_index_without_a_row_is_found_on_the_host(group: Group) -> None:
+    """Before it goes to the device."""
+    backend = device_backend()
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(backend=backend)
+    one = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
+    (batch,) = Loader(digits(), len(digits()), shuffle=False, workers=0).epoch(0)
+    indices = np.zeros((len(batch.y), 3), np.int64)
+    indices[4, 1] = 7
+    object.__setattr__(batch, "x", indices)
+    with pytest.raises(ShapeError, match=r"index 7 in row 4 of the batch is outside 0\.\.6"):
+        one.step(batch)
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight(group: Group) -> None:
+    """It is found when the step's numbers are read, before the update, and its place is told."""
+    one = worker(group)
+    before = one.model.state()
+    batch = next(batches(Loader(digits(), 8), 0, one.backend))
+    batch.x[3] = float("nan")
+    with pytest.raises(DivergenceError, match="the first values that are not finite are in the input on rank 0"):
+        one.step(batch)
+    for name, values in one.model.state().items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_a_fused_update_is_refused_on_a_device(group: Group) -> None:
+    """It works in memory that the ranks of a node share."""
+    with pytest.raises(UsageError, match="leave it out"):
+        worker(group, fused_update=True)

@@ -1,0 +1,86 @@
+"""What the checks on a device share: running one call on two backends, and saying how far apart the results are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.precision import bfloat16, low_dtype, use_precision
+from nnmpi.backend.record import Backend
+from nnmpi.tensor.tensor import Tensor
+from tests.gpu.table import Sample
+
+FLOAT64, FLOAT32, TF32, BF16, FP16 = "float64", "float32", "tf32", "bf16", "fp16"
+MODES = (FLOAT64, FLOAT32, TF32, BF16, FP16)
+
+# The largest error of an element, as a share of the largest element of the reference in float64. A float has 53 bits,
+# 24, 11 (TF32 and float16) or 8 (bfloat16); results are rounded some times, and long sums add up their errors' squares.
+TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 4e-3, BF16: 3e-2, FP16: 4e-3}
+
+
+def precise(mode: str) -> Any:
+    """Return the context of a mode; float64 needs none."""
+    return nullcontext() if mode in (FLOAT64, FLOAT32) else use_precision(mode)
+
+
+def rounded(values: Any, mode: str) -> Any:
+    """Return float64 values that the mode's dtype has exactly."""
+    low = low_dtype(mode) if mode in (BF16, FP16) else None
+    dtype = low if low is not None else np.dtype(FLOAT64 if mode == FLOAT64 else FLOAT32)
+    return np.asarray(values, np.float64).astype(dtype).astype(np.float64)
+
+
+def dtypes(sample: Sample, mode: str) -> list[Any]:
+    """Return the dtype of each input: parameters are float32 whatever flows between layers."""
+    wide = np.dtype(FLOAT64 if mode == FLOAT64 else FLOAT32)
+    low = (low_dtype(mode) if mode in (BF16, FP16) else None) or wide
+    count = len(sample.inputs) - sample.parameters
+    return [low] * count + [wide] * sample.parameters
+
+
+def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, Any]:
+    """Return the result of a call and its gradients, in host memory as float64, by name."""
+    leaves = [
+        Tensor(backend.asarray(np.asarray(values).astype(kind)), requires_grad=True)
+        for values, kind in zip(sample.inputs, kinds, strict=True)
+    ]
+    fixed = [
+        backend.asarray(np.asarray(values).astype(kinds[0]) if number < sample.floats else np.asarray(values))
+        for number, values in enumerate(sample.fixed)
+    ]
+    result = sample.function(*leaves, *fixed)
+    found = {"result": result.data}
+    if result.requires_grad:
+        seed = np.random.default_rng(5).uniform(-1, 1, result.shape)
+        result.backward(backend.asarray(rounded(seed, BF16).astype(result.dtype)))  # a number that every mode has
+        found |= {f"gradient {number}": leaf.grad for number, leaf in enumerate(leaves)}
+    return {name: np.asarray(backend.to_host(value)).astype(np.float64) for name, value in found.items()}
+
+
+def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float) -> list[str]:
+    """Return in words which arrays are further apart than the tolerance, as a share of the right one's largest."""
+    words = []
+    for name, expected in right.items():
+        got = found[name]
+        if got.shape != expected.shape:
+            words.append(f"{name} has shape {got.shape}, not {expected.shape}")
+            continue
+        largest = float(np.abs(expected).max(initial=0)) or 1.0
+        error = float(np.abs(got - expected).max(initial=0)) / largest
+        if not error <= tolerance:
+            words.append(f"{name} is off by {error:.2g} of the largest, more than {tolerance:g}")
+    return words
+
+
+def exact(sample: Sample, mode: str) -> Sample:
+    """Return the sample with inputs that the mode has exactly, so that only the computation rounds."""
+    fixed = [rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)]
+    return Sample(sample.function, [rounded(x, mode) for x in sample.inputs], fixed, sample.parameters, sample.floats)
+
+
+def has_bfloat16() -> bool:
+    """Return whether NumPy has bfloat16 here."""
+    return bfloat16().itemsize == 2

@@ -1,0 +1,369 @@
+"""One row for each way to call an operation, at sizes that fill no block of threads exactly: what parity is checked on.
+
+Values keep away from kinks and ties, and those that must differ are small whole numbers, which every precision has: so
+host and device choose the same branch, and what is left is rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nnmpi import ops
+from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi.tensor.matmul import matmul
+from nnmpi.tensor.tensor import Tensor
+
+ROWS, COLUMNS = 37, 130
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: function(*tensors, *fixed).
+
+    Attributes:
+        inputs: float64 arrays that get gradients.
+        fixed: arrays that get none and keep their dtype, such as labels; on the device when the call is there.
+        parameters: how many of the inputs, the last ones, are parameters, which are float32 in every precision.
+        floats: how many of the fixed arrays, the first ones, are floating point and take the inputs' dtype.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: Sequence[Any]
+    fixed: Sequence[Any] = ()
+    parameters: int = 0
+    floats: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row: the public function that it covers, by module and name, and what draws its call."""
+
+    name: str
+    public: str
+    sample: Callable[[np.random.Generator], Sample]
+
+
+def anywhere(draw: np.random.Generator, *sizes: int) -> Any:
+    """Return numbers between -2 and 2."""
+    return draw.uniform(-2, 2, sizes)
+
+
+def positive(draw: np.random.Generator, *sizes: int) -> Any:
+    """Return numbers between 0.5 and 2."""
+    return draw.uniform(0.5, 2, sizes)
+
+
+def nonzero(draw: np.random.Generator, *sizes: int) -> Any:
+    """Return numbers of both signs, at least 0.5 from 0."""
+    return positive(draw, *sizes) * draw.choice((-1.0, 1.0), sizes)
+
+
+def ranked(draw: np.random.Generator, rows: int, columns: int) -> Any:
+    """Return whole numbers that differ within a row, and within a column of up to 250 rows."""
+    return ((7 * np.arange(rows)[:, None] + 13 * draw.permutation(columns)) % 251 - 125).astype(float)
+
+
+def images(n: int, h: int, w: int, c: int) -> Any:
+    """Return images of whole numbers that differ from all their neighbours, none of them 0."""
+    places = np.indices((n, h, w, c))
+    return ((3 * places[0] + 7 * places[1] + 13 * places[2] + 29 * places[3]) % 251 - 125.5) / 8
+
+
+def check(public: str, name: str, sample: Callable[[np.random.Generator], Sample]) -> Check:
+    """Return a row."""
+    return Check(f"{public}-{name}", public, sample)
+
+
+def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain") -> Check:
+    """Return the row of a function of one array of any shape."""
+    return check(public, name, lambda draw: Sample(function, [domain(draw, ROWS, COLUMNS)]))
+
+
+def binary(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
+    """Return the rows of a function of two arrays: of one shape, and broadcast over rows and over columns."""
+    other = {"same": (ROWS, COLUMNS), "row": (COLUMNS,), "column": (ROWS, 1)}
+    return [
+        check(
+            public,
+            name,
+            lambda draw, sizes=sizes: Sample(function, [domain(draw, ROWS, COLUMNS), domain(draw, *sizes)]),
+        )
+        for name, sizes in other.items()
+    ]
+
+
+def extremum(public: str, function: Any) -> Check:
+    """Return the row of a function that takes one of two elements."""
+    return check(public, "plain", lambda draw: Sample(function, [ranked(draw, 9, 130), ranked(draw, 9, 130) + 0.5]))
+
+
+def reductions(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
+    """Return the rows of a reduction: everything, rows, columns, with the axis kept, and two axes of three."""
+    ways: dict[str, tuple[Any, bool]] = {"all": (None, False), "rows": (0, False), "columns": (-1, True)}
+    found = [
+        check(public, name, lambda draw, way=way: Sample(lambda x: function(x, *way), [domain(draw, ROWS, COLUMNS)]))
+        for name, way in ways.items()
+    ]
+    shaped = check(
+        public,
+        "two",
+        lambda draw: Sample(lambda x: function(x, (0, 2)), [domain(draw, 65, 6).reshape(5, 13, 6)]),
+    )
+    return [*found, shaped]
+
+
+def product(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> Check:
+    """Return the row of a product of arrays of two shapes."""
+    return check("tensor.matmul", name, lambda draw: Sample(matmul, [anywhere(draw, *first), anywhere(draw, *second)]))
+
+
+def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Check:
+    """Return the row of a function of samples and parameters."""
+    return check(
+        public,
+        name,
+        lambda draw: Sample(function, [anywhere(draw, *each) for each in sizes], parameters=len(sizes) - 1),
+    )
+
+
+def dense(public: str, function: Any) -> list[Check]:
+    """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away from ReLU's kink."""
+
+    def sample(draw: np.random.Generator, leading: tuple[int, ...], bias: bool) -> Sample:
+        signs = draw.choice((-1.0, 1.0), 67)
+        weight = signs * positive(draw, COLUMNS, 67) / 8
+        inputs = [positive(draw, *leading, COLUMNS), weight, *([signs * positive(draw, 67)] if bias else [])]
+        return Sample(function, inputs, parameters=len(inputs) - 1)
+
+    return [
+        check(public, f"{name}{' bias' * bias}", lambda draw, at=leading, bias=bias: sample(draw, at, bias))
+        for name, leading in {"matrix": (ROWS,), "stack": (3, 11)}.items()
+        for bias in (True, False)
+    ]
+
+
+def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) -> Check:
+    """Return the row of a convolution; options are stride, padding, dilation, groups."""
+    groups = options[3] if len(options) > 3 else 1
+    sizes = [size, (*kernel, size[-1] // groups, outputs), (outputs,)]
+    return layer("ops.conv2d", name, lambda x, w, b: ops.conv2d(x, w, b, *options), sizes)
+
+
+def fused(public: str, name: str, function: Any, kernel: int = 3) -> Check:
+    """Return the row of a convolution with ReLU, whose kernel is the identity, so that all stays away from kinks."""
+
+    def sample(draw: np.random.Generator) -> Sample:
+        weight = np.zeros((kernel, kernel, 5, 5))
+        weight[kernel // 2, kernel // 2] = np.eye(5)
+        return Sample(function, [images(3, 10, 12, 5), weight, np.zeros(5)], parameters=2)
+
+    return check(public, name, sample)
+
+
+def pooling(public: str, function: Any) -> list[Check]:
+    """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a border."""
+    ways = {"two": (2,), "overlap": (3, 2, 1), "gaps": (2, 3), "uneven": ((3, 2), (1, 2), (1, 0)), "odd": (2, 2)}
+    return [
+        check(
+            public,
+            name,
+            lambda draw, way=way, name=name: Sample(
+                lambda x: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)]
+            ),
+        )
+        for name, way in ways.items()
+    ]
+
+
+def attending(heads: int, time: int, causal: bool) -> Check:
+    """Return the row of packed self-attention."""
+    features = 3 * heads * 20
+    name = f"{time} {'causal' if causal else 'all'}"
+    return check(
+        "ops.attention",
+        name,
+        lambda draw: Sample(lambda qkv: ops.attention(qkv, heads, causal), [anywhere(draw, 2, time, features)]),
+    )
+
+
+def labels(draw: np.random.Generator, rows: int = ROWS, classes: int = COLUMNS) -> Any:
+    """Return labels."""
+    return draw.integers(0, classes, rows)
+
+
+def losses() -> list[Check]:
+    """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow dtypes."""
+    found = []
+    for reduction in ("mean", "sum", "none"):
+        for public, function in (("ops.mse", ops.mse), ("ops.binary_cross_entropy", ops.binary_cross_entropy)):
+            found.append(
+                check(
+                    public,
+                    reduction,
+                    lambda draw, f=function, r=reduction: Sample(
+                        lambda x, y: f(x, y, r), [anywhere(draw, ROWS, COLUMNS)], [positive(draw, ROWS, COLUMNS)], 0, 1
+                    ),
+                )
+            )
+        for name, options, dtype in (
+            ("plain", (None, 0.0), np.int64),
+            ("smooth", (None, 0.1), np.int32),
+            ("ignored", (3, 0.0), np.uint8),
+        ):
+            found.append(
+                check(
+                    "ops.cross_entropy",
+                    f"{reduction} {name}",
+                    lambda draw, r=reduction, o=options, d=dtype: Sample(
+                        lambda x, y: ops.cross_entropy(x, y, r, *o),
+                        [anywhere(draw, ROWS, COLUMNS)],
+                        [labels(draw).astype(d)],
+                    ),
+                )
+            )
+    return found
+
+
+def cross(draw: np.random.Generator) -> Sample:
+    """Attention of fewer queries than keys, values of another width."""
+    sizes = [(2, 3, 9, 20), (2, 3, 70, 20), (2, 3, 70, 33)]
+    return Sample(ops.scaled_dot_product_attention, [anywhere(draw, *each) for each in sizes])
+
+
+TENSOR: list[Check] = [
+    *binary("tensor.add", arithmetic.add),
+    *binary("tensor.subtract", arithmetic.subtract),
+    *binary("tensor.multiply", arithmetic.multiply),
+    *binary("tensor.divide", arithmetic.divide, nonzero),
+    *binary("tensor.power", arithmetic.power, positive),
+    extremum("tensor.maximum", arithmetic.maximum),
+    extremum("tensor.minimum", arithmetic.minimum),
+    check(
+        "tensor.where",
+        "plain",
+        lambda draw: Sample(
+            lambda x, y, mask: arithmetic.where(mask, x, y),
+            [anywhere(draw, ROWS, COLUMNS), anywhere(draw, COLUMNS)],
+            [draw.random((ROWS, COLUMNS)) > 0.5],
+        ),
+    ),
+    unary("tensor.negate", elementwise.negate),
+    unary("tensor.absolute", elementwise.absolute, nonzero),
+    unary("tensor.exp", elementwise.exp),
+    unary("tensor.log", elementwise.log, positive),
+    unary("tensor.sqrt", elementwise.sqrt, positive),
+    unary("tensor.sin", elementwise.sin),
+    unary("tensor.cos", elementwise.cos),
+    unary("tensor.tanh", elementwise.tanh),
+    unary("tensor.clip", lambda x: elementwise.clip(x, -0.25, 0.25), nonzero),
+    unary("tensor.astype", lambda x: elementwise.astype(x, np.float64)),
+    *reductions("tensor.total", reduce.total),
+    *reductions("tensor.mean", reduce.mean),
+    *reductions("tensor.variance", reduce.variance),
+    *reductions("tensor.largest", reduce.largest, ranked),
+    *reductions("tensor.smallest", reduce.smallest, ranked),
+    product("square", (70, 70), (70, 70)),
+    product("odd", (37, 130), (130, 67)),
+    product("row", (1, 130), (130, 67)),
+    product("vector", (37, 130), (130,)),
+    product("dot", (130,), (130,)),
+    product("stack", (3, 5, 21, 33), (3, 5, 33, 12)),
+    product("broadcast", (3, 1, 21, 33), (5, 33, 12)),
+    product("shared", (7, 21, 33), (33, 12)),
+    product("nothing", (0, 5), (5, 3)),
+    unary("tensor.reshape", lambda x: shape.reshape(x, (COLUMNS, ROWS))),
+    unary("tensor.transpose", lambda x: shape.transpose(x) * 2),
+    unary("tensor.swapaxes", lambda x: shape.swapaxes(x, 0, 1)),
+    unary("tensor.broadcast_to", lambda x: shape.broadcast_to(x, (3, ROWS, COLUMNS))),
+    unary("tensor.expand_dims", lambda x: shape.expand_dims(x, 1)),
+    unary("tensor.squeeze", lambda x: shape.squeeze(shape.expand_dims(x, 1), 1)),
+    unary("tensor.flatten", lambda x: shape.flatten(x, 0)),
+    unary("tensor.flip", lambda x: shape.flip(x, 1)),
+    unary("tensor.pad", lambda x: shape.pad(x, [(2, 1), (0, 3)], 0.5)),
+    check(
+        "tensor.concatenate",
+        "plain",
+        lambda draw: Sample(lambda x, y: shape.concatenate([x, y], 1), [anywhere(draw, 9, 130), anywhere(draw, 9, 3)]),
+    ),
+    check(
+        "tensor.stack",
+        "plain",
+        lambda draw: Sample(lambda x, y: shape.stack([x, y], 1), [anywhere(draw, 9, 130), anywhere(draw, 9, 130)]),
+    ),
+    unary("tensor.getitem", lambda x: index.getitem(x, (slice(3, 30, 2), slice(None, None, -3))), name="slices"),
+    check(
+        "tensor.getitem",
+        "indices",
+        lambda draw: Sample(lambda x, at: index.getitem(x, at), [anywhere(draw, 50, 33)], [draw.integers(0, 50, 90)]),
+    ),
+    check(
+        "tensor.take_along_axis",
+        "plain",
+        lambda draw: Sample(
+            lambda x, at: index.take_along_axis(x, at, 1), [anywhere(draw, 20, 33)], [draw.integers(0, 33, (20, 5))]
+        ),
+    ),
+]
+
+OPS: list[Check] = [
+    unary("ops.relu", ops.relu, nonzero),
+    unary("ops.leaky_relu", lambda x: ops.leaky_relu(x, 0.2), nonzero),
+    unary("ops.sigmoid", ops.sigmoid),
+    unary("ops.tanh", ops.tanh),
+    unary("ops.silu", ops.silu),
+    unary("ops.gelu", ops.gelu),
+    unary("ops.gelu", lambda x: ops.gelu(x, "tanh"), name="tanh"),
+    unary("ops.softmax", ops.softmax),
+    unary("ops.softmax", lambda x: ops.softmax(x, 0), name="first axis"),
+    unary("ops.log_softmax", ops.log_softmax),
+    unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
+    unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
+    *dense("ops.linear", ops.linear),
+    *dense("ops.linear_relu", ops.linear_relu),
+    *dense("ops.linear_gelu", ops.linear_gelu),
+    *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh")),
+    layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
+    layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
+    layer("ops.batch_norm", "rows", lambda *x: ops.batch_norm(*x)[0], [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
+    layer("ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]),
+    convolution("3 x 3", (3, 12, 14, 5), (3, 3), 7, 1, 1),
+    convolution("one channel", (5, 28, 28, 1), (3, 3), 32, 1, 1),
+    convolution("many channels", (2, 9, 9, 32), (3, 3), 64, 1, 1),
+    convolution("stride", (3, 13, 14, 5), (3, 3), 7, 2, 1),
+    convolution("1 x 1", (3, 9, 10, 16), (1, 1), 24),
+    convolution("1 x 1 stride", (3, 9, 10, 16), (1, 1), 24, 2),
+    convolution("dilation", (2, 13, 14, 5), (3, 3), 7, 1, 2, 2),
+    convolution("groups", (2, 9, 10, 6), (3, 2), 8, 1, (1, 0), 1, 2),
+    convolution("uneven", (2, 9, 14, 4), (2, 5), 6, (2, 3), (1, 2)),
+    convolution("wide border", (2, 4, 4, 3), (3, 3), 4, 1, 3),
+    fused("ops.conv_relu", "plain", lambda *x: ops.conv_relu(*x, 1, 1)),
+    fused("ops.conv_relu_pool", "plain", lambda *x: ops.conv_relu_pool(*x, 1, 1)),
+    fused("ops.conv_relu_pool", "1 x 1, pool 3", lambda *x: ops.conv_relu_pool(*x, 1, 0, 1, 1, 3), kernel=1),
+    *pooling("ops.max_pool2d", ops.max_pool2d),
+    *pooling("ops.avg_pool2d", ops.avg_pool2d),
+    *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
+    check("ops.scaled_dot_product_attention", "crossed", cross),
+    *losses(),
+    check(
+        "ops.embedding",
+        "many",
+        lambda draw: Sample(ops.embedding, [anywhere(draw, 40, 33)], [draw.integers(0, 40, (7, 90))], 1),
+    ),
+    check(
+        "ops.embedding",
+        "narrow",
+        lambda draw: Sample(ops.embedding, [anywhere(draw, 40, 33)], [draw.integers(0, 40, 90).astype(np.uint8)], 1),
+    ),
+]
+# a second function under a name of its own
+OPS = [
+    Check(f"{each.name} tanh", each.public, each.sample)
+    if any(each.name == other.name for other in OPS[:number])
+    else each
+    for number, each in enumerate(OPS)
+]
+TABLE = [*TENSOR, *OPS]

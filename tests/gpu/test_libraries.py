@@ -1,0 +1,90 @@
+"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory, sums by NCCL."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.cublas import products_of
+from nnmpi.backend.gemm import gemm
+from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.backend.record import Backend
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES
+
+SHAPES = (
+    ((), 64, 64, 64),
+    ((), 37, 130, 67),
+    ((), 1, 129, 1),
+    ((), 300, 7, 500),
+    ((6,), 33, 20, 65),
+    ((2, 3), 5, 9, 4),
+)
+KINDS = {FLOAT64: "float64", FLOAT32: "float32", TF32: "float32", BF16: "bfloat16", FP16: "float16"}
+
+
+def dtype_of(mode: str) -> np.dtype[Any]:
+    """Return the operands' dtype."""
+    return bfloat16() if mode == BF16 else np.dtype(KINDS[mode])
+
+
+def lying(values: Any, way: str, backend: Backend) -> Any:
+    """Return the values on the device in rows, transposed, or as a part of a larger array."""
+    if way == "transposed":
+        return backend.asarray(np.ascontiguousarray(values.swapaxes(-1, -2))).swapaxes(-1, -2)
+    if way == "part":
+        wide = np.zeros((*values.shape[:-1], values.shape[-1] + 3), values.dtype)
+        wide[..., : values.shape[-1]] = values
+        return backend.asarray(wide)[..., : values.shape[-1]]
+    return backend.asarray(values)
+
+
+@pytest.mark.parametrize("mode", KINDS)
+@pytest.mark.parametrize("ways", list(product(("rows", "transposed", "part"), repeat=2)), ids="-".join)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) -> None:
+    """New, written to a place, and added to one; half precision also with a result in float32."""
+    leading, n, k, m = sizes
+    draw, dtype = np.random.default_rng(0), dtype_of(mode)
+    a, b = (draw.uniform(-1, 1, (*leading, *shape)).astype(dtype) for shape in ((n, k), (k, m)))
+    right = np.matmul(a.astype(np.float64), b.astype(np.float64))
+    terms = np.matmul(abs(a.astype(np.float64)), abs(b.astype(np.float64)))  # what rounding is a share of
+    here, there = lying(a, ways[0], device), lying(b, ways[1], device)
+    with use_precision(mode if mode in (TF32, BF16, FP16) else FLOAT32):
+        results = [gemm(device.xp, here, there)]
+        for wide in {np.dtype(np.float32), dtype} if dtype.itemsize == 2 else {dtype}:
+            place = device.zeros(right.shape, wide)
+            gemm(device.xp, here, there, out=place)
+            results.append(place)
+            twice = gemm(device.xp, here, there, out=place.copy(), add=True)
+            results.append(twice / twice.dtype.type(2))
+    for found in results:
+        error = np.abs(device.to_host(found).astype(np.float64) - right).max()
+        assert error <= TOLERANCES[mode] * terms.max()
+
+
+@pytest.mark.parametrize("mode", [FLOAT32, TF32, BF16, FP16])
+def test_cublas_passes_its_test(device: Backend, mode: str) -> None:
+    """Where it does not, cupy.matmul computes, slower: a report must say so."""
+    assert products_of(device.xp).notice(mode) is None
+
+
+def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
+    """Unless it is asked for: 1 + 2^-20 has more bits than TF32."""
+    a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
+    found = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
+    assert (found == np.float32(1 + 2.0**-20)).all()
+
+
+def test_nccl_with_nobody_else(real_device: Backend) -> None:
+    """NCCL starts, sums over one rank, and ends, without MPI, of which the stand-in's is made."""
+    nccl = pytest.importorskip("cupy.cuda.nccl", reason="NCCL is not installed", exc_type=ImportError)
+    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    array = real_device.asarray(np.arange(1000, dtype=np.float32))
+    address, stream = array.data.ptr, real_device.current_stream().ptr
+    communicator.allReduce(address, address, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+    real_device.synchronize()
+    assert np.array_equal(real_device.to_host(array), np.arange(1000))
+    communicator.destroy()

@@ -1,0 +1,167 @@
+"""Several ranks on one device, under each strategy: the numbers are the host's, whatever way they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import optim
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.synchrony.sync import Sync
+from tests.compose.relaxed_play import EVERY_MODE, name_of, skip_unless_fitting
+from tests.compose.virtual_play import BATCH, dataset
+from tests.compose.virtual_play import build as small
+from tests.equivalence.cover import SETUPS, spread
+from tests.equivalence.reference import digits
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise
+
+SIZE, MICROBATCHES = 31, 3
+# Of losses and of weights, as a share of the largest: after three steps of Adam with a large eps.
+LIMITS = {FLOAT64: 1e-9, FLOAT32: 1e-3, FP16: 3e-2, BF16: 1e-1}
+MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the layout
+    "pp naive": ((1, 0, 1), {"schedule": "naive"}),
+    "pp gpipe": ((1, 0, 1), {"schedule": "gpipe"}),
+    "pp 1f1b": ((1, 0, 1), {"schedule": "1f1b", "recompute": "except-last"}),
+    "pp interleaved": ((1, 0, 1), {"schedule": "interleaved"}),
+    "pp zero-bubble": ((1, 0, 1), {"schedule": "zero-bubble"}),
+    "pp pipedream": ((1, 0, 1), {"schedule": "pipedream"}),
+    "tp": ((1, 1, 0), {}),
+    "dp fixed": ((0, 1, 1), {"reduction": "fixed"}),
+    "dp x pp": ((0, 2, 1), {"schedule": "1f1b"}),
+    "dp x pp fixed": ((0, 2, 1), {"schedule": "gpipe", "reduction": "fixed"}),
+    "dp x tp": ((0, 1, 2), {}),
+    "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "recompute": "always"}),
+}
+ALGORITHMS = ("auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc")
+WAITING = [sync for sync in EVERY_MODE if sync.mode not in ("asp", "ssp") and not sync.backup]
+RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
+
+
+def mesh_of(name: str, ranks: int) -> tuple[int, int, int] | None:
+    """Return (dp, pp, tp) of a mix for so many ranks, None where they cannot be divided so."""
+    sizes = MIXES[name][0]
+    given = int(np.prod([size for size in sizes if size]))
+    if ranks % given or (ranks == given and 0 in sizes and given > 1):
+        return None
+    return tuple(size or ranks // given for size in sizes)  # type: ignore[return-value]
+
+
+def train(
+    group: Group, backend: Backend, setup: str, mode: str, layout: Layout | None = None, **options: Any
+) -> dict[str, Any]:
+    """Return losses, evaluation and weights of an epoch of three batches, the last one short."""
+    data, wide = digits(), FLOAT64 if mode == FLOAT64 else FLOAT32
+    model = SETUPS[setup].model(data.sample_shape, data.classes, **SETUPS[setup].model_options)
+    where = None
+    if layout is not None:
+        where = arrange(model, group, layout, np.zeros((4, *data.sample_shape), wide), wide, backend)
+        model = where.model
+    model.initialize(seed=5, dtype=wide, backend=backend)
+    options = {"backend": backend, "check": True, "arrangement": where, **options}
+    rank, world = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
+    place = {"rank": rank, "world": world, "dtype": wide, "workers": 0}
+    parts = {"microbatches": MICROBATCHES, "whole": layout is not None and layout.fixed}
+    with precise(mode):
+        worker = Worker(model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **options)
+        losses = [worker.step(batch).loss for batch in Loader(data, SIZE, **place, **parts).epoch(0)]
+        evaluation = worker.evaluate(Loader(data, 17, **place).epoch(0))
+        state = worker.state()[0].to_dict(everywhere=True)
+    worker.release()
+    if where is not None:
+        where.mesh.free()
+    return {
+        "losses": np.array(losses),
+        "evaluation": np.array(evaluation.loss),
+        **{name: np.asarray(value, np.float64) for name, value in state.items()},
+    }
+
+
+def assert_equal(group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any) -> None:
+    """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
+    right = train(group, numpy_backend(), setup, FLOAT64, layout)
+    found = train(group, device, setup, mode, layout, **options)
+    words = group.gather(differences(found, {name: right[name] for name in found}, LIMITS[mode]))
+    assert not any(words), words
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("setup", "algorithm"), [*(("mlp", each) for each in ALGORITHMS), ("resnet", "ring"), ("cnn", "ipc")]
+)
+def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str) -> None:
+    """Every all-reduce, in buckets small enough that several are under way."""
+    assert_equal(group, device, setup, FLOAT64, None, allreduce=algorithm, bucket_bytes=20_000)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", [FLOAT32, BF16, FP16])
+@pytest.mark.parametrize("algorithm", ["ring", "shared", "ipc"])
+def test_data_parallel_in_lower_precision(group: Group, device: Backend, algorithm: str, mode: str) -> None:
+    """Gradients travel in float32 whatever the layers compute in."""
+    assert_equal(group, device, "cnn", mode, None, allreduce=algorithm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("setup", ["mlp", "cnn", "resnet"])
+@pytest.mark.parametrize("name", MIXES)
+def test_layout(group: Group, device: Backend, name: str, setup: str) -> None:
+    """Pipelines, layers shared out, mixes of them, sums in a fixed order."""
+    mesh = mesh_of(name, group.size)
+    if mesh is None:
+        pytest.skip(f"{name} on {group.size} ranks")
+    assert_equal(group, device, setup, FLOAT64, spread(SETUPS[setup], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", [FLOAT32, BF16])
+@pytest.mark.parametrize("name", ["pp 1f1b", "tp", "dp x pp fixed"])
+def test_layout_in_lower_precision(group: Group, device: Backend, name: str, mode: str) -> None:
+    """Activations of bfloat16 travel between stages, and between the ranks that share a layer."""
+    mesh = mesh_of(name, group.size)
+    if mesh is None:
+        pytest.skip(f"{name} on {group.size} ranks")
+    assert_equal(group, device, "cnn", mode, spread(SETUPS["cnn"], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
+
+
+def relaxed(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:
+    """Return the last epoch's loss and the weights after some epochs out of step."""
+    model = small(backend=backend)
+    worker = RelaxedWorker(model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend)
+    loader = Loader(dataset(), BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
+    count = loader.batches_per_epoch
+    for epoch in range(epochs):
+        report = worker.run(loader, epoch, 0, count, epoch * count, lr=lambda step: 0.1)
+    state = worker.state()[0].to_dict(everywhere=True)
+    worker.release()
+    return {"loss": np.array(report.loss_sum / max(report.rows, 1)), **state}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sync", WAITING, ids=name_of)
+def test_relaxed_modes_that_wait(group: Group, device: Backend, sync: Sync) -> None:
+    """Servers in step, local steps, gossip: what they do does not depend on who is faster."""
+    skip_unless_fitting(group, sync)
+    right, found = (relaxed(group, backend, sync) for backend in (numpy_backend(), device))
+    words = group.gather(differences(found, right, LIMITS[FLOAT64]))
+    assert not any(words), words
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sync", RUNNING, ids=name_of)
+def test_relaxed_modes_that_run_free(group: Group, device: Backend, sync: Sync) -> None:
+    """Nobody waits, so no two runs are alike: the loss is that of a model that learns, and all ranks agree."""
+    skip_unless_fitting(group, sync)
+    found = relaxed(group, device, sync, epochs=12)
+    everyones = group.gather([float(value.sum()) for value in found.values()])
+    assert all(each == everyones[0] for each in everyones)
+    assert float(found["loss"]) < 0.95  # three classes by chance: 1.1

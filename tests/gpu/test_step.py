@@ -1,0 +1,91 @@
+"""A step's surroundings on the device: batches that are copied ahead, numbers that are read once, recorded steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import models, nn, ops, optim
+from nnmpi.backend.record import Backend
+from nnmpi.compose.readings import Readings
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift
+from nnmpi.data.upload import batches
+from nnmpi.tensor.tensor import Tensor
+
+ROWS, SIDE = 3000, 16
+
+
+def images() -> Dataset:
+    """Return bytes at random."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (ROWS, SIDE, SIDE, 3), dtype=np.uint8)
+    return Dataset("bytes", x, rng.integers(0, 10, ROWS), 10, 1 / 255)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_batches_are_the_hosts_to_the_last_bit(device: Backend, dtype: str) -> None:
+    """Converted, scaled and normalized by the device: the same operations, each rounded once."""
+    dataset = images()
+    loader = Loader(dataset, 700, transform=Compose(Shift(2), Flip(), Normalize.fit(dataset)), dtype=dtype)
+    with loader.epoch(0) as host, batches(loader, 0, device) as there:
+        for ours, theirs in zip(there, host, strict=True):
+            np.testing.assert_array_equal(device.to_host(ours.x), theirs.x)
+            np.testing.assert_array_equal(device.to_host(ours.y), theirs.y)
+
+
+def test_no_copy_overtakes_the_work_on_what_lay_there(device: Backend) -> None:
+    """A device that is far behind the host still sums up each batch, and not the one after the next."""
+    dataset = images()
+    loader = Loader(dataset, 300, workers=2, prefetch=4)
+    busy = device.asarray(np.full((2048, 2048), 1 / 2048, np.float32))
+    readings, expected = Readings(device), []
+    with loader.epoch(0) as host, batches(loader, 0, device) as there:
+        for number, (ours, theirs) in enumerate(zip(there, host, strict=True)):
+            for _ in range(4):
+                busy = device.xp.matmul(busy, busy)
+            readings.add(number, ours.y.sum())
+            readings.add("all", (ours.x.astype("float64") * (number + 1)).sum())
+            expected.append((int(theirs.y.sum()), float((theirs.x.astype("float64") * (number + 1)).sum())))
+    values = readings.read()
+    assert [values[number] for number in range(len(expected))] == [y for y, _ in expected]
+    assert values["all"] == pytest.approx(sum(x for _, x in expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("build", [models.mlp, models.cnn, models.resnet], ids=["mlp", "cnn", "resnet"])
+def test_replays_are_the_eager_steps(device: Backend, build: Any) -> None:
+    """Bit for bit where products are cuBLAS's; cuDNN may add up a kernel's gradient in any order, each time anew."""
+    dataset = images()
+
+    def train(compiled: bool) -> tuple[list[float], dict[str, Any]]:
+        model = build((SIDE, SIDE, 3), 10).initialize(seed=0, backend=device)
+        update = optim.Adam(model.storage)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            model.zero_grad()
+            loss = ops.cross_entropy(model(x), y)
+            loss.backward()
+            update.step()
+            return loss
+
+        run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
+        losses = []
+        with batches(Loader(dataset, 64), 0, device) as given:
+            for number, batch in enumerate(given):
+                with nn.training(seed=0, step=number):
+                    losses.append(run(batch.x, batch.y))
+                if number == 5:
+                    break
+        return [loss.item() for loss in losses], model.state()
+
+    (eager, weights), (replayed, same) = train(False), train(True)
+    if build is not models.mlp:
+        np.testing.assert_allclose(replayed, eager, rtol=1e-4)
+        return
+    assert replayed == eager
+    for name, values in weights.items():
+        np.testing.assert_array_equal(same[name], values, err_msg=name)

@@ -1,0 +1,164 @@
+"""Twenty steps of each model on the device: losses and weights are the host's, nothing waits, nothing grows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import models, nn, ops, optim
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.tensor.tensor import Tensor
+from tests.gpu.conftest import is_stand_in
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, differences, precise
+
+STEPS, BATCH, CLASSES = 20, 12, 5
+# Of losses and of the weights' change, as a share of the largest: rounding grows from step to step.
+LIMITS = {FLOAT64: 1e-9, FLOAT32: 2e-3, TF32: 5e-2, FP16: 5e-2, BF16: 2e-1}
+MODES = (FLOAT64, FLOAT32, TF32, BF16, FP16)
+MANY, MANY_ON_THE_HOST = 1000, 60  # steps over which memory is watched
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, the shape of its samples, and how its loss is made of logits or of anything else."""
+
+    build: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    regression: bool = False
+
+
+MODELS: Mapping[str, Model] = {
+    "mlp": Model(lambda: models.mlp((8, 8, 1), CLASSES, (33, 21)), (8, 8, 1)),
+    "mlp with dropout": Model(lambda: models.mlp((8, 8, 1), CLASSES, (33, 21), "gelu", 0.3), (8, 8, 1)),
+    "cnn": Model(lambda: models.cnn((8, 8, 1), CLASSES, (17,)), (8, 8, 1)),
+    "resnet": Model(lambda: models.resnet((8, 8, 3), CLASSES, width=4), (8, 8, 3)),
+    "transformer block": Model(lambda: nn.TransformerBlock(24, 3, 50), (17, 24), regression=True),
+}
+OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
+    "sgd": lambda storage: optim.SGD(storage, lr=0.05),
+    "momentum": lambda storage: optim.SGD(storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda storage: optim.Adam(storage, lr=1e-3, eps=1e-3),
+    "adamw": lambda storage: optim.AdamW(storage, lr=1e-3, eps=1e-3, weight_decay=0.1),
+}
+
+
+class Training:
+    """A model in training on a backend, step by step."""
+
+    def __init__(self, model: Model, optimizer: str, backend: Backend, mode: str, compiled: bool = False) -> None:
+        wide = FLOAT64 if mode == FLOAT64 else FLOAT32
+        draw = np.random.default_rng(1)
+        x = draw.standard_normal((BATCH, *model.sample)).astype(wide)
+        y = draw.standard_normal(x.shape).astype(wide) if model.regression else draw.integers(0, CLASSES, BATCH)
+        self.backend, self._mode, self._kind = backend, mode, model
+        self.x, self.y = Tensor(backend.asarray(x)), Tensor(backend.asarray(y))
+        self.module = model.build().initialize(seed=4, dtype=wide, backend=backend)
+        self.optimizer = OPTIMIZERS[optimizer](self.module.storage)
+        self.number = 0
+        self._run = nnmpi.compile(self._loop) if compiled else self._loop
+
+    def step(self) -> Tensor:
+        """Do a step; return its loss, which stays where it is."""
+        self.number += 1
+        with precise(self._mode), nn.training(seed=9, step=self.number):
+            return self._run(self.x, self.y)
+
+    def _loop(self, x: Tensor, y: Tensor) -> Tensor:
+        self.module.zero_grad()
+        output = self.module(x)
+        loss = ops.mse(output, y) if self._kind.regression else ops.cross_entropy(output, y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def course(self, steps: int = STEPS) -> dict[str, Any]:
+        """Return the losses of some steps, and how far they moved the weights and statistics, as float64."""
+        first = {name: value.astype(np.float64) for name, value in self.module.state().items()}
+        losses = [self.step() for _ in range(steps)]
+        moved = {name: value.astype(np.float64) - first[name] for name, value in self.module.state().items()}
+        return {"losses": np.array([loss.item() for loss in losses]), **moved}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_hosts(device: Backend, name: str, mode: str) -> None:
+    """SGD in each precision beside NumPy in float64."""
+    right = Training(MODELS[name], "sgd", numpy_backend(), FLOAT64).course()
+    found = Training(MODELS[name], "sgd", device, mode).course()
+    assert not apart(found, right, LIMITS[mode])
+
+
+@pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_are_the_hosts(device: Backend, optimizer: str, mode: str) -> None:
+    """Each of them on the smallest model."""
+    right = Training(MODELS["mlp"], optimizer, numpy_backend(), FLOAT64).course()
+    found = Training(MODELS["mlp"], optimizer, device, mode).course()
+    assert not apart(found, right, LIMITS[mode])
+
+
+@pytest.mark.parametrize("mode", [FLOAT32, BF16])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recorded_step_is_the_plain_one(device: Backend, name: str, mode: str) -> None:
+    """The same calls on the same arrays; but cuBLAS may add up in another order where these lie elsewhere."""
+    plain, recorded = (Training(MODELS[name], "adam", device, mode, way).course(6) for way in (False, True))
+    assert not apart(recorded, plain, 1e-5 if mode == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_waits_for_the_device(device: Backend, name: str, compiled: bool) -> None:
+    """After the first steps, which compile kernels and test cuBLAS, the host only asks and never waits."""
+    training = Training(MODELS[name], "adam", device, FLOAT32, compiled)
+    losses = [training.step() for _ in range(3)]
+    with no_waiting(device):
+        losses += [training.step() for _ in range(3)]
+    assert all(np.isfinite(loss.item()) for loss in losses)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("name", ["mlp with dropout", "cnn", "transformer block"])
+def test_memory_stays_flat(device: Backend, name: str, compiled: bool) -> None:
+    """Over a thousand steps (fewer where NumPy stands in), not a byte more is in use, nor in the pool."""
+    training = Training(MODELS[name], "adam", device, FLOAT32, compiled)
+    for _ in range(10):
+        training.step().item()
+    gc.collect()
+    before = device.memory()
+    for _ in range(MANY_ON_THE_HOST if is_stand_in(device) else MANY):
+        training.step()
+    device.synchronize()
+    gc.collect()
+    after = device.memory()
+    assert after.used_bytes <= before.used_bytes
+    assert after.pool_bytes <= before.pool_bytes + 2**20
+
+
+def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> list[str]:
+    """Return what differs: losses one by one, and the change of all parameters as a share of the largest change."""
+    largest = max(float(np.abs(value).max()) for name, value in right.items() if name != "losses")
+    words = differences({"losses": found["losses"]}, {"losses": right["losses"]}, limit)
+    for name, value in right.items():
+        error = float(np.abs(found[name] - value).max()) / largest
+        if name != "losses" and not error <= limit:
+            words.append(f"{name}'s change is off by {error:.2g} of the largest, more than {limit:g}")
+    return words
+
+
+@contextmanager
+def no_waiting(backend: Backend) -> Iterator[None]:
+    """Refuse hidden synchronization inside the block: by CuPy's own switch, or the stand-in's."""
+    if is_stand_in(backend):
+        with import_module("cupy._sync").no_synchronize():
+            yield
+    else:
+        with import_module("cupyx").allow_synchronize(False):
+            yield

@@ -1,0 +1,328 @@
+"""Compiled steps: replayed, they give bit for bit what the eager ones give, and record again when they must."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import nnmpi
+from nnmpi import nn, ops, optim
+from nnmpi.errors import UsageError
+from nnmpi.nn.compiled import MOST_RECORDINGS
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from tests.ops.rows import OPS
+from tests.tensor.rows import TENSOR
+
+TABLE = [*TENSOR, *OPS]
+
+
+def value_and_gradients(function, leaves):
+    """Run a function of leaves forward and backward."""
+    for leaf in leaves:
+        leaf.grad = None
+    y = function(*leaves)
+    y.backward(np.linspace(1, 2, y.size, dtype=y.dtype).reshape(y.shape))
+    return y
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+def test_every_operation_replays(row):
+    """Recorded with some values and replayed with others, an operation gives what it gives eagerly with these."""
+
+    @settings(max_examples=10)
+    @given(row.cases)
+    def same(case):
+        leaves = [Tensor(np.array(x), requires_grad=True) for x in case.inputs]
+        compiled = nnmpi.compile(lambda: value_and_gradients(case.function, leaves))
+        compiled()
+        for factor in (0.75, 0.5, 1.0):
+            for leaf, x in zip(leaves, case.inputs, strict=True):
+                leaf.data[...] = x * factor  # no kink lies between
+            y = compiled()
+            got = [y.data, *[None if leaf.grad is None else leaf.grad.copy() for leaf in leaves]]
+            eager = value_and_gradients(case.function, leaves)
+            for ours, plain in zip(got, [eager.data, *[leaf.grad for leaf in leaves]], strict=True):
+                assert (ours is None) == (plain is None)
+                if ours is not None:
+                    np.testing.assert_array_equal(ours, plain)
+        assert compiled.recordings == 1
+
+    same()
+
+
+def network():
+    """A model with all that is difficult: dropout, running statistics, a shortcut, shared parameters, pooling."""
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Residual(nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm(6))),
+        nn.Conv2d(6, 6, 2, stride=2),
+        nn.ReLU(),
+        nn.GlobalAvgPool2d(),
+        nn.LayerNorm(6),
+        nn.Dropout(0.3),
+        nn.Stash("a"),
+        shared,
+        nn.GELU(),
+        nn.Pop("a"),
+        shared,
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    )
+
+
+def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1, 3, 5), model=None):
+    """Train some steps and return losses, parameters and buffers."""
+    model = network() if model is None else model
+    model.initialize(seed=1, dtype=dtype)
+    update = optimizer(model.storage, 0.01)
+
+    def step(x, y):
+        model.zero_grad()
+        loss = ops.cross_entropy(model(x), y)
+        loss.backward()
+        update.step()
+        return loss
+
+    run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), y)
+    rng, losses = np.random.default_rng(0), []
+    for number, rows in enumerate(sizes):
+        update.lr = 0.01 / (1 + number)
+        x, y = rng.standard_normal((rows, 8, 6, 2)).astype(dtype), rng.integers(0, 3, rows)
+        with nn.training(seed=3, step=number, first_row=2):
+            losses.append(run(x, y))
+    return [loss.item() for loss in losses], model.state(), run
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam])
+def test_training_is_the_same(optimizer, dtype):
+    """Losses, weights and running statistics are the eager run's, with batches of several sizes in turn."""
+    eager, state, _ = train(False, optimizer, dtype)
+    losses, compiled, step = train(True, optimizer, dtype)
+    assert losses == eager
+    assert state.keys() == compiled.keys()
+    for name, values in state.items():
+        np.testing.assert_array_equal(compiled[name], values, err_msg=name)
+    assert step.recordings == 3
+
+
+def linear_step():
+    model = nn.Sequential(nn.Linear(3, 2)).initialize()
+
+    def step(x, y):
+        model.zero_grad()
+        loss = ops.mse(model(x), y)
+        loss.backward()
+        return loss
+
+    return model, nnmpi.compile(step)
+
+
+X, Y = np.arange(6, dtype="float32").reshape(2, 3), np.ones((2, 2), "float32")
+
+
+def test_results_are_the_callers():
+    """What a step returned is not overwritten by the next one, and belongs to no graph."""
+    _, step = linear_step()
+    first = step(X, Y)
+    value = first.item()
+    second = step(2 * X, Y)
+    assert first.item() == value != second.item()
+    assert not second.requires_grad
+
+
+def test_inputs_are_read_and_left_alone():
+    """Tensors, arrays and odd strides may be given; nothing is written to them."""
+    _, step = linear_step()
+    expected = step(X, Y).item()
+    wide = np.zeros((2, 6), "float32")
+    wide[:, ::2] = X
+    assert step(Tensor(X), Tensor(Y)).item() == step(wide[:, ::2], Y).item() == expected
+    assert step.recordings == 1
+    np.testing.assert_array_equal(X, np.arange(6).reshape(2, 3))
+
+
+def test_tuples_and_dictionaries_of_results():
+    """Several results keep their order or names."""
+    both = nnmpi.compile(lambda x: (x + 1, None, x * 2))
+    named = nnmpi.compile(lambda x: {"sum": x.sum()})
+    for x in (X, X + 1):
+        one, nothing, two = both(x)
+        np.testing.assert_array_equal(one.data, x + 1)
+        np.testing.assert_array_equal(two.data, x * 2)
+        assert nothing is None
+        assert named(x)["sum"].item() == x.sum()
+    assert nnmpi.compile(lambda x: None)(X) is None
+
+
+def test_records_again_when_the_model_moves():
+    """After a new initialization, or for a parameter frozen since, the old calls are not used."""
+    model, step = linear_step()
+    step(X, Y)
+    old = model.storage.grads[0]
+    model.initialize(seed=5)
+    step(X, Y)
+    assert model.storage.grads[0].any()
+    assert model.storage.grads[0] is not old
+    model[0].weight.requires_grad = False
+    step(X, Y)
+    assert model[0].weight.grad is None
+
+
+def test_gradients_add_up_without_zero_grad():
+    """A step that forgets no gradients adds to them, the first time and later, as the eager one does."""
+    results = []
+    for wrap in (nnmpi.compile, lambda step: lambda x: step(Tensor(x))):
+        model = nn.Sequential(nn.Linear(3, 2)).initialize()
+        step = wrap(lambda x, model=model: model(x).sum().backward())
+        for factor in (1, 2, 4, 8):
+            step(factor * X)
+        results.append(model.storage.grads[0].copy())
+        model.zero_grad()
+        step(X)
+        results.append(model.storage.grads[0].copy())
+    np.testing.assert_array_equal(results[0], results[2])
+    np.testing.assert_array_equal(results[1], results[3])
+    assert results[0].any()
+
+
+def test_mode_is_part_of_the_kind():
+    """A step that is called in training and in evaluation is recorded for each, also when it sets the mode itself."""
+    model = nn.Sequential(nn.Dropout(0.5)).initialize()
+    step = nnmpi.compile(lambda x: model(x))
+    with nn.training(seed=1):
+        dropped = step(np.ones((4, 4), "float32"))
+    kept = step(np.ones((4, 4), "float32"))
+    assert (dropped.data == 0).any()
+    assert (kept.data == 1).all()
+
+    def trained(x):
+        with nn.training(seed=1, step=7):
+            y = model(x)
+        return y, model(x)
+
+    inside = nnmpi.compile(trained)
+    for _ in range(2):
+        first, second = inside(np.ones((4, 4), "float32"))
+        assert (first.data == 0).any()
+        assert (second.data == 1).all()
+    assert not nn.current().training
+
+
+def test_masks_follow_the_step():
+    """A replayed dropout drops what belongs to the step of that time."""
+    model = nn.Sequential(nn.Dropout(0.5)).initialize()
+    step, ones = nnmpi.compile(lambda x: model(x)), np.ones((8, 8), "float32")
+    for number in range(4):
+        with nn.training(seed=1, step=number):
+            np.testing.assert_array_equal(step(ones).data, model(Tensor(ones)).data)
+    assert step.recordings == 1
+
+
+class Doubled(Function):
+    """An operation of a user's own, which knows nothing of recordings."""
+
+    def forward(self, x):
+        self.saved = (x.copy(),)
+        return x * 2
+
+    def backward(self, grad):
+        return (grad * 2 + 0 * self.saved[0],)
+
+
+def test_operations_of_ones_own():
+    """They are replayed as wholes."""
+    leaf = Tensor(np.ones(3), requires_grad=True)
+
+    def step(x):
+        leaf.grad = None
+        y = (Doubled()(leaf) * x).sum()
+        y.backward()
+        return y
+
+    compiled = nnmpi.compile(step)
+    for factor in (1.0, 3.0, 5.0):
+        assert compiled(np.full(3, factor)).item() == 6 * factor
+        np.testing.assert_array_equal(leaf.grad, np.full(3, 2 * factor))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda x: x.sum().item(), lambda x: float(x.sum()), lambda x: x > 0, lambda x: x.argmax(), lambda x: x.numpy()],
+)
+def test_looking_into_tensors_is_refused(look):
+    """A number taken out while recording would stay for ever."""
+    with pytest.raises(UsageError, match="first step for ever"):
+        nnmpi.compile(look)(X)
+    assert X.sum() == 15  # and afterwards everything works as before
+    assert Tensor(X).sum().item() == 15
+
+
+def test_wrong_use():
+    """One sentence each."""
+    with pytest.raises(UsageError, match="returned a float"):
+        nnmpi.compile(lambda x: 1.0)(X)
+    with pytest.raises(UsageError, match="needs a function"):
+        nnmpi.compile(3)
+    with pytest.raises(UsageError, match="list"):
+        nnmpi.compile(lambda x: None)([1, 2])
+    inner = nnmpi.compile(lambda x: x + 1)
+    with pytest.raises(UsageError, match="while another"):
+        nnmpi.compile(lambda x: inner(x))(X)
+
+
+def test_an_error_leaves_nothing_behind():
+    """A step that raises while it is recorded is recorded when it is called again."""
+    failing = [True]
+
+    def step(x):
+        if failing[0]:
+            raise RuntimeError("once")
+        return x + 1
+
+    compiled = nnmpi.compile(step)
+    with pytest.raises(RuntimeError, match="once"):
+        compiled(X)
+    failing[0] = False
+    np.testing.assert_array_equal(compiled(X).data, X + 1)
+    assert compiled.recordings == 1
+
+
+@pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
+def test_bad_labels_are_found_in_a_replay():
+    """Checks of values run each time."""
+    step = nnmpi.compile(lambda x, y: ops.cross_entropy(x, y))
+    step(X, np.array([0, 2]))
+    with pytest.raises(nnmpi.NnmpiError, match="label 3"):
+        step(X, np.array([0, 3]))
+
+
+def test_old_recordings_go():
+    """Only so many kinds are held."""
+    step = nnmpi.compile(lambda x, n: x * n)
+    for n in range(MOST_RECORDINGS + 5):
+        assert step(X, n).data[1, 2] == 5 * n
+    assert step.recordings == MOST_RECORDINGS
+
+
+def test_modules_can_be_watched():
+    """Where somebody observes modules, they run."""
+    model, seen = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).initialize(), []
+    step = nnmpi.compile(lambda x: model(x))
+    step(X)
+    with nn.observed(lambda module, _: seen.append(type(module))):
+        step(X)
+    assert seen == [nn.Linear, nn.ReLU, nn.Sequential]
+
+
+def test_records_again_when_values_are_replaced():
+    """A leaf of one's own that gets another array is read there from then on."""
+    leaf = Tensor(np.ones(3, "float32"), requires_grad=True)
+    step = nnmpi.compile(lambda: (leaf * 2).sum())
+    assert step().item() == 6
+    leaf.data = np.full(3, 5, "float32")
+    assert step().item() == 30

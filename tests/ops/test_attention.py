@@ -1,0 +1,218 @@
+"""Attention: in bands and blocks of any size as in one, nothing seen that is masked or was never written."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from nnmpi import ops
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+module = import_module("nnmpi.ops.attention")  # nnmpi.ops has a function of this name
+
+
+def reference(q, k, v, grad, causal):
+    """Return the result and the gradients, from the formulas, in float64; arrays are (batch, heads, time, features)."""
+    q, k, v, grad = (a.astype("float64") for a in (q, k, v, grad))
+    factor = 1 / np.sqrt(q.shape[-1])
+    scores = np.einsum("bhid,bhjd->bhij", q, k) * factor
+    if causal:
+        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    to_p = np.einsum("bhid,bhjd->bhij", grad, v)
+    to_scores = p * (to_p - (p * to_p).sum(-1, keepdims=True)) * factor
+    to_q, to_k = np.einsum("bhij,bhjd->bhid", to_scores, k), np.einsum("bhij,bhid->bhjd", to_scores, q)
+    return np.einsum("bhij,bhjd->bhid", p, v), to_q, to_k, np.einsum("bhij,bhid->bhjd", p, grad)
+
+
+def split(packed, parts, heads):
+    """Return (parts, batch, heads, time, features) of a packed array."""
+    batch, time, width = packed.shape
+    return packed.reshape(batch, time, parts, heads, width // parts // heads).transpose(2, 0, 3, 1, 4)
+
+
+def near(ours, exact, dtype):
+    """Compare arrays with the largest element of all as the measure."""
+    largest = max(abs(each).max(initial=0) for each in exact)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=(2e-6 if dtype == "float32" else 1e-13) * largest)
+
+
+def check_packed(batch, time, heads, features, causal, dtype, scale=1.0):
+    """Compare one application to packed arrays with the formulas, and the one that records nothing."""
+    rng = np.random.default_rng(time)
+    width = heads * features
+    qkv = (rng.standard_normal((batch, time, 3 * width)) * scale).astype(dtype)
+    grad = rng.standard_normal((batch, time, width)).astype(dtype)
+    x = Tensor(qkv, requires_grad=True)
+    y = ops.attention(x, heads, causal)
+    y.backward(grad)
+    exact = reference(*split(qkv, 3, heads), split(grad, 1, heads)[0], causal)
+    near(split(y.data, 1, heads), exact[:1], dtype)
+    near(split(x.grad, 3, heads), exact[1:], dtype)
+    with no_grad():
+        np.testing.assert_array_equal(ops.attention(x, heads, causal).data, y.data)
+
+
+@pytest.mark.parametrize("time", [1, 2, 63, 64, 65, 128, 129, 200, 257])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_any_length(time, causal, dtype):
+    """One position, and lengths around those of the bands."""
+    check_packed(2, time, 3, 5, causal, dtype)
+
+
+@pytest.mark.parametrize(
+    ("elements", "blocks"),
+    [(1, {(1, 1)}), (250, {(1, 2), (1, 1)}), (500, {(1, 3)}), (1000, {(2, 3), (1, 3)}), (2000, {(5, 3)})],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_block(elements, blocks, causal, monkeypatch):
+    """Blocks of some heads of one sequence, of several sequences, and last ones that are smaller."""
+    monkeypatch.setattr(module, "ELEMENTS", elements)
+    monkeypatch.setattr(module, "SCORES", 8)
+    monkeypatch.setattr(module, "PRODUCTS", 4)
+    cut = module._blocks(np.empty((5, 3, 30, 4)), 30)
+    assert {(i.stop - i.start, j.stop - j.start) for i, j in cut} == blocks
+    check_packed(5, 30, 3, 4, causal, "float64")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_size_of_a_transformer(causal):
+    """Batch 8, 128 positions, 4 heads of 64, also with scores that are large."""
+    check_packed(8, 128, 4, 64, causal, "float32")
+    check_packed(2, 128, 4, 64, causal, "float32", scale=2.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 6), (2, 0, 6), (0, 0, 6)])
+def test_nothing(shape):
+    """No sequences, or no positions."""
+    x = Tensor(np.ones(shape, np.float32), requires_grad=True)
+    y = ops.attention(x, 2, causal=True)
+    assert y.shape == (*shape[:2], 2)
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+@pytest.mark.host_only("it is about NumPy's memory; the device's double gives NaN in all new memory")
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_was_never_written_is_never_read(causal, monkeypatch):
+    """New arrays full of NaN change nothing."""
+
+    def full(shape, dtype=None):
+        return np.full(shape, np.nan, dtype)
+
+    monkeypatch.setattr(np, "empty", full)
+    check_packed(2, 150, 2, 3, causal, "float64")
+
+
+def test_later_positions_are_not_seen():
+    """Other values there, even infinite ones, change nothing before, bit for bit."""
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((1, 100, 12))
+    before = ops.attention(Tensor(qkv), 2, causal=True).data
+    qkv[:, 70:] = 1e200
+    with np.errstate(all="ignore"):
+        after = ops.attention(Tensor(qkv), 2, causal=True).data
+    np.testing.assert_array_equal(after[:, :64], before[:, :64])
+    np.testing.assert_allclose(after[:, 64:70], before[:, 64:70], rtol=1e-12)
+
+
+def test_equal_scores():
+    """Constant queries and keys give the mean of the values so far."""
+    values = np.random.default_rng(0).standard_normal((1, 1, 200, 3))
+    same = Tensor(np.full((1, 1, 200, 2), 7.0))
+    y = ops.scaled_dot_product_attention(same, same, Tensor(values), causal=True).data
+    np.testing.assert_allclose(y[0, 0], np.cumsum(values[0, 0], 0) / np.arange(1, 201)[:, None], rtol=1e-12, atol=1e-14)
+
+
+def test_large_scores_do_not_overflow():
+    """The one with the largest score takes all."""
+    q = np.array([1e3, -1e3, 0], np.float32).reshape(1, 1, 3, 1)
+    y = ops.scaled_dot_product_attention(Tensor(q), Tensor(q), Tensor(q)).data
+    np.testing.assert_array_equal(y[0, 0, :2, 0], [1e3, -1e3])
+    np.testing.assert_allclose(y[0, 0, 2, 0], 0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(130, 7), (7, 130), (1, 1)])
+def test_other_keys_than_queries(queries, keys):
+    """Three separate arrays, of which one may need no gradient."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 3, n, d)) for n, d in ((queries, 4), (keys, 4), (keys, 5)))
+    grad = rng.standard_normal((2, 3, queries, 5))
+    exact = reference(q, k, v, grad, False)
+    for without in (None, 0, 1, 2):
+        leaves = [Tensor(a, requires_grad=i != without) for i, a in enumerate((q, k, v))]
+        y = ops.scaled_dot_product_attention(*leaves)
+        y.backward(grad)
+        near([y.data], exact[:1], "float64")
+        assert [leaf.grad is None for leaf in leaves] == [i == without for i in range(3)]
+        grads = [exact[1 + i] if i == without else leaf.grad for i, leaf in enumerate(leaves)]
+        near(grads, exact[1:], "float64")
+
+
+@pytest.mark.host_only("a device has no bands, and NaN times a hidden zero is NaN")
+def test_nan_is_not_hidden():
+    """In its own position and in those after it, but not before its band."""
+    qkv = np.random.default_rng(0).standard_normal((1, 300, 6))
+    qkv[0, 200] = np.nan
+    y = ops.attention(Tensor(qkv), 1, causal=True).data
+    assert np.isnan(y[0, 200:]).all()
+    assert np.isfinite(y[0, :128]).all()
+
+
+def zeros(*shape, dtype="float64"):
+    """Return a tensor of zeros."""
+    return Tensor(np.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ops.attention(zeros(2, 3, 12), 0), UsageError, "at least 1 head, not 0"),
+        (lambda: ops.attention(zeros(2, 3, 12), 3), ShapeError, r"multiple of 3, not \(2, 3, 12\)"),
+        (lambda: ops.attention(zeros(3, 12), 2), ShapeError, r"not \(3, 12\)"),
+        (lambda: ops.attention(zeros(2, 3, 0), 2), ShapeError, r"not \(2, 3, 0\)"),
+        (lambda: ops.attention(zeros(2, 3, 12, dtype="int64"), 2), DtypeError, "int64"),
+        (
+            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 3, 5), zeros(2, 1, 3, 4)),
+            ShapeError,
+            r"keys \(2, 1, 3, 5\)",
+        ),
+        (
+            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 0, 4), zeros(2, 1, 0, 4)),
+            ShapeError,
+            r"needs keys",
+        ),
+        (
+            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 4, 4)),
+            ShapeError,
+            "as many values",
+        ),
+        (
+            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 2, 3, 4), zeros(2, 2, 3, 4)),
+            ShapeError,
+            "same batch and heads",
+        ),
+        (
+            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 5, 4), True),
+            ShapeError,
+            "as many queries as keys",
+        ),
+        (
+            lambda: ops.scaled_dot_product_attention(
+                zeros(2, 1, 3, 4), zeros(2, 1, 3, 4), zeros(2, 1, 3, 4, dtype="float32")
+            ),
+            DtypeError,
+            "float64, float64, float32",
+        ),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    """One sentence that names the values."""
+    with pytest.raises(error, match=words):
+        make()

@@ -1,0 +1,114 @@
+"""Linear layers and losses by compiled kernels: the plain ones in float64, and what is left to these."""
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi.backend.kernels.active import jit
+from nnmpi.errors import ShapeError
+from nnmpi.ops.linear import _CompiledLinearRelu, linear_relu
+from nnmpi.ops.loss import CrossEntropy, _CompiledCrossEntropy, cross_entropy
+from nnmpi.tensor.tensor import Tensor
+
+pytest.importorskip("numba")
+
+pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+
+
+def run(function, arrays, dtype, compiled):
+    """Return the result and the gradients, of some numbers times the result, and the operation's class."""
+    tensors = [Tensor(a.astype(dtype), requires_grad=True) for a in arrays]
+    with jit(compiled):
+        y = function(*tensors)
+        kind = type(y.node)
+        y.backward(np.cos(np.arange(y.size)).reshape(y.shape).astype(dtype))
+    return [y.data, *(t.grad for t in tensors)], kind
+
+
+def compare(function, arrays, kind):
+    """Compare with the plain operation in float64, within 2e-6 of the largest."""
+    expected, _ = run(function, arrays, np.float64, False)
+    found, used = run(function, arrays, np.float32, True)
+    assert used is kind
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6 * abs(theirs).max(initial=1e-3))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (0, 3), (1, 1), (70, 2, 3)])
+@pytest.mark.parametrize("out", [1, 17, 40])
+def test_linear_and_relu(shape, out):
+    """For any number of axes, and no rows."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size, dtype=np.float32) for size in (shape, (shape[-1], out), out)]
+    compare(linear_relu, arrays, _CompiledLinearRelu)
+
+
+def test_bias_gradients_of_many_rows():
+    """Added up in parts; in one long sum the error would be 20 times as large."""
+    arrays = [np.ones((50000, 1), np.float32), np.ones((1, 3), np.float32), np.full(3, 0.1, np.float32)]
+    tensors = [Tensor(a, requires_grad=True) for a in arrays]
+    with jit():
+        linear_relu(*tensors).backward(np.full((50000, 3), 0.1, np.float32))
+    np.testing.assert_allclose(tensors[2].grad, 50000 * np.float64(np.float32(0.1)), rtol=2e-5)
+
+
+def test_gradients_that_are_not_wanted():
+    """Of the bias alone, or all but the bias's."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size, dtype=np.float32) for size in ((6, 3), (3, 5), 5)]
+    with jit():
+        whole = [Tensor(a, requires_grad=True) for a in arrays]
+        linear_relu(*whole).backward(np.ones((6, 5), np.float32))
+        for wanted in ([0, 1], [2]):
+            some = [Tensor(a, requires_grad=i in wanted) for i, a in enumerate(arrays)]
+            linear_relu(*some).backward(np.ones((6, 5), np.float32))
+            for i, tensor in enumerate(some):
+                assert (tensor.grad is not None) == (i in wanted)
+                if i in wanted:
+                    np.testing.assert_array_equal(tensor.grad, whole[i].grad)
+
+
+def test_linear_of_arrays_with_gaps():
+    """Bias and gradient need not be contiguous."""
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(size, dtype=np.float32) for size in ((6, 3), (3, 5), 10))
+    tensors = [Tensor(a, requires_grad=True) for a in (x, weight, bias[::2])]
+    grad = rng.standard_normal((6, 10), dtype=np.float32)[:, ::2]
+    with jit():
+        y = linear_relu(*tensors)
+        y.backward(grad)
+    np.testing.assert_allclose(y.data, np.maximum(x @ weight + bias[::2], 0), atol=1e-6)
+    np.testing.assert_allclose(tensors[2].grad, (grad * (y.data > 0)).sum(axis=0), atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(7, 3), (2, 3, 40), (1, 1), (0, 4)])
+def test_cross_entropy(reduction, shape):
+    """Each reduction; logits of more than two axes; no rows."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal(shape, dtype=np.float32) * np.float32(5)
+    labels = rng.integers(0, shape[-1], shape[:-1])
+    compare(lambda x: cross_entropy(x, labels, reduction), [logits], _CompiledCrossEntropy)
+
+
+def test_labels_out_of_range_are_refused():
+    """Before a kernel could write elsewhere; in a step that is replayed too."""
+    x, labels = Tensor(np.zeros((2, 3), np.float32), requires_grad=True), np.array([0, 1])
+    with jit():
+        with pytest.raises(ShapeError, match="label 3"):
+            cross_entropy(x, np.array([0, 3]))
+        step = nnmpi.compile(lambda x, labels: cross_entropy(x, labels))
+        step(x.data, Tensor(labels))
+        with pytest.raises(ShapeError, match="label -1"):
+            step(x.data, Tensor(np.array([0, -1])))
+
+
+@pytest.mark.parametrize("settings", [{"ignore_index": 2}, {"label_smoothing": 0.1}])
+def test_other_losses_are_plain(settings):
+    """Ignored labels, smoothing, and labels of another dtype."""
+    logits = np.random.default_rng(0).standard_normal((5, 3), dtype=np.float32)
+    labels = np.array([0, 2, 1, 2, 0])
+    compare(lambda x: cross_entropy(x, labels, **settings), [logits], CrossEntropy)
+    compare(lambda x: cross_entropy(x, labels.astype(np.uint8)), [logits], CrossEntropy)

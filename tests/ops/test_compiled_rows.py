@@ -1,0 +1,114 @@
+"""Normalization over the features and GELU by compiled kernels: float64's numbers, where kernels fit and where not."""
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import nn, ops
+from nnmpi.backend.kernels.active import jit
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+pytest.importorskip("numba")
+
+pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+
+CASES = {
+    "layer_norm": (lambda x, a, b: ops.layer_norm(x, a, b, 0.1), lambda n: [(n,), (n,)]),
+    "gelu": (lambda x: ops.gelu(x, "tanh"), lambda n: []),
+    "linear_gelu": (lambda x, w, b: ops.linear_gelu(x, w, b, "tanh"), lambda n: [(n, 3), (3,)]),
+    "linear_gelu without bias": (lambda x, w: ops.linear_gelu(x, w, None, "tanh"), lambda n: [(n, 3)]),
+    "exact gelu": (ops.gelu, lambda n: []),
+    "exact linear_gelu": (ops.linear_gelu, lambda n: [(n, 3), (3,)]),
+}
+
+
+def run(function, arrays, grad, wanted=None):
+    """Return the result, the gradients, and the operation that computed the result."""
+    leaves = [Tensor(a, requires_grad=wanted is None or i == wanted) for i, a in enumerate(arrays)]
+    y = function(*leaves)
+    name = type(y.node).__name__
+    y.backward(grad)
+    return [y.data, *[leaf.grad for leaf in leaves]], name
+
+
+def draw(name, size):
+    """Return a case's function, float32 arrays and the result's gradient."""
+    function, shapes = CASES[name]
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype("float32") for shape in (size, *shapes(size[-1]))]
+    shape = (*size[:-1], 3) if "linear" in name else size
+    return function, arrays, rng.standard_normal(shape).astype("float32")
+
+
+@pytest.mark.parametrize("size", [(4, 6), (1, 1), (0, 5), (2, 3, 17), (60, 33), (5,)])
+@pytest.mark.parametrize("name", CASES)
+def test_float64_says_the_same(name, size):
+    """Within 2e-6 of the largest, and which operation it is; without gradients too."""
+    function, arrays, grad = draw(name, size)
+    exact, plain = run(function, [a.astype("float64") for a in arrays], grad.astype("float64"))
+    with jit():
+        ours, compiled = run(function, arrays, grad)
+        with no_grad():
+            np.testing.assert_array_equal(function(*map(Tensor, arrays)).data, ours[0])
+        assert run(function, [a.astype("float64") for a in arrays], grad.astype("float64"))[1] == plain
+    assert compiled == (plain if "exact" in name else f"_Compiled{plain}")
+    for one, other in zip(ours, exact, strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * max(1, abs(other).max(initial=0)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gaps_and_single_gradients(name):
+    """Arrays with gaps between their elements, of which any one alone needs a gradient."""
+    function, arrays, grad = draw(name, (7, 10))
+    gaps = [np.repeat(a, 2, axis=-1)[..., ::2] for a in arrays]
+    wide = np.repeat(grad, 2, axis=-1)[..., ::2]
+    with jit():
+        whole, _ = run(function, arrays, grad)
+        for wanted in range(len(arrays)):
+            ours, _ = run(function, gaps, wide, wanted)
+            np.testing.assert_array_equal(ours[0], whole[0])
+            assert [each is None for each in ours[1:]] == [i != wanted for i in range(len(arrays))]
+            np.testing.assert_allclose(ours[1 + wanted], whole[1 + wanted], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_in_their_place():
+    """Parameters' gradients are computed in flat storage; several backward passes add up; a compiled step replays."""
+    x = np.random.default_rng(0).standard_normal((2, 5, 12)).astype("float32")
+    model = nn.TransformerBlock(12, 3).initialize(seed=0)
+
+    def gradients(times):
+        model.zero_grad()
+        for _ in range(times):
+            model(x).sum().backward()
+        return {name: p.grad.copy() for name, p in model.named_parameters()}
+
+    with jit():
+        once, twice = gradients(1), gradients(2)
+
+        def step(x):
+            model.zero_grad()
+            y = model(x).sum()
+            y.backward()
+            return y
+
+        compiled = nnmpi.compile(step)
+        compiled(0 * x)
+        compiled(x)
+        replayed = {name: p.grad.copy() for name, p in model.named_parameters()}
+    plain = gradients(1)
+    for name in plain:
+        np.testing.assert_allclose(twice[name], 2 * once[name], rtol=1e-6)
+        np.testing.assert_array_equal(replayed[name], once[name])
+        np.testing.assert_allclose(once[name], plain[name], rtol=0, atol=2e-6 * max(1, abs(plain[name]).max()))
+
+
+def test_nan_is_not_hidden():
+    """It comes out in its row, or its element."""
+    x = np.zeros((3, 4), "float32")
+    x[1, 2] = np.nan
+    ones = Tensor(np.ones(4, "float32"))
+    with jit():
+        np.testing.assert_array_equal(np.isnan(ops.gelu(Tensor(x), "tanh").data), np.isnan(x))
+        assert np.isnan(ops.layer_norm(Tensor(x), ones, ones).data).any(axis=1).tolist() == [False, True, False]

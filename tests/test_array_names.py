@@ -1,0 +1,155 @@
+"""Every function of an array library that the engine asks for is in both, with the keywords that it gives.
+
+A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`. CuPy's side is the snapshot of its
+names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.device.survey import SNAPSHOT
+
+ROOT = Path(__file__).parents[1]
+CUPY = json.loads(SNAPSHOT.read_text())["modules"]
+OF_UFUNC = {"where", "casting", "order", "dtype", "subok", "out"}
+# What stands behind a question for the library, by file: NumPy alone has it, or does it otherwise there.
+NUMPY_ALONE = {
+    ("nnmpi/backend/pick.py", "take(mode=)"),
+    ("nnmpi/backend/pick.py", "maximum.reduce"),
+}
+# What only CuPy has, and who may use it: files that have to do with a device alone.
+DEVICE_FILES = ("nnmpi/backend/", "nnmpi/comm/device/", "nnmpi/ops/conv")
+
+
+@dataclass(frozen=True)
+class Use:
+    """One name that is asked for.
+
+    Attributes:
+        file: where.
+        name: with its parts: "add.reduce".
+        keywords: with which it is called there.
+    """
+
+    file: str
+    line: int
+    name: str
+    keywords: tuple[str, ...]
+
+
+def uses(path: Path, text: str) -> Iterator[Use]:
+    """Yield what a file asks of `xp`."""
+    tree = ast.parse(text)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        name = dotted(node) if isinstance(node, ast.Attribute) and id(node) not in inner else None
+        if name:
+            call = calls.get(id(node))
+            keywords = tuple(each.arg for each in call.keywords if each.arg) if call else ()
+            yield Use(str(path), node.lineno, name, keywords)
+
+
+def dotted(node: ast.expr) -> str | None:
+    """Return "add.reduce" for xp.add.reduce and self.xp.add.reduce, None for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute) and not (node.attr == "xp" and isinstance(node.value, ast.Name)):
+        parts.append(node.attr)
+        node = node.value
+    is_xp = isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.id == "xp")
+    return ".".join(reversed(parts)) if is_xp and parts and not parts[-1].startswith("__") else None
+
+
+def problems(use: Use) -> list[str]:
+    """Return what is wrong with a use, in words."""
+    first, _, rest = use.name.partition(".")
+    entry = CUPY["cupy"].get(first)
+    found = []
+    if entry is None:
+        found.append(f"{use.name} is not in CuPy")
+    elif not hasattr(np, first):
+        if not use.file.startswith(DEVICE_FILES):
+            found.append(f"{use.name} is not in NumPy")
+    elif entry.startswith("ufunc") and rest:
+        if rest == "reduce" and first not in ("add", "multiply"):
+            found.append(use.name)
+        found += [f"{use.name}({key}=)" for key in use.keywords if key not in ("axis", "dtype", "out", "keepdims")]
+    else:
+        theirs = set(entry.partition(" ")[2].replace("=", "").replace(" ", "").split(","))
+        open_ended = any(word.startswith("**") for word in theirs)
+        found += [f"{use.name}({key}=)" for key in use.keywords if not open_ended and key not in theirs]
+        found += [f"{use.name}({key}=) in NumPy" for key in use.keywords if not numpy_takes(first, key)]
+    return found
+
+
+def numpy_takes(name: str, keyword: str) -> bool:
+    """Return whether NumPy's function takes a keyword."""
+    function = getattr(np, name)
+    if isinstance(function, np.ufunc):
+        return keyword in OF_UFUNC
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # NumPy does not say
+        return True
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def everything() -> Iterator[Use]:
+    """Yield all uses of the engine."""
+    for path in sorted((ROOT / "nnmpi").rglob("*.py")):
+        yield from uses(path.relative_to(ROOT), path.read_text())
+
+
+def test_every_name_and_keyword_is_in_both_libraries() -> None:
+    wrong = [
+        f"{use.file}:{use.line}: {words}"
+        for use in everything()
+        for words in problems(use)
+        if (use.file, words) not in NUMPY_ALONE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_walk_sees_the_engine() -> None:
+    names = [use.name for use in everything()]
+    assert len(names) > 500
+    assert {"add.reduce", "add.at", "matmul", "empty"} <= set(names)
+
+
+def test_every_exception_is_needed() -> None:
+    found = {(use.file, words) for use in everything() for words in problems(use)}
+    assert found >= NUMPY_ALONE
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("xp.vecdot(a, b)", "vecdot is not in CuPy"),
+        ("self.xp.unstack(a)", "unstack is not in CuPy"),
+        ("xp.sum(a, initial=0)", "sum(initial=)"),
+        ("xp.take(a, b, mode='clip')", "take(mode=)"),
+        ("xp.var(a, correction=1)", "var(correction=)"),
+        ("xp.maximum.reduce(a)", "maximum.reduce"),
+        ("xp.add.reduce(a, where=b)", "add.reduce(where=)"),
+        ("xp.asnumpy(a)", "asnumpy is not in NumPy"),
+        ("xp.full(3, 0, blocking=True)", "full(blocking=)"),
+    ],
+)
+def test_what_one_library_lacks_is_found(code: str, words: str) -> None:
+    (use,) = uses(Path("nnmpi/ops/planted.py"), code)
+    assert words in problems(use)
+
+
+@pytest.mark.parametrize("code", ["xp.add(a, b, out=c)", "xp.add.at(a, b, c)", "xp.sum(a, axis=0, keepdims=True)"])
+def test_what_both_have_is_not(code: str) -> None:
+    (use,) = uses(Path("nnmpi/ops/planted.py"), code)
+    assert problems(use) == []

@@ -1,0 +1,57 @@
+"""What the header says of devices: one rank's slower products are every rank's business."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnmpi.backend import cublas
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.errors import DeviceError, UsageError
+from nnmpi.train.device import check_convolution, describe_device
+from tests.device.conv.cases import cudnn_double
+from tests.device.library import device_backend
+
+pytestmark = [pytest.mark.mpi, pytest.mark.host_only("it asks for the host's backend and the device's by itself")]
+
+
+def test_products_that_cublas_does_not_compute(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where its calls pass their test; a line on all ranks where one does without them."""
+    backend = device_backend()
+    assert not any(line.startswith("products:") for line in describe_device(backend, group, "bf16"))
+    if group.rank == group.size - 1:
+        monkeypatch.setenv("NNMPI_GEMM", "matmul")
+    cublas.products_of.cache_clear()
+    try:
+        lines = describe_device(backend, group, "bf16")
+    finally:
+        monkeypatch.undo()
+        cublas.products_of.cache_clear()
+    assert [line for line in lines if line.startswith("products:")] == [
+        "products: cupy.matmul computes products of float32 to float32, bfloat16 to bfloat16, bfloat16 to float32: "
+        "NNMPI_GEMM=matmul says so"
+    ]
+
+
+def test_how_convolutions_are_computed(group: Group) -> None:
+    """By cuDNN where it is; where it is insisted on and is not there, all ranks say so before anything is computed."""
+    backend = device_backend()
+    with cudnn_double() as settings:
+        settings.installed = False
+        check_convolution("auto", backend)
+        check_convolution("im2col", backend)
+        with pytest.raises(DeviceError, match=r"'tuned' cannot be used: .* install nnmpi\[cudnn\]"):
+            check_convolution("tuned", backend)
+        lines = describe_device(backend, group, "float32")
+        assert "convolutions: im2col and cuBLAS: cuDNN itself cannot be loaded (Unable to find symbol" in str(lines)
+    with cudnn_double():
+        check_convolution("tuned", backend)
+        assert "convolutions: cuDNN 9.27.0" in describe_device(backend, group, "float32")
+    check_convolution("auto", numpy_backend())
+    with pytest.raises(UsageError, match="--convolution im2col belongs to a CUDA device"):
+        check_convolution("im2col", numpy_backend())
+
+
+def test_the_host_has_nothing_to_say(group: Group) -> None:
+    """Unless it was chosen automatically; see `select`."""
+    assert describe_device(numpy_backend(), group, "bf16") == []
