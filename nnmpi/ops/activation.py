@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.constants import zero
 from nnmpi.tensor.convert import widely
 from nnmpi.tensor.elementwise import tanh as tanh
 from nnmpi.tensor.function import Function
@@ -18,14 +19,15 @@ class Relu(Function):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.maximum(x, 0)
+        y: Array = self.xp.maximum(x, zero(self.xp, x.dtype))
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (y,), xp = self.saved, self.xp
         to_x = xp.empty(y.shape, y.dtype)
-        xp.greater(y, 0, out=to_x)  # 0 and 1 in the gradient's dtype: a product with booleans would convert them
+        # 0 and 1 in the gradient's dtype: a product with booleans would convert them
+        xp.greater(y, zero(xp, y.dtype), out=to_x)
         return (xp.multiply(grad, to_x, out=to_x),)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.casting import FLOAT32, cast, device_kernels, widened
-from nnmpi.backend.constants import ones
+from nnmpi.backend.constants import ones, zero
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.active import kernels_for
 from nnmpi.backend.precision import is_floating, is_low
@@ -70,11 +70,11 @@ class Linear(Function):
         if bias is not None:
             self.xp.add(y, bias, out=y)
         if self.relu:
-            self.xp.maximum(y, 0, out=y)
+            self.xp.maximum(y, zero(self.xp, y.dtype), out=y)
 
     def through(self, grad: Array, kept: Array) -> Array:
         """Return the gradient of x W + b, given that of the result, and the result, which was kept."""
-        result: Array = self.xp.multiply(grad, self.xp.greater(kept, 0))
+        result: Array = self.xp.multiply(grad, self.xp.greater(kept, zero(self.xp, kept.dtype)))
         return result
 
     def bias_gradient(self, grad: Array) -> Array:

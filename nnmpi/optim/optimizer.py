@@ -65,7 +65,7 @@ class Optimizer(ABC):
         perform(self._step)  # a compiled step does all of it each time, as `lr` may have changed
 
     def _step(self) -> None:
-        non_negative("lr", self.lr)
+        lr = non_negative("lr", self.lr)
         if getattr(self.storage, "common", False):
             raise UsageError(
                 "the parameters stand once per node, and every rank would update them; let the Worker update them "
@@ -75,7 +75,7 @@ class Optimizer(ABC):
         if getattr(self.storage, "moves", 0) != self._moves:
             self.move()
         self._require_same_arrays()
-        self.update(self._blocks, self.storage.frozen())
+        self._go(lr, self._blocks, self.storage.frozen())
 
     def update(self, blocks: Iterable[Block], frozen: Sequence[Array] = ()) -> None:
         """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
@@ -89,7 +89,9 @@ class Optimizer(ABC):
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value.
         """
-        lr = non_negative("lr", self.lr)
+        self._go(non_negative("lr", self.lr), blocks, frozen)
+
+    def _go(self, lr: float, blocks: Iterable[Block], frozen: Sequence[Array]) -> None:
         self.steps += 1
         kept = [(part, part.copy()) for part in frozen] if frozen else ()
         self._update(lr, blocks)

@@ -65,7 +65,7 @@ class FlatStorage:
         self.grads: list[Array] = []
         self.moves = 0
         self.common = False
-        self._views: list[tuple[Array, Array]] = []  # each parameter's data and buffer, as they were bound
+        self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:
             dtype = next(iter(values.values())).dtype
@@ -95,13 +95,13 @@ class FlatStorage:
             self._views.append(self._lay(span))
             parameter.data[...] = value
 
-    def _lay(self, span: Span) -> tuple[Array, Array]:
-        """Let a parameter have its place in the flat arrays, and no gradient; return its views."""
+    def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
+        """Let a parameter have its place in the flat arrays, and no gradient; return it and its views."""
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self.data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self.grads[span.buffer][part].reshape(parameter.declared)
         parameter.grad = None
-        return parameter.data, parameter.buffer
+        return parameter, parameter.data, parameter.buffer
 
     def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
         """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
@@ -149,7 +149,7 @@ class FlatStorage:
         perform(self._finish)
 
     def _finish(self) -> None:
-        for parameter, (data, buffer) in zip(self._parameters, self._views, strict=True):
+        for parameter, data, buffer in self._views:
             if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} lies in this storage no more: its model was initialized again (then make "
