@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType, ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,6 +39,7 @@ class Block:
         decay: the weight decay of the buffer's group.
         scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
         is_spent: whether nobody needs the gradient after the update, so that its memory may be used in it.
+        is_flat: whether all views are one run of memory each, as compiled kernels want them.
     """
 
     xp: ModuleType
@@ -48,15 +49,17 @@ class Block:
     decay: float
     scratch: tuple[Array, Array]
     is_spent: bool = False
+    is_flat: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        arrays = (self.data, self.grad, *self.slots)
+        object.__setattr__(self, "is_flat", all(array.ndim == 1 and array.flags.c_contiguous for array in arrays))
 
 
 def block_kernels(block: Block) -> Kernels | None:
     """Return the compiled kernels, where they are switched on and work on this block."""
-    compiled = kernels_for(block.data)
-    if compiled is None:
-        return None
-    arrays = (block.data, block.grad, *block.slots)
-    return compiled if all(array.ndim == 1 and array.flags.c_contiguous for array in arrays) else None
+    compiled: Kernels | None = kernels_for(block.data)
+    return compiled if compiled is not None and block.is_flat else None
 
 
 def block_elements(array: Array) -> int:

@@ -24,6 +24,8 @@ from nnmpi.errors import UsageError
 if TYPE_CHECKING:
     from nnmpi.backend.kernels.table import Kernels
 
+_FLOAT32 = np.dtype("float32")
+
 _active: ContextVar[Kernels | None] = ContextVar("nnmpi_kernels", default=None)
 _refused: ContextVar[bool] = ContextVar("nnmpi_kernels_refused", default=False)
 
@@ -46,7 +48,7 @@ def kernels_for(array: Array) -> Any:
     """
     if type(array) is np.ndarray:
         compiled = _active.get()
-        return compiled if compiled is not None and array.dtype == np.float32 else None
+        return compiled if compiled is not None and array.dtype == _FLOAT32 else None
     if _refused.get() or not works_on(array.dtype):
         return None
     return device_kernels(namespace(array))
