@@ -1,6 +1,5 @@
 """What runs here, in words, for headers and reports: the MPI, the nodes, the BLAS and its threads."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +7,8 @@ from typing import Any
 import threadpoolctl
 from mpi4py import MPI
 
+from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
-
-# OpenBLAS's names for processors, and the newer ones that they are slow on, by the flags in /proc/cpuinfo.
-AVX2_CORES = ("haswell", "zen")
-AVX512_FLAG = "avx512f"
-AVX2_FLAG = "avx2"
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ def describe(group: Group) -> Description:
     nodes = sum(group.gather(int(on_node.is_root)))
     on_node.free()
     pool = blas_pool(threadpoolctl.threadpool_info())
-    warning = core_warning(os.environ, str(pool.get("architecture", "")), frozenset(read_cpu("flags").split()))
+    warning = find_older()
     return Description(
         mpi=name_library(MPI.Get_library_version()),
         ranks=group.size,
@@ -74,27 +69,6 @@ def name_blas(pool: Mapping[str, Any]) -> str:
         return "unknown BLAS"
     core = f" ({pool['architecture']})" if pool.get("architecture") else ""
     return f"{pool['internal_api']} {pool.get('version') or ''}".rstrip() + core
-
-
-def core_warning(environ: Mapping[str, str], core: str, flags: frozenset[str]) -> str | None:
-    """Return a sentence when OPENBLAS_CORETYPE pins an older kind of core than the processor is, else None.
-
-    Args:
-        environ: the environment variables.
-        core: what the BLAS says it computes for.
-        flags: the processor's features by their names in /proc/cpuinfo.
-    """
-    pinned = environ.get("OPENBLAS_CORETYPE")
-    if not pinned:
-        return None
-    narrow = pinned.lower() in AVX2_CORES and AVX512_FLAG in flags
-    old = pinned.lower() not in (*AVX2_CORES, "skylakex", "cooperlake", "sapphirerapids") and AVX2_FLAG in flags
-    if not narrow and not old:
-        return None
-    return (
-        f"OPENBLAS_CORETYPE={pinned} makes the BLAS compute for an older processor ({core or pinned}) than this one; "
-        "unset it for full speed"
-    )
 
 
 def read_cpu(field: str) -> str:

@@ -77,6 +77,9 @@ def test_each_core_belongs_to_one_generation() -> None:
         ("processor\t: 0\nflags\t\t: fpu avx2\nbugs\t\t: x\n\nprocessor\t: 1\nflags\t\t: fpu\n", {"fpu", "avx2"}),
         ("processor\t: 0\nFeatures\t: fp asimd sve\n", {"fp", "asimd", "sve"}),
         ("vendor: who\n", set()),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t\t: avx2 avx512f avx512bw\n", {"avx2"}),  # Zen 4
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: avx2 avx512f\n", {"avx2", "avx512f"}),  # Zen 5
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nflags\t\t: avx2 avx512f\n", {"avx2", "avx512f"}),
     ],
 )
 def test_flags_are_read(tmp_path: Path, text: str, flags: set[str]) -> None:

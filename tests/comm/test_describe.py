@@ -1,12 +1,10 @@
 """The words for headers."""
 
-from typing import Any
-
 import pytest
 
-from nnmpi.comm.describe import blas_pool, core_warning, describe, name_blas, name_library
-
-MODERN = frozenset({"avx2", "avx512f"})
+from nnmpi.comm import describe as words
+from nnmpi.comm.describe import blas_pool, describe, name_blas, name_library
+from nnmpi.comm.group import Group
 
 
 @pytest.mark.parametrize(
@@ -31,23 +29,16 @@ def test_the_blas_is_numpys_own() -> None:
     assert name_blas(blas_pool([])) == "unknown BLAS"
 
 
-@pytest.mark.parametrize("core", ["Haswell", "Zen", "Nehalem", "haswell"])
-def test_an_older_core_is_pointed_out(core: str) -> None:
-    warning = core_warning({"OPENBLAS_CORETYPE": core}, core, MODERN)
-    assert warning is not None
-    assert f"OPENBLAS_CORETYPE={core}" in warning
-
-
-@pytest.mark.parametrize(
-    ("core", "flags"),
-    [("", MODERN), ("SkylakeX", MODERN), ("Haswell", frozenset({"avx2"})), ("Nehalem", frozenset())],
-)
-def test_a_fitting_core_is_not(core: str, flags: frozenset[str]) -> None:
-    assert core_warning({"OPENBLAS_CORETYPE": core}, core, flags) is None
+@pytest.mark.mpi
+def test_an_older_core_is_pointed_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "find_older", lambda: "it is old")
+    assert describe(group).warnings == ("it is old",)
+    monkeypatch.setattr(words, "find_older", lambda: None)
+    assert describe(group).warnings == ()
 
 
 @pytest.mark.mpi
-def test_all_ranks_are_on_this_machine(group: Any) -> None:
+def test_all_ranks_are_on_this_machine(group: Group) -> None:
     found = describe(group)
     assert (found.ranks, found.nodes) == (group.size, 1)
     assert found.threads >= 1
