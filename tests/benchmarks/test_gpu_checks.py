@@ -46,9 +46,9 @@ def test_parts_and_their_summary() -> None:
     assert report.passed([report.part(Result(0, {"a": PASSED}), {}, {})])
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as scripts/test-gpu does, without a device."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as scripts/test-gpu does, without a device; `more` is added to the environment."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
     command = [sys.executable, "-m", "tests.gpu", *words]
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
 
@@ -71,6 +71,19 @@ def test_a_run_on_the_stand_in(tmp_path: Path) -> None:
     outcomes = {check["name"].partition("::")[2]: check for check in part["checks"]}
     assert outcomes["test_out_of_memory"]["outcome"] == PASSED and outcomes["test_out_of_memory"]["seconds"] > 0
     assert outcomes["test_more_than_the_card_has"]["reason"] == "Skipped: the stand-in for a device has no driver"
+
+
+def test_without_an_mpi_library(tmp_path: Path) -> None:
+    """All files are read; only the check that needs the library is left out, and says why; so is the part of ranks."""
+    file = tmp_path / "report.json"
+    words = ("--backend", "fake", "--ranks", "1", "--json", str(file), "-k", "to_the_last_bit or no_copy_overtakes")
+    done = run(*words, MPI4PY_LIBMPI="/nonexistent.so")
+    assert done.returncode == 0, done.stdout + done.stderr
+    serial, one = json.loads(file.read_text())["parts"]
+    assert (serial["passed"], serial["failed"], serial["skipped"]) == (2, 0, 1)
+    (reason,) = (check["reason"] for check in serial["checks"] if check["outcome"] == SKIPPED)
+    assert reason.startswith("Skipped: no MPI library can be loaded")
+    assert "mpi4py finds no MPI library" in one["not_run"]
 
 
 def test_a_lost_device_does_not_take_the_other_checks_along(tmp_path: Path) -> None:
