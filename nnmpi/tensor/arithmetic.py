@@ -106,14 +106,20 @@ class Power(Function):
         xp = self.xp
         to_a = to_b = None
         if self.needs[0]:
-            zero = b == 0  # d/da of a ** 0 is 0, also where a is 0
-            less = xp.where(zero, 1, b - 1).astype(result.dtype) if hasattr(b, "dtype") else b - 1 if b else 1
-            lowered = a**less
-            to_a = unbroadcast(xp, grad * xp.where(zero, xp.zeros_like(result), b * lowered), _shape(a))
+            to_a = unbroadcast(xp, grad * self._slope(a, b, result), _shape(a))
         if self.needs[1]:
             logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
             to_b = unbroadcast(xp, grad * result * logarithm, _shape(b))
         return to_a, to_b
+
+    def _slope(self, a: Any, b: Any, result: Array) -> Any:
+        """Return the derivative in a; that of a ** 0 is 0, also where a is 0."""
+        xp = self.xp
+        if not hasattr(b, "dtype"):
+            return b * a ** (b - 1) if b else xp.zeros_like(result)
+        zero = b == 0
+        lowered = a ** xp.where(zero, 1, b - 1).astype(result.dtype)
+        return xp.where(zero, xp.zeros_like(result), b * lowered)
 
 
 class Extremum(Function):

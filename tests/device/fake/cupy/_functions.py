@@ -75,7 +75,6 @@ MAKERS = {
     "indices",
     "unravel_index",
     "logspace",
-    "where",
     "min_scalar_type",
     "shape",
     "ndim",
@@ -272,6 +271,19 @@ def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -
     np.copyto(dst._host, unwrap(src), casting=casting, where=True if where is None else where._host)  # type: ignore[arg-type]
 
 
+def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    if _streams.PENDING:
+        _streams.settle()
+    if (x is None) != (y is None):
+        raise ValueError("Must provide both 'x' and 'y' or neither.")
+    truth = condition.astype("?", copy=False)  # as there: Python's own numbers have no such method
+    if x is None:
+        _sync.synchronized("where")
+        return tuple(map(wrap, np.nonzero(unwrap(truth))))
+    result = np.where(unwrap(truth), unwrap(x), unwrap(y))
+    return wrap(result.astype(np.float32) if result.dtype.name == "bfloat16" else result)  # it has no loop for that
+
+
 def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
     if _streams.PENDING:
         _streams.settle()
@@ -309,5 +321,6 @@ SPECIAL = {
     "dot": _matmul("dot", np.dot),
     "copyto": _copyto,
     "take": _take,
+    "where": _where,
     "put": _put,
 }
