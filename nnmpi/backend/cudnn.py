@@ -156,6 +156,9 @@ class Graph:
 class Cudnn:
     """cuDNN on the device of this process.
 
+    A graph begins with the plan that cuDNN holds for the fastest. Where there is no room for that one's scratch memory
+    others are tried, as many as are timed where that is asked for.
+
     Args:
         frontend: the module cudnn.
         xp: the array library.
@@ -201,8 +204,12 @@ class Cudnn:
             graph = self._build(job)
             if job.tuned:
                 self._tune(graph, arrays)
-            graph.run(arrays)
-        except self._refusals as error:
+            try:
+                graph.run(arrays)
+            except MemoryError:  # its plan wants more scratch memory than there is; others want less
+                self._tune(graph, arrays)
+                graph.run(arrays)
+        except (*self._refusals, MemoryError) as error:
             return " ".join(str(error).split())[:300] or type(error).__name__
         return graph
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -112,6 +113,21 @@ def test_plans_are_timed_where_that_is_asked_for() -> None:
         load.cache_clear()
         with use_convolution("tuned"), pytest.raises(DeviceError, match="'tuned' cannot be used"):
             agree()
+
+
+def test_a_plan_that_wants_too_much_memory_is_not_the_last_word() -> None:
+    """Another of cuDNN's plans may want less; where none does, im2col is taken."""
+    with cudnn_double() as settings:
+        settings.plans, settings.scratch = (0.0, 0.0), {0: 1 << 50}
+        agree()
+        assert settings.ran.keys() == {1}
+        assert describe(device_backend().xp).startswith("cuDNN 9.27.0, 3 graphs built")
+    with cudnn_double() as settings:
+        settings.plans, settings.scratch = (0.0, 0.0), {0: 1 << 50, 1: 1 << 51}
+        agree()
+        agree()
+        assert not settings.ran
+        assert re.search("0 graphs built, . refused.*allocate", describe(device_backend().xp), re.DOTALL)
 
 
 def test_an_unknown_way() -> None:

@@ -138,7 +138,7 @@ class pygraph:
     def get_workspace_size(self) -> int:
         """Return how many bytes of scratch memory a run wants."""
         self._ready()
-        return WORKSPACE
+        return settings().scratch.get(self._plan, WORKSPACE)
 
     def _ready(self) -> None:
         if not self._built:

@@ -18,6 +18,7 @@ class Settings:
             engine supports it.
         fails: the same, for graphs that are built and cannot be run.
         plans: per plan of a graph, how many seconds a run takes; None for one that cannot be built.
+        scratch: per plan, the bytes of memory that a run wants, where that is not the usual.
         built, executed: how many graphs, by their operations.
         ran: how many runs, by the plan's number.
     """
@@ -26,6 +27,7 @@ class Settings:
     refuses: Callable[[tuple[str, ...]], bool] = lambda words: False
     fails: Callable[[tuple[str, ...]], bool] = lambda words: False
     plans: tuple[float | None, ...] = (0.0,)
+    scratch: dict[int, int] = field(default_factory=dict)
     built: Counter[str] = field(default_factory=Counter)
     executed: Counter[str] = field(default_factory=Counter)
     ran: Counter[int] = field(default_factory=Counter)
