@@ -31,6 +31,8 @@ KEPT_CALLS = 4096  # a run has as many as it has products of different shapes
 REAL = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77
 DEFAULT_ALGORITHM = -1
+# cublasMath_t: a long sum may be cut into parts, and these are not to be added up in the result's 16 bits.
+WIDE_SUMS = 16
 
 # What a product is of: the operands' dtype, the result's, and whether float32 may be rounded to TF32.
 Kind = tuple[np.dtype[Any], np.dtype[Any], bool]
@@ -48,6 +50,7 @@ class Calls:
         swapped: whether a comes before b; see `matrices`.
         head, first, second, result: the arguments before the first address, and behind each of the three.
         factors: the addresses of 0 and 1, one of which is beta.
+        narrow: whether the result has 16 bits.
         starts: per call, the bytes to skip in each of the three.
     """
 
@@ -59,6 +62,7 @@ class Calls:
     second: tuple[int, ...]
     result: tuple[int, ...]
     factors: tuple[int, int]
+    narrow: bool
     starts: tuple[tuple[int, int, int], ...]
 
 
@@ -199,6 +203,7 @@ class Products:
             second=(given, how.leads[1], *apart[1]),
             result=(result, how.leads[2], *apart[2], *((how.batch,) if stacked else ()), compute, DEFAULT_ALGORITHM),
             factors=(zero, one),
+            narrow=result_size < _SINGLE.itemsize,
             starts=tuple((size * x, size * y, result_size * z) for x, y, z in how.starts),
         )
 
@@ -211,6 +216,8 @@ class Products:
         except AttributeError as error:
             raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
         handle, beta = calls.handle(), calls.factors[add]
+        if calls.narrow:
+            self._bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
         for x, y, z in calls.starts:
             calls.function(
                 handle, *calls.head, at_b + x, *calls.first, at_a + y, *calls.second, beta, at_out + z, *calls.result
