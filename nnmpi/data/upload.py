@@ -10,6 +10,7 @@ copy for the step that worked on what lay there before, and the host for the cop
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -88,6 +89,8 @@ class Uploads(Iterator[Batch]):
         self._batches, self._backend, self._finish = batches, backend, finish
         self._stream = backend.new_stream()
         self._free = [_Buffer(backend), _Buffer(backend)]
+        # Memory that a copy reads or writes goes to nobody else before it is done, also where nobody calls `close`.
+        weakref.finalize(self, self._stream.synchronize).atexit = False
         self._coming: _Flight | None = None  # on its way
         self._out: _Flight | None = None  # with the consumer
 
@@ -113,8 +116,7 @@ class Uploads(Iterator[Batch]):
     def close(self) -> None:
         """Stop what makes batches, and wait for the copies that are under way. May be called more than once."""
         self._batches.close()
-        if self._coming is not None or self._out is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()  # copies may be under way of batches that were handed out long ago
         self._coming = self._out = None
         self._free = [_Buffer(self._backend), _Buffer(self._backend)]
 
