@@ -20,6 +20,7 @@ from nnmpi.errors import DeviceError
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
 # the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
 SHARED_FRACTION = 0.9
+_NOT_READY = 600  # cudaErrorNotReady
 UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
 
 
@@ -83,6 +84,17 @@ def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
     """
     bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
+
+
+def has_passed(event: Any) -> bool:
+    """Return whether the device has come to an event of CuPy's, without waiting.
+
+    The event's own `done` is False for ever on a device that is lost. This raises then, as waiting does.
+    """
+    status = importlib.import_module("cupy").cuda.runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        event.synchronize()
+    return bool(status == 0)
 
 
 class DeviceStream:

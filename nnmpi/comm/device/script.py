@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from nnmpi.backend.device import has_passed
 from nnmpi.errors import CommError
 
 
@@ -37,7 +38,7 @@ class Passed:
 
     def poll(self) -> bool:
         """Return whether the device has come to the event."""
-        return bool(self._event.done)
+        return has_passed(self._event)
 
     def wait(self) -> None:
         """Return when it has."""

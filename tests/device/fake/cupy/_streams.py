@@ -22,6 +22,7 @@ from cupy_backends.cuda.api.runtime import CUDARuntimeError
 # Streams with copies under way; almost always empty, so that one look suffices for most operations.
 PENDING: list[_Stream] = []
 STREAMS: weakref.WeakValueDictionary[int, _Stream] = weakref.WeakValueDictionary()  # by address
+EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # by address
 _local = threading.local()
 
 
@@ -220,6 +221,8 @@ class Event:
     """A place in a stream."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.ptr = id(self)
+        EVENTS[self.ptr] = self
         self._timed = not disable_timing
         self._stream: _Stream | None = None
         self._place = 0

@@ -25,6 +25,7 @@ streamDefault, streamNonBlocking = 0, 1
 streamLegacy, streamPerThread = 1, 2
 is_hip = False
 HANDLE_BYTES = 64
+ERROR_NOT_READY = 600
 
 
 @dataclass
@@ -142,6 +143,11 @@ def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
 def deviceSynchronize() -> None:
     """Wait for all streams."""
     _streams.finish_all()
+
+
+def eventQuery(event: int) -> int:
+    """Return 0 where an event, named by its address, has come, and the code of an error otherwise; raises none."""
+    return 0 if _streams.EVENTS[event].done else ERROR_NOT_READY
 
 
 def streamSynchronize(stream: int) -> None:
