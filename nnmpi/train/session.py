@@ -122,6 +122,11 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
     if idle is not None and mesh.pp == 1 and not resuming:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
+    if config.run.convolution == "tuned" and mesh.tp > 1:
+        raise UsageError(
+            f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute alike "
+            "could then differ in the last bits; use --convolution cudnn"
+        )
     return layout, mesh
 
 

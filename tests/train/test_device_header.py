@@ -9,6 +9,8 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.train.device import check_convolution, describe_device
+from nnmpi.train.parse import parse
+from nnmpi.train.session import find_layout
 from tests.device.conv.cases import cudnn_double
 from tests.device.library import device_backend
 
@@ -55,3 +57,16 @@ def test_how_convolutions_are_computed(group: Group) -> None:
 def test_the_host_has_nothing_to_say(group: Group) -> None:
     """Unless it was chosen automatically; see `select`."""
     assert describe_device(numpy_backend(), group, "bf16") == []
+
+
+@pytest.mark.mpi
+def test_ranks_that_compute_alike_do_not_tune_apart(group: Group) -> None:
+    """Where layers are sharded those that are whole are computed by several ranks, which are to agree in every bit."""
+    config = parse(["--model", "cnn", "--backend", "cupy", "--convolution", "tuned", "--tp", str(group.size)])
+    if group.size == 1:
+        assert find_layout(config, group)[1].tp == 1
+        return
+    with pytest.raises(UsageError, match=f"tuned lets each rank time plans .* tp {group.size} .* --convolution cudnn"):
+        find_layout(config, group)
+    dp = parse(["--model", "cnn", "--backend", "cupy", "--convolution", "tuned", "--dp", str(group.size)])
+    assert find_layout(dp, group)[1].dp == group.size
