@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.gpu.report import Report
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests/device/fake"
@@ -25,7 +29,10 @@ PLAINLY = [
     "no:cacheprovider",
     "-p",
     "tests.gpu.recorder",
+    # The recorder ends what hangs, with or without pytest-timeout, whose signals no call into CUDA would let through.
+    *("-o", "faulthandler_timeout=0", "-o", "timeout=0", "-o", "timeout_method=thread"),
 ]
+SAVE_S = 2.0  # between two writings of the report while checks run
 PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 
 
@@ -49,41 +56,54 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the checks on the device that there is."""
     from benchmarks.gpu.facts import collect, is_stand_in, short_name
     from nnmpi.backend.select import select
-    from tests.gpu.report import not_run, passed, summary
+    from tests.gpu.report import Report, not_run, passed, summary
 
     backend = select("cupy")
-    report = {"facts": collect(backend), "parts": []}
+    facts = collect(backend)
     file = options.json or (None if is_stand_in(backend) else RESULTS / f"{short_name(backend)}-checks.json")
-    for name, value in report["facts"].items():
+    report = Report(facts, file)
+    for name, value in facts.items():
         _say(f"{name + ':':<22} {value}\n")
     missing = mpi_problem()
     for ranks in ([] if options.no_serial else [0]) + options.ranks:
         _say(f"\n==== {'serial' if ranks == 0 else f'{ranks} ranks'} ====\n")
-        part = not_run(ranks, missing) if ranks and missing else checks(ranks, arguments, options)
-        report["parts"].append(part)
-        report["passed"] = passed(report["parts"])
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    _say(f"\n==== total ====\n{summary(report['parts'])}\n")
+        if ranks and missing:
+            report.add(not_run(ranks, missing))
+        else:
+            checks(ranks, arguments, options, report)
+    _say(f"\n==== total ====\n{summary(report.parts)}\n")
     if file is not None:
         _say(f"the report is in {file}\n")
-    return int(not report["passed"])
+    return int(not passed(report.parts))
 
 
-def checks(ranks: int, arguments: Sequence[str], options: argparse.Namespace) -> dict[str, object]:
-    """Return the report's part of so many ranks (0 for the serial checks)."""
+def checks(ranks: int, arguments: Sequence[str], options: argparse.Namespace, report: Report) -> None:
+    """Add the report's part of so many ranks (0 for the serial checks); write it again and again while they run."""
     from tests.gpu.recorder import FILE, read
     from tests.gpu.report import part
-    from tests.harness.suite import run_suite
+    from tests.harness.suite import Result, run_suite
+
+    begin = written = time.monotonic()
+
+    def say(text: str) -> None:  # called many times a second, also where there is nothing to say
+        nonlocal written
+        _say(text)
+        if time.monotonic() - written > SAVE_S:
+            recorded = read(records)
+            seconds = time.monotonic() - begin
+            report.write_running(part(Result(ranks, recorded.outcomes, recorded.reasons, seconds), recorded))
+            written = time.monotonic()
 
     with tempfile.TemporaryDirectory(prefix="nnmpi-gpu-") as folder:
         records = Path(folder) / "records"
         os.environ[FILE] = str(records)
         names_files = any((ROOT / word.partition("::")[0]).exists() for word in arguments)
         words = [*PLAINLY, *arguments, *([] if names_files else ["tests/gpu"])]
-        result = run_suite(ranks, words, options.limit_s, options.test_limit_s, _say)
-        return part(result, *read(records))
+        result = run_suite(ranks, words, options.limit_s, options.test_limit_s, say)
+        found = part(result, read(records))
+    if result.seconds >= options.limit_s:
+        found["stopped"] = f"stopped after {options.limit_s:g} s (--limit-s); what is not listed was not run"
+    report.add(found)
 
 
 def mpi_problem() -> str | None:
@@ -111,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--no-serial", action="store_true", help="leave the serial checks out")
     add("--json", type=Path, help="the report's file (default: benchmarks/gpu/results/DEVICE-checks.json on a card)")
-    add("--limit-s", type=float, default=1200, help="seconds for one number of ranks (default 1200)")
-    add("--test-limit-s", type=float, default=120, help="seconds for one check under MPI (default 120)")
+    add("--limit-s", type=float, default=1200, help="seconds for one part (default 1200)")
+    add("--test-limit-s", type=float, default=120, help="seconds for one check (default 120)")
     return parser
 
 

@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tests.gpu.recorder import Recorded
 from tests.harness.records import FAILED, PASSED, SKIPPED
 from tests.harness.suite import Result
 
 Part = dict[str, Any]
 
 
-def part(result: Result, seconds: Mapping[str, float], words: Mapping[str, str]) -> Part:
-    """Return a number of ranks' part of the report.
+class Report:
+    """The parts that are over, and their file, which is whole whenever it is read.
 
     Args:
-        seconds, words: of each check; see `recorder.read`.
+        facts: of the machine.
+        file: where the report goes; None for nowhere.
     """
+
+    def __init__(self, facts: Mapping[str, Any], file: Path | None) -> None:
+        self.parts: list[Part] = []
+        self.file = file
+        self._facts = facts
+
+    def add(self, part: Part) -> None:
+        """Add a part that is over, and write the file."""
+        self.parts.append(part)
+        self._write(self.parts, passed(self.parts))
+
+    def write_running(self, part: Part) -> None:
+        """Write the file with what is known of the part that runs: all that is left if the command is killed now."""
+        self._write([*self.parts, {**part, "unfinished": True}], False)
+
+    def _write(self, parts: Sequence[Part], good: bool) -> None:
+        if self.file is None:
+            return
+        report = {"facts": self._facts, "parts": parts, "passed": good}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_name(f"{self.file.name}.new")
+        new.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        os.replace(new, self.file)
+
+
+def part(result: Result, recorded: Recorded) -> Part:
+    """Return a number of ranks' part of the report: how the checks ended, and what was noted of them."""
     checks = []
     for name, outcome in result.outcomes.items():
-        check: dict[str, Any] = {"name": name, "outcome": outcome, "seconds": round(seconds.get(name, 0.0), 4)}
+        seconds = round(recorded.seconds.get(name, 0.0), 4)
+        check: dict[str, Any] = {"name": name, "outcome": outcome, "seconds": seconds}
         if outcome == SKIPPED:
             check["reason"] = result.reasons.get(name, "")
         if outcome == FAILED:
-            check["reason"] = words.get(name, "it did not end")
+            check["reason"] = recorded.words.get(name, "it did not end")
         checks.append(check)
     counts = {outcome: result.count(outcome) for outcome in (PASSED, FAILED, SKIPPED)}
     return {"ranks": result.ranks, "seconds": round(result.seconds, 1), **counts, "checks": checks}
@@ -44,6 +77,8 @@ def summary(parts: Sequence[Part]) -> str:
             continue
         counts = f"{each[PASSED]:5d} passed, {each[FAILED]} failed, {each[SKIPPED]} skipped"
         lines.append(f"{name:>8}: {counts}  ({each['seconds']:.1f} s)")
+        if "stopped" in each:
+            lines.append(f"{name:>8}: {each['stopped']}")
     checks = [check for each in parts for check in each["checks"]]
     reasons = [check["reason"] for check in checks if check["outcome"] == SKIPPED]
     lines += [f"skipped {reasons.count(reason)}: {reason}" for reason in sorted(set(reasons))]
