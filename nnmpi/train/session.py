@@ -124,8 +124,8 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
     if config.run.convolution == "tuned" and mesh.tp > 1:
         raise UsageError(
-            f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute alike "
-            "could then differ in the last bits; use --convolution cudnn"
+            f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute "
+            "alike could then differ in the last bits; use --convolution cudnn"
         )
     return layout, mesh
 
