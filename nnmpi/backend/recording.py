@@ -67,14 +67,25 @@ def refuse(what: str) -> None:
         )
 
 
+def refuse_inside(what: str) -> None:
+    """Refuse what does steps of its own while a step is recorded: none of it would be noted.
+
+    Raises:
+        UsageError: when a step is being recorded.
+    """
+    if _active.get() is not None:
+        raise UsageError(f"{what} cannot be part of a compiled step, whose replays would leave it out; call it outside")
+
+
 class Recorder:
     """Notes calls in their order.
 
     Attributes:
         calls: what was noted so far.
         leaves: by identity, the leaves of the graph that the calls read, as they were when they were first seen: the
-            leaf, its values, its place for gradients, whether it needs one, and its gradient (False where the step
-            itself sees to that).
+            leaf, its values, its place for gradients, whether it needs one, its hook and guard, and its gradient (False
+            where the step itself sees to that).
+        loose: leaves without a place for gradients, and the arrays that calls compute them in.
         made: the tensors that operations of the step have given.
         cleared: the identities of leaves whose gradients the step has forgotten.
         pool: the memory of the results.
@@ -82,7 +93,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.leaves: dict[int, tuple[Any, Array, Array | None, bool, Any]] = {}
+        self.leaves: dict[int, tuple[Any, Array, Array | None, bool, Any, Any, Any]] = {}
+        self.loose: list[tuple[Any, Array]] = []
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
         self.pool = Pool()
@@ -113,16 +125,25 @@ class Recorder:
         """Remember a leaf of the graph as it is now, when it is first seen."""
         if id(leaf) not in self.leaves:
             grad = False if id(leaf) in self.cleared else leaf.grad
-            self.leaves[id(leaf)] = (leaf, leaf.data, leaf.buffer, leaf.requires_grad, grad)
+            guard = getattr(leaf, "guard", None)
+            self.leaves[id(leaf)] = (leaf, leaf.data, leaf.buffer, leaf.requires_grad, leaf.hook, guard, grad)
 
     def holds(self) -> bool:
         """Return whether all leaves are still as the calls expect them."""
-        for leaf, data, buffer, needed, grad in self.leaves.values():
+        for leaf, data, buffer, needed, hook, guard, grad in self.leaves.values():
             if leaf.data is not data or leaf.buffer is not buffer or leaf.requires_grad is not needed:
+                return False
+            if leaf.hook is not hook or getattr(leaf, "guard", None) is not guard:
                 return False
             if grad is not False and leaf.grad is not grad:
                 return False
         return True
+
+    def hand_out(self) -> None:
+        """Let leaves without a place for gradients have copies, which the next replay leaves alone."""
+        for leaf, place in self.loose:
+            if leaf.grad is place:
+                leaf.grad = place.copy()
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as if nothing were recorded."""

@@ -12,6 +12,7 @@ import numpy as np
 from nnmpi import timeline
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
+from nnmpi.backend.recording import refuse_inside
 from nnmpi.compose.given import Given, give, label_check
 from nnmpi.compose.norm import note_squares, read_norm
 from nnmpi.compose.readings import Readings
@@ -97,6 +98,7 @@ class LocalGradient:
         Args:
             step: the number of the batch in the run, which keys dropout: the masks are those of a synchronous run.
         """
+        refuse_inside("a worker's step")
         with use_precision(self._precision):
             return self._run(batch, step)
 

@@ -25,6 +25,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.exchange import Traffic, predict
 from nnmpi.comm.group import Group
@@ -221,7 +222,7 @@ class Worker:
                 (running statistics are not, and with pipedream the weights are not either). With fp16, only when the
                 gradient overflows at the smallest loss scale, too.
             CommError: with `check`, on all ranks, when weights differ.
-            UsageError: for a batch that was not shared out over the replicas as this worker needs it; after `release`.
+            UsageError: for a batch not shared out over the replicas as needed; after `release`; in a compiled step.
         """
         begin = time.perf_counter()
         self.parallel.check_held()
@@ -353,10 +354,10 @@ class Worker:
     def _one_way(self) -> Iterator[None]:
         """Compute in one way on every layout, where bits count.
 
-        Those of a product or a sum of squares may depend on how many threads BLAS has: the fewer, the more ranks a node
-        has. Those of layers that are computed as one differ from those of the layers on two stages. And in one
-        precision, whatever that of the caller is.
+        Those of a product or a sum of squares may depend on how many threads BLAS has, and those of layers that are
+        computed as one differ from those of the layers on two stages. And in one precision, whatever the caller's is.
         """
+        refuse_inside("a Worker's step or evaluation")
         with ExitStack() as stack:
             if self.precision != mode_of():
                 stack.enter_context(use_precision(self.precision))

@@ -9,8 +9,10 @@
         return loss
 
 A replayed step does what the recorded one did, on the arrays of that time: the results are bit for bit the same as
-without compilation. What Python alone decides or computes (a branch, a loop's length, a number, NumPy on the side) is
-decided once, when the step is recorded.
+without compilation (for inputs in C order, to which others are copied). What Python alone decides or computes (a
+branch, a loop's length, a number, NumPy on the side) is decided once, when the step is recorded. So is who takes part:
+another layer, Parameter, buffer or optimizer in the old one's place is not noticed (new values in the same ones are,
+and so are frozen parameters, a model initialized again, and a `DataParallel` made or released).
 
 On a device it makes the same calls of the array library and of nnmpi's kernels, one by one: it is no CUDA graph, as
 CuPy refuses to call cuBLAS while one is captured. There every result keeps memory of its own for as long as the
@@ -21,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
+from inspect import signature
+from threading import RLock
 from types import MethodType
 from typing import Any
 
@@ -47,10 +51,11 @@ class Compiled:
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
+        update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, _Recording] = {}
+        self._lock = RLock()
         self.calls = 0
-        update_wrapper(self, step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # a method gets its object
@@ -60,21 +65,43 @@ class Compiled:
         """The number of kinds of calls that are held."""
         return len(self._held)
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Do one step.
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Do one step. Of several threads one does so at a time.
 
         Args:
             inputs: arrays or Tensors, which the step gets as Tensors and which are read before this returns; and
-                anything that can be compared, of which each value is recorded for itself.
+                numbers, words and tuples of these, of which each value is recorded for itself, as is any other object
+                that can be a dictionary's key (what is changed in it later is not noticed).
+            named: the same, by the names of the step's parameters.
 
         Returns:
-            What the step returns: None, a Tensor, or a tuple or dictionary of these. The Tensors are copies, which
-            later steps leave alone, and no part of a graph.
+            What the step returns: None, a Tensor, or tuples, lists and dictionaries of these. The Tensors are copies,
+            which later steps leave alone, and no part of a graph.
 
         Raises:
             UsageError: when the step asks a tensor for a number, returns something else, or is called by a compiled
-                step; for an input that cannot be compared, or needs a gradient.
+                step; for an input that cannot be compared, or needs a gradient, and for names that the step lacks.
         """
+        if active() is not None:
+            raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
+        if named:
+            inputs = self._by_place(inputs, named)
+        with self._lock:
+            return self._do(inputs)
+
+    def _by_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        try:
+            bound = signature(self._step).bind(*inputs, **named)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"a compiled step cannot be called like this: {error}") from None
+        if bound.kwargs:
+            raise UsageError(
+                f"a compiled step knows its arguments by their places, and {', '.join(bound.kwargs)} can be given by "
+                "name only; let the step take it by place"
+            )
+        return bound.args
+
+    def _do(self, inputs: tuple[Any, ...]) -> Any:
         mode = current()
         if mode.observe is not None:
             return self._step(*map(_tensor, inputs))  # who looks at modules wants them to run
@@ -92,8 +119,6 @@ class Compiled:
         return held.replay(inputs, mode)
 
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
-        if active() is not None:
-            raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
         self._held.pop(key, None)
         while len(self._held) >= MOST_RECORDINGS:
             del self._held[next(iter(self._held))]
@@ -105,6 +130,7 @@ class Compiled:
                 outputs = _outputs(result)
         finally:
             restore(mode)
+            recorder.hand_out()
         held = _Recording(recorder, places, outputs)
         self._held[key] = held
         self.calls = len(recorder.calls)
@@ -129,6 +155,8 @@ class _Recording:
                 call()
         finally:
             restore(mode)
+            if self.recorder.loose:
+                self.recorder.hand_out()
         return self.results()
 
     def results(self) -> Any:
@@ -161,13 +189,17 @@ def _kind(x: Any) -> Any:
             return Tensor, array.shape, str(array.dtype)
     if type(array) is np.ndarray:
         return array.shape, array.dtype
-    if is_array(array):
+    if is_array(array) and not isinstance(array, np.generic):
         return namespace(array).__name__, array.shape, str(array.dtype)
-    return type(x), x.hex() if type(x) is float else x  # 0.0 and -0.0 are equal, and NaN is not
+    if isinstance(x, tuple):
+        return type(x), *map(_kind, x)
+    if isinstance(x, float | np.generic):  # 0.0 and -0.0 are equal, and NaN is not
+        return type(x), x.hex() if type(x) is float else np.asarray(x).tobytes()
+    return type(x), x
 
 
 def _tensor(x: Any) -> Any:
-    return Tensor(x) if is_array(x) else x
+    return Tensor(x) if is_array(x) and not isinstance(x, np.generic) else x
 
 
 def _place(x: Any) -> Any:
@@ -178,19 +210,21 @@ def _place(x: Any) -> Any:
             "a compiled step got a tensor that needs a gradient, and works on a copy that needs none; give x.detach(), "
             "or let the step find the tensor outside of its arguments, as it does its parameters"
         )
-    return Tensor(array.copy()) if is_array(array) else x
+    return _tensor(array.copy()) if is_array(array) else x
 
 
 def _outputs(result: Any) -> Any:
     """Return what a step returned, refusing what would be that of the first step for ever."""
-    parts = result if isinstance(result, tuple) else tuple(result.values()) if isinstance(result, dict) else (result,)
-    for each in parts:
-        if each is not None and not isinstance(each, Tensor):
+
+    def without_graph(each: Any) -> Tensor:
+        if not isinstance(each, Tensor):
             raise UsageError(
                 f"a compiled step returned a {type(each).__name__}, which would be that of the first step for ever; "
                 "return Tensors and look into them outside"
             )
-    return _mapped(lambda each: Tensor(each.data), result)  # without the graph
+        return Tensor(each.data)
+
+    return _mapped(without_graph, result)
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -200,12 +234,19 @@ def _copied(x: Tensor) -> Tensor:
     return tensor
 
 
-def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
-    """Return what a step returned, each Tensor replaced by a function of it."""
-    if isinstance(outputs, Tensor):
-        return function(outputs)
+def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
+    """Return what a step returned, everything that is not None or holds others replaced by a function of it."""
+    if outputs is None:
+        return None
     if isinstance(outputs, dict):
-        return {name: None if each is None else function(each) for name, each in outputs.items()}
-    if isinstance(outputs, tuple):
-        return tuple(None if each is None else function(each) for each in outputs)
-    return None
+        return {name: _mapped(function, each) for name, each in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        parts = [_mapped(function, each) for each in outputs]
+        return (
+            type(outputs)._make(parts)
+            if hasattr(outputs, "_make")
+            else tuple(parts)
+            if type(outputs) is tuple
+            else parts
+        )
+    return function(outputs)

@@ -6,6 +6,7 @@ An operation that is `replayable` computes through `self.xp`, which is then the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: li
     if node.replayable:
         node.xp = recorder.module(node.xp)
         return node.forward(*values)
-    place = _writable(recorder.alone(node.forward, *values))
+    place = _own(recorder.alone(node.forward, *values), values)
 
     def again() -> None:
         _put(place, node.forward(*values))
@@ -40,7 +41,8 @@ def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | 
     """Return the gradients of an operation's inputs, noted."""
     if node.replayable:
         return node.backward(grad)
-    places = [None if each is None else _writable(each) for each in recorder.alone(node.backward, grad)]
+    known = [grad, *(getattr(edge, "buffer", None) for edge in node.edges or ())]
+    places = [None if each is None else _own(each, known) for each in recorder.alone(node.backward, grad)]
 
     def again() -> None:
         for place, result in zip(places, node.backward(grad), strict=True):
@@ -49,6 +51,18 @@ def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | 
 
     recorder.note(again)
     return tuple(places)
+
+
+def _own(result: Any, known: Sequence[Any]) -> Array:
+    """Return a result as an array that later ones can be written to.
+
+    One that is, or is a view of, what the operation was given stays so: it will be again. Any other one is copied, as
+    it may be somebody's: a row of a table, for example.
+    """
+    place = _writable(result)
+    if any(type(each) is type(place) and namespace(place).may_share_memory(each, place) for each in known):
+        return place
+    return place.copy() if place is result else place
 
 
 def _writable(result: Any) -> Array:

@@ -61,6 +61,8 @@ class Variable:
             self.grad = place
         else:
             recorder.perform(self.set_grad, place)
+            if self.buffer is None:
+                recorder.loose.append((self, place))
 
     def check_write(self) -> None:
         """Raise if the gradient must not be written to now."""
