@@ -7,7 +7,8 @@ PATH                        .csv[.gz], .npz                   split by seed, unl
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nnmpi.data.cache import VARIABLE, cache_folder, locked
@@ -59,7 +60,8 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
         seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv, .npz).
 
     Raises:
-        UsageError: for an unknown name, or a data_dir that is not needed or lacks the files.
+        UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a folder that may not be
+            entered.
         DataError: for a file that is damaged, or not downloaded yet; the message names it.
     """
     if name_or_path in DOWNLOADED:
@@ -69,7 +71,9 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
         return split(to_dataset(read_csv(_bundled("iris.csv.gz")), "iris"), test_fraction, seed)
     if name_or_path == "digits":
         return split(load_npz_whole(_bundled("digits.npz"), "digits", scale=1 / 16), test_fraction, seed)
-    return _load_path(_existing(name_or_path), seed, test_fraction)
+    path = _existing(name_or_path)
+    with _allowed(f"data set {name_or_path!r}"):
+        return _load_path(path, seed, test_fraction)
 
 
 def prepare(
@@ -115,7 +119,7 @@ def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
 def _place(name: str, data_dir: str | Path | None) -> Path:
     """Return where the files of a downloadable set are."""
     folder = cache_folder() / name if data_dir is None else Path(data_dir).expanduser()
-    place = _look(name, folder)
+    place = _look(name, folder) if data_dir is None else _look(name, folder, "--data-dir")
     if place is None and data_dir is None:
         raise DataError(
             f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set ${VARIABLE}, or name "
@@ -128,15 +132,26 @@ def _place(name: str, data_dir: str | Path | None) -> Path:
     return place
 
 
-def _look(name: str, folder: Path) -> Path | None:
-    for place in (folder, *(folder / below for below in BELOW[name])):
-        if name == "cifar10":
-            found = locate_cifar(place)
-            if found:
-                return found
-        elif has_idx(place):
-            return place
+def _look(name: str, folder: Path, what: str = "the folder for downloads") -> Path | None:
+    with _allowed(f"{what} {folder}"):
+        for place in (folder, *(folder / below for below in BELOW[name])):
+            if name == "cifar10":
+                found = locate_cifar(place)
+                if found:
+                    return found
+            elif has_idx(place):
+                return place
     return None
+
+
+@contextmanager
+def _allowed(what: str) -> Iterator[None]:
+    """Turn the system's refusal to say what there is (a folder that may not be entered) into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"{what} cannot be read ({reason}); make it readable, or give another") from None
 
 
 def _load_files(name: str, place: Path) -> Pair:
@@ -148,8 +163,9 @@ def _load_files(name: str, place: Path) -> Pair:
 def _existing(text: str) -> Path:
     """Return the path, or say which known name may have been meant."""
     path = Path(text).expanduser()
-    if path.exists():
-        return path
+    with _allowed(f"data set {text!r}"):
+        if path.exists():
+            return path
     if path.suffix or len(path.parts) > 1:
         raise UsageError(f"data set {text!r}: no such file or folder")
     near = difflib.get_close_matches(text.lower().replace("_", "-"), NAMES, n=2, cutoff=0.5)

@@ -46,7 +46,12 @@ def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    if not zipfile.is_zipfile(path):
+    try:
+        with path.open("rb") as stream:
+            whole = zipfile.is_zipfile(stream)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if not whole:
         raise DataError(f"{path}: not an .npz file, or cut off; write it with numpy.savez")
     try:
         with np.load(path, allow_pickle=False) as archive:

@@ -59,16 +59,17 @@ class RunFolder:
         """Check that a new run may be written here, before any work is done.
 
         Raises:
-            UsageError: when the folder holds a run, or the path is no folder.
+            UsageError: when the folder holds a run, or the path is no folder, or a name that the system refuses.
         """
-        for file in (self.config, self.metrics, self.checkpoints):
-            if file.exists():
-                raise UsageError(
-                    f"--out {self.path} already holds a run ({file.name}); go on with it by --resume {self.path}, "
-                    "or give another folder"
-                )
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"--out {self.path} is a file; give a folder")
+        with self._written():
+            for file in (self.config, self.metrics, self.checkpoints):
+                if file.exists():
+                    raise UsageError(
+                        f"--out {self.path} already holds a run ({file.name}); go on with it by --resume {self.path}, "
+                        "or give another folder"
+                    )
+            if self.path.exists() and not self.path.is_dir():
+                raise UsageError(f"--out {self.path} is a file; give a folder")
 
     def make(self) -> None:
         """Make the folder if needed.
@@ -114,7 +115,15 @@ class RunFolder:
 
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:
-    """Return a name for the run that is not taken: runs/DATASET-MODEL-TIME, with a number if need be."""
+    """Return a name for the run that is not taken: runs/DATASET-MODEL-TIME, with a number if need be.
+
+    Raises:
+        UsageError: when the system does not say which names are taken.
+    """
     stem = f"{Path(config.data.dataset).stem}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
-    return next(name for name in names if not name.exists())
+    try:
+        return next(name for name in names if not name.exists())
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"the folder {runs} cannot be written ({reason}); give another one with --out") from None

@@ -32,7 +32,7 @@ def build_own(name: str, sample_shape: Sequence[int], classes: int) -> Module:
     """Return what the user's function makes of the samples' shape and the number of classes.
 
     Raises:
-        UsageError: when there is no such file, module or function, or it gives no `Module`.
+        UsageError: when there is no such file, module or function, the file cannot be read, or it gives no `Module`.
     """
     source, _, function = name.rpartition(":")
     module = _load_file(Path(source), name) if source.endswith(".py") else _load_module(source, name)
@@ -53,8 +53,12 @@ def build_own(name: str, sample_shape: Sequence[int], classes: int) -> Module:
 
 
 def _load_file(file: Path, name: str) -> Any:
-    if not file.is_file():
-        raise UsageError(f"--model {name}: there is no file {file}")
+    try:
+        if not file.is_file():
+            raise UsageError(f"--model {name}: there is no file {file}")
+        file.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"--model {name}: {file} cannot be read ({error.strerror or error})") from None
     title = f"nnmpi_model_{file.stem}"
     spec = importlib.util.spec_from_file_location(title, file)
     assert spec is not None and spec.loader is not None  # the name ends in .py

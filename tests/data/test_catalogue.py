@@ -11,6 +11,7 @@ from nnmpi.data import catalogue
 from nnmpi.data.catalogue import load, prepare
 from nnmpi.data.sources import Source
 from nnmpi.errors import DataError, UsageError
+from tests.data.locked import lock
 
 
 def serve(site: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, bytes]) -> None:
@@ -108,6 +109,30 @@ def test_wrong_data_dir_says_what_was_looked_for(name: str, function: Any, tmp_p
         function(name, tmp_path)
     with pytest.raises(UsageError, match=f"--data-dir {tmp_path}/none does not exist: looked there for {wanted}"):
         function(name, tmp_path / "none")
+
+
+@pytest.mark.parametrize("function", [load, prepare])
+def test_a_folder_that_may_not_be_entered_is_one_sentence(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = r"cannot be read \(Permission denied\); make it readable, or give another$"
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    lock(tmp_path, monkeypatch)
+    for name in ("mnist", "cifar10"):
+        with pytest.raises(UsageError, match=rf"^--data-dir {tmp_path} {reason}"):
+            function(name, tmp_path)
+        with pytest.raises(UsageError, match=rf"^the folder for downloads {tmp_path}/{name} {reason}"):
+            function(name)
+    with pytest.raises(UsageError, match=rf"^data set '{tmp_path}/x.csv' {reason}"):
+        function(str(tmp_path / "x.csv"))
+
+
+def test_a_folder_of_tables_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(tmp_path, monkeypatch)
+    with pytest.raises(UsageError, match=rf"^data set '{tmp_path}' cannot be read \(Permission denied\)"):
+        load(str(tmp_path))
+    with pytest.raises(UsageError, match=r"a' cannot be read \(File name too long\)"):
+        load("a" * 300)
 
 
 @pytest.mark.parametrize("name", ["iris", "digits", "table.csv"])

@@ -5,6 +5,7 @@ import pytest
 
 from nnmpi.data.npz import load_npz
 from nnmpi.errors import DataError
+from tests.data.locked import lock
 
 X = np.arange(40, dtype=np.float64).reshape(20, 2)
 Y = np.arange(20) % 4
@@ -20,6 +21,12 @@ def test_x_and_y_are_split(tmp_path: Path) -> None:
     assert (len(train), len(test), train.classes, train.x.dtype) == (16, 4, 4, np.float32)
     for part in (train, test):
         np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 4)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(tmp_path, monkeypatch)
+    with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):
+        load_npz(tmp_path / "a.npz", "a", seed=0, test_fraction=0.2)
 
 
 def test_own_test_part_is_kept(tmp_path: Path) -> None:

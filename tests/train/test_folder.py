@@ -9,6 +9,7 @@ from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.options import assemble
+from tests.data.locked import lock
 
 
 def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
@@ -32,6 +33,20 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(file).check_free()
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
         RunFolder(file / "below").create(Config())
+
+
+def test_a_place_that_the_system_refuses_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"--out .*aaa cannot be written \(File name too long\); give a folder"):
+        RunFolder(tmp_path / ("a" * 300)).check_free()
+    lock(tmp_path, monkeypatch)
+    with pytest.raises(UsageError, match=r"--out .*/y cannot be written \(Permission denied\); give a folder"):
+        RunFolder(tmp_path / "y").check_free()
+    with pytest.raises(
+        UsageError, match=rf"the folder {tmp_path} cannot be written \(Permission denied\); give another"
+    ):
+        default_folder(Config(), tmp_path)
 
 
 def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:

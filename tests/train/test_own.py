@@ -10,6 +10,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.folder import default_folder
 from nnmpi.train.options import assemble
 from nnmpi.train.own import build_own, is_own, short_name
+from tests.data.locked import lock
 
 NET = """
 from nnmpi import nn
@@ -75,6 +76,12 @@ def test_a_model_from_a_module() -> None:
 def test_what_is_wrong_is_said(file: Path, name: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         build_own(name.format(file=file, folder=file.parent), (4,), 3)
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(file.parent, monkeypatch)
+    with pytest.raises(UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"):
+        build_own(f"{file}:build", (4,), 3)
 
 
 def test_a_fault_inside_the_function_is_not_hidden(file: Path) -> None:
