@@ -78,7 +78,12 @@ def run_options(folder: Path) -> dict[str, Any]:
         UsageError: when the folder holds no run, or its config.json cannot be read.
     """
     file = folder / CONFIG_FILE
-    if not file.is_file():
+    try:
+        there = file.is_file()
+    except OSError as error:  # in a folder that may not be entered
+        reason = error.strerror or error
+        raise UsageError(f"--resume {folder} cannot be read ({reason}); give the folder of a run that can") from None
+    if not there:
         raise UsageError(f"--resume {folder}: there is no run ({file} is missing); give the folder of a run")
     try:
         flat = json.loads(file.read_text())
@@ -118,6 +123,8 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
 def _file_options(file: Path) -> dict[str, Any]:
     """Return the options in a TOML file, checked by name and type."""
     try:
+        if file.exists() and not file.is_file():  # /dev/zero has no end, and a pipe may have none
+            raise UsageError(f"--config {file} is not an ordinary file; give a TOML file")
         flat = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {file} cannot be read: {error}") from None

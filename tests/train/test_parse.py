@@ -12,6 +12,7 @@ from nnmpi.train.config import Config
 from nnmpi.train.diagnose import flatten_box
 from nnmpi.train.options import flatten, hints, option
 from nnmpi.train.parse import parse
+from tests.data.locked import lock
 
 
 def test_no_words_give_the_defaults() -> None:
@@ -88,7 +89,12 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
         ("--config absent.toml", "--config absent.toml cannot be read: "),
+        ("--config .", "--config . is not an ordinary file; give a TOML file"),
         ("--resume absent", "--resume absent: there is no run "),
+        (
+            f"--resume {'a' * 300}",
+            f"--resume {'a' * 300} cannot be read (File name too long); give the folder of a run",
+        ),
     ],
 )
 def test_each_fault_is_one_sentence(words: str, text: str) -> None:
@@ -96,6 +102,20 @@ def test_each_fault_is_one_sentence(words: str, text: str) -> None:
         parse(words.split())
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock(tmp_path, monkeypatch)
+    with pytest.raises(UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give the folder"):
+        parse(["--resume", str(tmp_path / "run")])
+
+
+def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends"))
+    with pytest.raises(UsageError, match="^--config /dev/zero is not an ordinary file; give a TOML file$"):
+        parse(["--config", "/dev/zero"])
 
 
 @pytest.mark.parametrize("name", ["--out", "--resume", "--config", "--data-dir"])
