@@ -89,9 +89,11 @@ class ParallelConfig:
         if self.memory_limit is None:
             return None
         try:
-            return parse_bytes(self.memory_limit)
+            nbytes = parse_bytes(self.memory_limit)
         except UsageError as error:
             raise UsageError(f"--memory-limit: {error}") from None
+        require(nbytes >= 1, f"--memory-limit is {self.memory_limit}; give at least 1 byte, such as 512MiB")
+        return nbytes
 
     def describe_idle(self) -> str | None:
         """Return the first option given that only a pipeline needs; None if there is none."""
