@@ -120,8 +120,16 @@ def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
     large, and it is meant for SGD.
 
     Raises:
-        UsageError: for lr < 0 or a batch below 1.
+        UsageError: for lr < 0 or a batch below 1, or a result beyond what a float holds.
     """
     if batch < 1 or base_batch < 1:
         raise UsageError(f"batch {batch} and base_batch {base_batch} must both be at least 1")
-    return non_negative("lr", lr) * (batch / base_batch)
+    rate = non_negative("lr", lr)
+    scaled = rate * (batch / base_batch)
+    if scaled == math.inf or scaled == 0 < rate:
+        ways = "a smaller lr, or a larger base_batch" if scaled else "a larger lr, or a smaller base_batch"
+        raise UsageError(
+            f"linear scaling makes of lr {rate} with batch {batch} / base_batch {base_batch} a rate of {scaled}; give "
+            f"{ways}"
+        )
+    return scaled

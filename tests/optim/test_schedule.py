@@ -119,6 +119,11 @@ def test_linear_scaling():
         (lambda: Warmup(-1, Constant(0.1)), "steps is -1; give at least 0"),
         (lambda: linear_scaling(0.1, 0, 256), "batch 0 and base_batch 256 must both be at least 1"),
         (lambda: linear_scaling(-0.1, 1, 1), "lr is -0.1"),
+        (
+            lambda: linear_scaling(1e307, 32, 1),
+            r"linear scaling makes of lr 1e\+307 with batch 32 / base_batch 1 a rate of inf; give a smaller lr, or a ",
+        ),
+        (lambda: linear_scaling(0.1, 1, 10**400), "a rate of 0.0; give a larger lr, or a smaller base_batch$"),
     ],
 )
 def test_refusals(make, sentence):
