@@ -125,17 +125,14 @@ class Recorder:
         """Remember a leaf of the graph as it is now, when it is first seen."""
         if id(leaf) not in self.leaves:
             grad = False if id(leaf) in self.cleared else leaf.grad
-            guard = getattr(leaf, "guard", None)
-            self.leaves[id(leaf)] = (leaf, leaf.data, leaf.buffer, leaf.requires_grad, leaf.hook, guard, grad)
+            self.leaves[id(leaf)] = (leaf, leaf.data, leaf.buffer, leaf.requires_grad, leaf.hook, leaf.guard, grad)
 
     def holds(self) -> bool:
         """Return whether all leaves are still as the calls expect them."""
         for leaf, data, buffer, needed, hook, guard, grad in self.leaves.values():
-            if leaf.data is not data or leaf.buffer is not buffer or leaf.requires_grad is not needed:
+            if leaf.data is not data or leaf.buffer is not buffer or leaf.hook is not hook or leaf.guard is not guard:
                 return False
-            if leaf.hook is not hook or getattr(leaf, "guard", None) is not guard:
-                return False
-            if grad is not False and leaf.grad is not grad:
+            if leaf.requires_grad is not needed or grad is not False and leaf.grad is not grad:
                 return False
         return True
 

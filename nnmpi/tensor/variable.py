@@ -28,6 +28,8 @@ class Variable:
         buffer: where the first gradient of a pass is written (a view into flat storage), or None.
         hook: called with this leaf, once in every backward pass that gives it a gradient, as soon as that is final; or
             None. Set it before the forward pass: operations look for it when they are recorded.
+        guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None; only
+            parameters have one.
     """
 
     __slots__ = ("__weakref__", "buffer", "data", "grad", "hook", "node", "requires_grad", "tape")
@@ -39,6 +41,7 @@ class Variable:
     tape: Tape | None
     buffer: Array | None
     hook: Callable[[Any], None] | None
+    guard: Callable[[], None] | None = None
 
     def add_grad(self, grad: Array, xp: Any) -> None:
         """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place.
