@@ -86,8 +86,22 @@ class Compiled:
             raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
         if named:
             inputs = self._by_place(inputs, named)
+        mode = current()
+        if mode.observe is not None:
+            return self._step(*map(_tensor, inputs))  # who looks at modules wants them to run
+        key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
         with self._lock:
-            return self._do(inputs)
+            try:
+                held = self._held.get(key)
+            except TypeError:
+                kinds = ", ".join(type(x).__name__ for x in inputs)
+                raise UsageError(
+                    f"a compiled step got {kinds}; give arrays, Tensors, and values that can be compared, such as numbers"
+                ) from None
+            if held is None or not held.recorder.holds():
+                return self._record(key, inputs, mode)
+            self.calls = len(held.recorder.calls)
+            return held.replay(inputs, mode)
 
     def _by_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         try:
@@ -100,23 +114,6 @@ class Compiled:
                 "name only; let the step take it by place"
             )
         return bound.args
-
-    def _do(self, inputs: tuple[Any, ...]) -> Any:
-        mode = current()
-        if mode.observe is not None:
-            return self._step(*map(_tensor, inputs))  # who looks at modules wants them to run
-        key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
-        try:
-            held = self._held.get(key)
-        except TypeError:
-            raise UsageError(
-                f"a compiled step got {', '.join(type(x).__name__ for x in inputs)}; give arrays, Tensors, and values "
-                "that can be compared, such as numbers"
-            ) from None
-        if held is None or not held.recorder.holds():
-            return self._record(key, inputs, mode)
-        self.calls = len(held.recorder.calls)
-        return held.replay(inputs, mode)
 
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)
