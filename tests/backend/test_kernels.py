@@ -268,6 +268,23 @@ def test_gelu(compiled, n):
     close(grad, draw(n, seed=1) * slope)
 
 
+def test_gelu_far_out(compiled):
+    """The value is 0 or x and the slope 0 or 1 up to the largest number; -infinity and NaN give NaN."""
+    far = np.array([11, 13, 100, 1e4, 1e12, 1e13, 1e15, 1.8e19, 2e19, 1e30, 3.4e38] * 3, np.float32)
+    x = np.concatenate([far, -far, [np.inf, -np.inf, np.nan]]).astype(np.float32)
+    value = np.where(x < 0, np.where(np.isinf(x), np.nan, 0), x)
+    slope = np.where(np.isinf(x), np.nan, np.where(x < 0, 0, np.where(x > 0, 1, np.nan)))
+    y, steep, to_x = x.copy(), np.zeros((1, x.size), np.float32), np.ones_like(x)
+    compiled.gelu_tanh(x, y)
+    np.testing.assert_array_equal(y, value)
+    compiled.gelu_tanh_grad(x, to_x, to_x)
+    np.testing.assert_array_equal(to_x, slope)
+    moved = x[None].copy()
+    compiled.bias_gelu_tanh_slope(moved, np.zeros_like(x), steep)
+    np.testing.assert_array_equal(moved[0], value)
+    np.testing.assert_array_equal(steep[0], slope)
+
+
 # ---------------------------------------------------------------- images
 
 

@@ -37,6 +37,19 @@ def test_values(name, dtype):
     assert np.isfinite(x.grad).all()
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu tanh"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_slope_far_out(name, dtype):
+    """It is 0 or 1, and the value 0 or x, as long as the square of x is finite."""
+    points = np.array([1e3, 1e10, 1e13, 1e15, 1e19], dtype)
+    x = Tensor(np.concatenate([points, -points]), requires_grad=True)
+    with np.errstate(over="ignore"):  # of the cube
+        y = FUNCTIONS[name][0](x)
+    y.backward(np.ones(10, dtype))
+    np.testing.assert_array_equal(y.data, np.where(x.data > 0, x.data, 0))
+    np.testing.assert_array_equal(x.grad, x.data > 0)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nan_is_not_hidden(name):
     """NaN stays NaN."""

@@ -1,14 +1,19 @@
-"""GELU in the form of GPT-2, in one pass: x (1 + tanh(u)) / 2 is x times the sigmoid of 2 u."""
+"""GELU in the form of GPT-2, in one pass: x (1 + tanh(u)) / 2 is x times the sigmoid of 2 u.
+
+Far out the sigmoid is exactly 0 or 1, and the slope is, too: x s (1 - s) is multiplied out first, and then 2 u', which
+is held finite. At -infinity both are NaN, and the slope also at infinity, as in plain code.
+"""
 
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.scalar import exp
+from nnmpi.backend.kernels.scalar import exp, product
 
 ONE = np.float32(1)
 MINUS_TWO_C = np.float32(-2 * np.sqrt(2 / np.pi))
 CUBIC = np.float32(0.044715)
 THREE = np.float32(3 * 0.044715)
+STEEPEST = np.float32(200)  # 1 + THREE x^2 at 38; s (1 - s) is 0 from 11 on
 
 
 def gelu_tanh(x: Array, y: Array) -> None:
@@ -28,8 +33,10 @@ def bias_gelu_tanh_slope(x: Array, bias: Array, slope: Array) -> None:
             value = row[i]
             square = value * value
             s = ONE / (ONE + exp(MINUS_TWO_C * (value + CUBIC * value * square)))
-            result = value * s
-            steep[i] = s - result * (ONE - s) * MINUS_TWO_C * (ONE + THREE * square)
+            result = product(value, s)
+            u = ONE + THREE * square
+            u = STEEPEST if u > STEEPEST else u
+            steep[i] = s - product(result, ONE - s) * MINUS_TWO_C * u
             row[i] = result
 
 
@@ -39,4 +46,6 @@ def gelu_tanh_grad(x: Array, grad: Array, out: Array) -> None:
         value = x[i]
         square = value * value
         s = ONE / (ONE + exp(MINUS_TWO_C * (value + CUBIC * value * square)))
-        out[i] = grad[i] * (s - value * s * (ONE - s) * MINUS_TWO_C * (ONE + THREE * square))
+        u = ONE + THREE * square
+        u = STEEPEST if u > STEEPEST else u
+        out[i] = grad[i] * (s - product(product(value, s), ONE - s) * MINUS_TWO_C * u)

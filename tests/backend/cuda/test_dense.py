@@ -6,7 +6,9 @@ import pytest
 from tests.backend.cuda.host import (
     BF16,
     DTYPES,
+    F16,
     F32,
+    F64,
     blank,
     close,
     draw,
@@ -129,6 +131,27 @@ def test_gelu(dtype, n):
             getattr(kernels(), f"bias_{name}_slope")(rows, zero, steep)
             close(rows.reshape(n), value, 8, 1 + np.abs(value))
             close(steep.reshape(n), slope, 100, 1)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu"])
+def test_gelu_far_out(dtype, name):
+    """The value is 0 or x and the slope 0 or 1 up to the largest number; -infinity and NaN give NaN."""
+    most = 300 if dtype == F64 else 4.7 if dtype == F16 else 38
+    far = np.logspace(np.log10(40), most, 21)
+    x = held(np.concatenate([far, -far, [np.nan, -np.inf]]), dtype)
+    zero, y, slope = held(np.zeros(x.size), dtype), blank(x.size, dtype), held(np.ones(x.size), dtype)
+    expected = np.where(wide(x) < 0, 0, wide(x))
+    expected[-1] = np.nan
+    getattr(kernels(), name)(x, y)
+    np.testing.assert_array_equal(wide(y), expected)
+    getattr(kernels(), f"{name}_grad")(x, slope, slope)
+    np.testing.assert_array_equal(wide(slope[:-2]), wide(x[:-2]) > 0)
+    assert np.isnan(wide(slope[-2]))
+    rows, steep = x[None].copy(), blank((1, x.size), dtype)
+    getattr(kernels(), f"bias_{name}_slope")(rows, zero, steep)
+    np.testing.assert_array_equal(wide(rows[0]), expected)
+    np.testing.assert_array_equal(wide(steep[0]), wide(slope))
 
 
 @DTYPES
