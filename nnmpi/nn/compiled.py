@@ -96,7 +96,7 @@ class Compiled:
             except TypeError:
                 kinds = ", ".join(type(x).__name__ for x in inputs)
                 raise UsageError(
-                    f"a compiled step got {kinds}; give arrays, Tensors, and values that can be compared, as numbers can"
+                    f"a compiled step got {kinds}; give arrays, Tensors, and values that can be compared"
                 ) from None
             if held is None or not held.recorder.holds():
                 return self._record(key, inputs, mode)
