@@ -12,6 +12,7 @@ files, and the SHA-256 of its own values, so that damage is found before a weigh
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,30 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
+def check_folder(folder: Path) -> None:
+    """Check that a run can go on from what is here and write more, before it does work that could not be kept.
+
+    A folder that is not there yet is fine.
+
+    Raises:
+        CheckpointError: when it is no folder, may not be read or written, or has a folder as `latest`.
+    """
+    latest, ways = folder / LATEST_FILE, "let this user read and write it, or copy the run to where that is so"
+    try:
+        if not os.path.lexists(folder):
+            return
+        if not folder.is_dir():  # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
+            raise CheckpointError(f"{folder} is not a folder; put the run's checkpoints there, or move it away")
+        os.scandir(folder).close()  # glob finds nothing where it may not look, and says so to nobody
+        if latest.is_dir():
+            raise CheckpointError(f"{latest} is a folder and not a file with a name; remove it to go on")
+        refused = None if os.access(folder, os.W_OK) else "it may not be written"
+    except OSError as error:
+        refused = error.strerror or str(error)
+    if refused:
+        raise CheckpointError(f"{folder} cannot be used ({refused}); {ways}")
+
+
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path, list[str]] | None:
     """Return the checkpoint that `latest` names, its folder, and notices; or None where there is none yet.
 
@@ -67,7 +92,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in this folder.
 
     Raises:
-        CheckpointError: when a file is missing, cut, changed, or of a newer format; the message names it.
+        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the message names it.
     """
     file = folder / STATE_FILE
     try:
@@ -79,7 +104,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
     if found != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
-    _verify(folder, files)
+    try:
+        _verify(folder, files)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror or error})") from None
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
     del state["format"], state["files"]
     return Checkpoint(TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE), state)
 

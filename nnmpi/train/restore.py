@@ -18,13 +18,14 @@ from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Coordinates, Mesh
 from nnmpi.parallel.pieces import Outline
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, load_checkpoint
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, Checkpoint, check_folder, load_checkpoint
 from nnmpi.train.draft import Draft
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.parts import AnyWorker
 from nnmpi.train.recorder import Recorder
 from nnmpi.train.root import on_root
 from nnmpi.train.state import State
+from nnmpi.train.stored import check_stored
 from nnmpi.train.tensors import TensorFile
 
 T = TypeVar("T")
@@ -101,15 +102,17 @@ def find(folder: RunFolder, group: Group) -> Kept | None:
     """Return the run's last good checkpoint; None where there is none yet. Collective.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole.
+        CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the folder cannot be used.
     """
     found: list[Checkpoint] = []  # on rank 0
 
     def read() -> list[Any] | None:
+        check_folder(folder.checkpoints)
         loaded = load_checkpoint(folder.checkpoints)
         if loaded is None:
             return None
         checkpoint, place, notices = loaded
+        check_stored(checkpoint.state, place / STATE_FILE)
         found.append(checkpoint)
         return [dict(checkpoint.state), str(place), [*notices, f"resuming from {place}"]]
 
@@ -139,8 +142,6 @@ def restore(worker: AnyWorker, kept: Kept | None, folder: RunFolder, samples: in
             f"{samples}; resume with the data that it began with, or start a new run with another --out"
         )
     state, scalars = State.from_json(kept.values), kept.values["optimizer"]
-    if "steps" not in scalars:
-        raise CheckpointError(f"{kept.place} does not say how many steps the optimizer has done")
     arrays = worker.state()
     sources = [_source(None)] * 2
     if kept.checkpoint is not None:
@@ -149,7 +150,7 @@ def restore(worker: AnyWorker, kept: Kept | None, folder: RunFolder, samples: in
         each.check(outlines, file)
     for each, source in zip(arrays, sources, strict=True):
         each.push(*source)
-    worker.optimizer.steps = int(scalars["steps"])
+    worker.optimizer.steps = scalars["steps"]
     if isinstance(worker, Worker) and worker.scaling is not None and "loss_scale" in scalars:  # else it begins anew
         worker.scaling.load(scalars["loss_scale"])
     if not isinstance(worker, VirtualWorker):  # the run was one in virtual time, but is none any more
