@@ -37,7 +37,7 @@ _as_int = _reinterpret(types.float32, types.int32)
 
 
 @intrinsic
-def product(context: Any, a: Any, b: Any) -> Any:
+def _product(context: Any, a: Any, b: Any) -> Any:
     """Return a * b, of float32, before it is multiplied by anything else.
 
     A product of more factors is taken in any order, so that 3e38 * 0 * 2 may become infinity * 0. A multiplication that
@@ -48,6 +48,9 @@ def product(context: Any, a: Any, b: Any) -> Any:
         return builder.fmul(*args, flags=("contract",))
 
     return types.float32(types.float32, types.float32), generate
+
+
+product: Any = _product  # numba's type for it would ask for the context, too
 
 
 @inlined
