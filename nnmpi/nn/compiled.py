@@ -34,7 +34,7 @@ from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.kernels.active import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import recording
 from nnmpi.tensor.tensor import Tensor
@@ -150,6 +150,8 @@ class _Recording:
         try:
             for call in self._calls:
                 call()
+        except IndexError as error:  # which operations do not see in a replay
+            raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
         finally:
             restore(mode)
             if self.recorder.loose:

@@ -10,8 +10,9 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, nn, ops
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.index import take_along_axis
 
 
 def linear() -> nn.Module:
@@ -72,6 +73,19 @@ def test_numbers_of_numpys_and_in_tuples_are_values():
     for factor in (np.float32(2), np.float32(3), np.float64(2)):
         result = scaled(np.ones(2, "float32"), factor)
         assert (result.data == factor).all() and result.dtype == "float32"
+
+
+@pytest.mark.host_only("indices that are looked at")
+@pytest.mark.parametrize("pick", [lambda x, i: x[i.data], lambda x, i: take_along_axis(x, i, 0)])
+def test_indices_that_do_not_fit(pick):
+    """They are found in a replay as they are in the first call."""
+    step, x = nnmpi.compile(pick), np.arange(4.0)
+    assert step(x, np.array([1, 3])).data.tolist() == [1, 3]
+    assert step(x, np.array([2, 0])).data.tolist() == [2, 0]
+    with pytest.raises(ShapeError, match="4 is out of bounds"):
+        step(x, np.array([1, 4]))
+    with pytest.raises(ShapeError, match="4 is out of bounds"):
+        nnmpi.compile(pick)(x, np.array([1, 4]))
 
 
 class Pair(NamedTuple):
