@@ -1,12 +1,13 @@
 """What every optimizer promises, whichever it is: one list of cases goes through all of it."""
 
+import re
 import tracemalloc
 
 import numpy as np
 import pytest
 
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.optim import blocks
+from nnmpi.optim import blocks, checks
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays
@@ -174,17 +175,35 @@ def test_a_learning_rate_of_zero_changes_no_weight(make):
         np.testing.assert_array_equal(array, copy)
 
 
-@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf"), None, [0.1], {}])
 @every_optimizer
 def test_a_bad_learning_rate_is_refused_before_anything_changes(make, lr):
     data = values([3])
     kept = data[0].copy()
     optimizer = make(Arrays(data, values([3])))
     optimizer.lr = lr
-    with pytest.raises(UsageError, match=f"lr is {lr}; give a finite number of at least 0"):
+    with pytest.raises(UsageError, match=f"lr is {re.escape(str(lr))}; give a finite number of at least 0"):
         optimizer.step()
     assert optimizer.steps == 0
     np.testing.assert_array_equal(data[0], kept)
+
+
+@pytest.mark.parametrize(
+    ("check", "wanted"),
+    [
+        (checks.non_negative, "a finite number of at least 0"),
+        (checks.below_one, "a number of at least 0 and below 1"),
+        (checks.at_most_one, "a number from 0 to 1"),
+        (lambda name, value: checks.at_least(name, value, 1), "at least 1"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_every_check(check, wanted):
+    for value in (None, "x", [0.5], {}, np.zeros(2).tolist()):
+        with pytest.raises(UsageError, match=f"^it is {re.escape(repr(value))}; give {wanted}$"):
+            check("it", value)
+    if "at least 1" not in wanted:
+        with pytest.raises(UsageError, match="^it is 1000"):
+            check("it", 10**400)  # beyond what a float holds
 
 
 @pytest.mark.parametrize("which", ["data", "grads"])
