@@ -206,16 +206,23 @@ class Module:
         """Overwrite all parameters and buffers by the arrays of the same names, which must fit exactly.
 
         Raises:
-            CheckpointError: when a name is missing or unknown, or a shape or dtype differs; nothing is changed then.
+            CheckpointError: when a name is missing or unknown, a value no array, or a shape or dtype differs; nothing is
+                changed then.
         """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
         entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
+        missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys(), key=str)
         if missing or unknown:
             raise CheckpointError(
                 f"the state does not fit the model: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}"
             )
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
+            if not (hasattr(theirs, "shape") and hasattr(theirs, "dtype")):
+                raise CheckpointError(
+                    f"{name} is a {type(theirs).__name__} in the state; give an array of {ours.dtype} {ours.shape}"
+                )
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
                 raise CheckpointError(
                     f"{name} is {theirs.dtype} {theirs.shape} in the state, but {ours.dtype} {ours.shape} in the model"

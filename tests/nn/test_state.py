@@ -193,6 +193,10 @@ def test_arrays_of_any_order_are_loaded():
         ({"3.weight": np.zeros((2, 4), "float32")}, r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)"),
         ({"3.bias": np.zeros(2)}, r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model"),
         ({"1.running_variance": np.zeros((1, 4), "float32")}, r"1.running_variance is float32 \(1, 4\)"),
+        ({"3.bias": [0.0, 0.0]}, r"^3.bias is a list in the state; give an array of float32 \(2,\)$"),
+        ({"3.bias": 0.5}, "3.bias is a float in the state"),
+        ({"3.bias": memoryview(np.zeros(2, "float32"))}, "3.bias is a memoryview in the state"),
+        ({"x": 1, 2: 3}, r"missing nothing, unknown \[2, 'x'\]"),
     ],
 )
 def test_states_that_do_not_fit(change, words):
@@ -204,3 +208,10 @@ def test_states_that_do_not_fit(change, words):
         made.load_state({name: values for name, values in state.items() if values is not None})
     for name, values in made.state().items():
         np.testing.assert_array_equal(values, before[name])
+
+
+@pytest.mark.parametrize("state", [None, [np.zeros(3)], "0.weight"])
+def test_a_state_without_names_is_refused(state):
+    """Not by an AttributeError of Python's."""
+    with pytest.raises(CheckpointError, match=f"^the state is a {type(state).__name__}; give arrays by name"):
+        model().initialize().load_state(state)
