@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.leases import Pool, alias
 from nnmpi.errors import UsageError
 
@@ -139,8 +139,8 @@ class Recorder:
     def hand_out(self) -> None:
         """Let leaves without a place for gradients have copies, which the next replay leaves alone."""
         for leaf, place in self.loose:
-            if leaf.grad is place:
-                leaf.grad = place.copy()
+            if type(leaf.grad) is type(place) and namespace(place).may_share_memory(leaf.grad, place):
+                leaf.grad = leaf.grad.copy()
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as if nothing were recorded."""
