@@ -27,6 +27,7 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.recording import active
 from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, Table
@@ -194,8 +195,13 @@ class Module:
         if storage is not None:  # it has them all, at hand
             storage.zero_grad()
             return
+        recorder = active()
         for _, parameter in self.named_parameters():
-            parameter.grad = None
+            if recorder is None:
+                parameter.grad = None
+            else:
+                recorder.perform(parameter.set_grad, None)
+                recorder.cleared.add(id(parameter))
 
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""
@@ -206,8 +212,8 @@ class Module:
         """Overwrite all parameters and buffers by the arrays of the same names, which must fit exactly.
 
         Raises:
-            CheckpointError: when a name is missing or unknown, a value no array, or a shape or dtype differs; nothing is
-                changed then.
+            CheckpointError: when a name is missing or unknown, a value is no array, or a shape or dtype differs.
+                Nothing is changed then.
         """
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
