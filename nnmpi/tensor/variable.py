@@ -70,6 +70,6 @@ class Variable:
     def check_write(self) -> None:
         """Raise if the gradient must not be written to now."""
 
-    def set_grad(self, grad: Array) -> None:
-        """Let this array be the gradient."""
+    def set_grad(self, grad: Array | None) -> None:
+        """Let this array be the gradient, or None."""
         self.grad = grad

@@ -166,6 +166,28 @@ def test_what_an_operation_returns_of_its_own_is_not_written_to():
         np.testing.assert_array_equal(x.grad, before[1 - number])
 
 
+def test_gradients_of_a_part_can_be_forgotten_in_the_step():
+    """As those of the whole model: it is recorded once."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.Linear(2, 2)).initialize(seed=0, dtype="float64")
+
+    def step(x: Tensor) -> Tensor:
+        for part in model:
+            part.zero_grad()
+        loss = ops.mse(model(x), np.zeros((4, 2)))
+        loss.backward()
+        return loss
+
+    compiled, held = nnmpi.compile(step), []
+    for value in (1.0, 2.0, 3.0):
+        compiled(np.full((4, 3), value))
+        found = [each.grad.copy() for each in model.parameters()]
+        held += compiled._held.values()
+        step(Tensor(np.full((4, 3), value)))
+        for ours, right in zip(found, model.parameters(), strict=True):
+            np.testing.assert_array_equal(ours, right.grad)
+    assert held[0] is held[1] is held[2]
+
+
 def test_a_hook_that_is_set_later_is_called():
     model = linear()
     weight = model[0].weight
