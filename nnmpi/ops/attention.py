@@ -13,13 +13,19 @@ Probabilities are kept transposed, a row per key, since sums and maxima over the
     keys  : : + + + + + +           lies below (:) is not even written.
           : : . + + + + +
           : : : : + + + +
+
+A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no earlier result. But its
+probability is 0, and 0 times NaN is NaN: NaN in a later value reaches the results before it among the same 64
+positions, and NaN in a later key or value the gradients of queries among the same 128. On a device, whose products
+leave nothing out, these reach all that is before. Keeping them out would cost passes in every call, for a run that has
+diverged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import inf, sqrt
+from math import inf, nan, sqrt
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -77,7 +83,7 @@ class _Attention(Function):
                 xp.matmul(kb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
                 if self.causal:
                     corner = columns[:, :, i:]
-                    xp.minimum(corner, _bound(namespace(q), j - i, q.dtype), out=corner)
+                    xp.fmin(corner, _bound(namespace(q), j - i, q.dtype), out=corner)
                 self._softmax(columns, ones[:, :seen])
             for i, j, seen in _bands(queries, keys, PRODUCTS if self.causal else queries, self.causal):
                 xp.matmul(p[:, :, :seen, i:j].swapaxes(2, 3), vb[:, :, :seen], out=yb[:, :, i:j])
@@ -224,8 +230,11 @@ def _key_bands(keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
 
 @lru_cache(maxsize=8)
 def _bound(xp: ModuleType, n: int, dtype: np.dtype[Any]) -> Array:
-    """Return what scores (n keys, n queries) may be at most: -inf where the key comes after the query, else inf."""
-    bound: Array = xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, inf).astype(dtype)
+    """Return -inf where a key (of n) comes after the query (of n), else NaN.
+
+    `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the score.
+    """
+    bound: Array = xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)
     return bound
 
 
@@ -235,7 +244,8 @@ def attention(qkv: Tensor, heads: int, causal: bool = False) -> Tensor:
     Args:
         qkv: (batch, time, 3 * features): queries, keys, values; in each the heads one after the other.
         heads: their number; `features` is a multiple of it.
-        causal: whether each position sees only itself and those before it.
+        causal: whether each position sees only itself and those before it; NaN in a later value may still be seen (see
+            the module), in a later query or key not.
 
     Returns:
         (batch, time, features), in the dtype of qkv; in a mode of mixed precision in the lower one.
@@ -266,7 +276,8 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool =
         q: (batch, heads, queries, features).
         k: (batch, heads, keys, features).
         v: (batch, heads, keys, values).
-        causal: whether each query sees only the keys up to its own position; there are as many of both, then.
+        causal: whether each query sees only the keys up to its own position; there are as many of both, then. NaN in a
+            later value may still be seen (see the module), in a later query or key not.
 
     Returns:
         (batch, heads, queries, values), in the dtype of q; in a mode of mixed precision in the lower one.

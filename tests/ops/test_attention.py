@@ -5,6 +5,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi import ops
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.function import no_grad
@@ -162,7 +163,49 @@ def test_nan_is_not_hidden():
     qkv[0, 200] = np.nan
     y = ops.attention(Tensor(qkv), 1, causal=True).data
     assert np.isnan(y[0, 200:]).all()
-    assert np.isfinite(y[0, :128]).all()
+    assert np.isfinite(y[0, :192]).all()
+
+
+@pytest.mark.parametrize("of", ["query", "key"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nan_of_later_positions_is_not_seen(of, dtype):
+    """NaN in a query is seen in its own result, and in a key from there on; before it nothing changes by a bit."""
+    rng, at = np.random.default_rng(0), 140
+    arrays = [rng.standard_normal((2, 2, 150, 4)).astype(dtype) for _ in range(3)]
+    before = ops.scaled_dot_product_attention(*map(Tensor, arrays), causal=True).data
+    arrays[("query", "key").index(of)][:, :, at] = np.nan
+    leaves = [Tensor(a, requires_grad=True) for a in arrays]
+
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        y = ops.scaled_dot_product_attention(*leaves, causal=True)
+        y.sum().backward()
+        return y
+
+    eager = [step().data.copy(), *[leaf.grad.copy() for leaf in leaves]]
+    np.testing.assert_array_equal(eager[0][:, :, :at], before[:, :, :at])
+    seen = np.isnan(eager[0]).any(axis=(0, 1, 3))
+    np.testing.assert_array_equal(seen, np.arange(150) == at if of == "query" else np.arange(150) >= at)
+    if of == "query":
+        np.testing.assert_array_equal(np.isnan(eager[1]).any(axis=(0, 1, 3)), np.arange(150) == at)
+    compiled = nnmpi.compile(step)
+    compiled()
+    for one, other in zip([compiled().data, *[leaf.grad for leaf in leaves]], eager, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.host_only("a device has no bands, and NaN times a hidden zero is NaN")
+def test_gradients_beside_nan():
+    """NaN in a later key or value reaches no gradient of a query before the same 128 positions."""
+    for part in (1, 2):
+        arrays = [np.random.default_rng(i).standard_normal((1, 1, 300, 4)) for i in range(3)]
+        arrays[part][:, :, 200] = np.nan
+        leaves = [Tensor(a, requires_grad=True) for a in arrays]
+        y = ops.scaled_dot_product_attention(*leaves, causal=True)
+        y.backward(np.ones_like(y.data))
+        assert np.isfinite(y.data[:, :, :192]).all()
+        assert np.isfinite(leaves[0].grad[:, :, :128]).all()
 
 
 def zeros(*shape, dtype="float64"):
