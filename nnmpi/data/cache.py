@@ -7,23 +7,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nnmpi.errors import DataError
+from nnmpi.data.files import expand
+from nnmpi.errors import DataError, UsageError
 
 VARIABLE = "NNMPI_DATA"
 POLL_S = 0.1
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloads: $NNMPI_DATA, or nnmpi in the platform's folder for a user's caches."""
+    """Return the folder for downloads: $NNMPI_DATA, or nnmpi in the platform's folder for a user's caches.
+
+    Raises:
+        UsageError: when the user has no home folder.
+    """
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return expand(Path(chosen), f"${VARIABLE}")
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # as in a container, whose users need not be known to it
+        raise UsageError(
+            f"this user has no home folder to keep downloads in; name a folder in ${VARIABLE}, or local files with "
+            "--data-dir"
+        ) from None
     return base / "nnmpi"
 
 

@@ -17,7 +17,7 @@ from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
 from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, check_pair, split
-from nnmpi.data.files import find
+from nnmpi.data.files import expand, find
 from nnmpi.data.idx import has_idx, load_idx
 from nnmpi.data.npz import load_npz, load_npz_whole
 from nnmpi.data.sources import sources
@@ -118,7 +118,7 @@ def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
 
 def _place(name: str, data_dir: str | Path | None) -> Path:
     """Return where the files of a downloadable set are."""
-    folder = cache_folder() / name if data_dir is None else Path(data_dir).expanduser()
+    folder = cache_folder() / name if data_dir is None else expand(Path(data_dir), "--data-dir")
     place = _look(name, folder) if data_dir is None else _look(name, folder, "--data-dir")
     if place is None and data_dir is None:
         raise DataError(
@@ -162,7 +162,7 @@ def _load_files(name: str, place: Path) -> Pair:
 
 def _existing(text: str) -> Path:
     """Return the path, or say which known name may have been meant."""
-    path = Path(text).expanduser()
+    path = expand(Path(text), "data set")
     with _allowed(f"data set {text!r}"):
         if path.exists():
             return path

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, UsageError
 
 
 def read_bytes(path: Path) -> bytes:
@@ -25,6 +25,18 @@ def read_bytes(path: Path) -> bytes:
     if not content:
         raise DataError(f"{path}: the file is empty")
     return content
+
+
+def expand(path: Path, what: str) -> Path:
+    """Return the path with ~ or ~user at its head replaced by the home folder that it stands for.
+
+    Raises:
+        UsageError: when there is no such user, or the user has no home.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{what} {path}: the system knows no home folder {path.parts[0]}; write it out") from None
 
 
 def find(folder: Path, names: Iterable[str]) -> Path | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.data.cache import cache_folder, locked
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, UsageError
 
 
 def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,20 @@ def test_platform_chooses_the_folder(
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     assert cache_folder() == Path(folder)
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NNMPI_DATA", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(UsageError, match=r"no home folder to keep downloads in; name a folder in \$NNMPI_DATA, or "):
+        cache_folder()
+    monkeypatch.setenv("NNMPI_DATA", "~no-such-user/data")
+    with pytest.raises(UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system knows no home folder"):
+        cache_folder()
 
 
 def test_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:

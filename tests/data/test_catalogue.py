@@ -127,6 +127,15 @@ def test_a_folder_that_may_not_be_entered_is_one_sentence(
         function(str(tmp_path / "x.csv"))
 
 
+@pytest.mark.parametrize("function", [load, prepare])
+def test_the_home_of_nobody_is_one_sentence(function: Any) -> None:
+    sentence = "~no-such-user/x.csv: the system knows no home folder ~no-such-user; write it out$"
+    with pytest.raises(UsageError, match=f"^data set {sentence}"):
+        function("~no-such-user/x.csv")
+    with pytest.raises(UsageError, match=f"^--data-dir {sentence}"):
+        function("mnist", "~no-such-user/x.csv")
+
+
 def test_a_folder_of_tables_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock(tmp_path, monkeypatch)
     with pytest.raises(UsageError, match=rf"^data set '{tmp_path}' cannot be read \(Permission denied\)"):
