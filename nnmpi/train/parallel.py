@@ -92,6 +92,8 @@ class ParallelConfig:
             nbytes = parse_bytes(self.memory_limit)
         except UsageError as error:
             raise UsageError(f"--memory-limit: {error}") from None
+        except OverflowError:
+            raise UsageError("--memory-limit has too many digits; give a number of bytes such as 512MiB") from None
         require(nbytes >= 1, f"--memory-limit is {self.memory_limit}; give at least 1 byte, such as 512MiB")
         return nbytes
 
