@@ -88,7 +88,8 @@ class BatchNorm(Function):
         self.statistics = (mean, variance, count)
         if self.observe is not None:
             self.observe(mean, variance, count)
-        inverse = 1 / xp.sqrt(variance + self.eps)
+        steady = variance + self.eps
+        inverse = xp.sqrt(steady) / steady  # NaN of infinity, where 1 / sqrt would be 0
         normal = (rows - mean) * inverse
         self.saved = (normal, inverse, scale, at_least_one(count))
         y: Array = normal * scale
@@ -140,8 +141,7 @@ class LayerNorm(Function):
             xp.subtract(rows[part], moment, out=block)
             xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment)
             xp.add(moment, self.eps, out=moment)
-            xp.sqrt(moment, out=moment)
-            xp.divide(1, moment, out=moment)
+            xp.divide(xp.sqrt(moment), moment, out=moment)  # NaN of infinity, where 1 / sqrt would be 0
             xp.multiply(block, moment, out=block)
             xp.multiply(block, flat_scale, out=y[part])
             xp.add(y[part], flat_shift, out=y[part])
@@ -258,6 +258,8 @@ def batch_norm(
 ) -> tuple[Tensor, Array, Array, Count]:
     """Normalize each channel by the batch's statistics (Ioffe and Szegedy, 2015).
 
+    A channel whose variance is too large for the dtype is NaN.
+
     Args:
         x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all ranks.
         scale, shift: (channels,).
@@ -281,6 +283,9 @@ def batch_norm(
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalize each row over its last axes (Ba, Kiros and Hinton, 2016).
+
+    A row whose variance is too large for the dtype in which is computed (differences of 1.8e19 in float32) is NaN: to
+    scale it first would take a look at the rows in every call.
 
     Args:
         x: (..., *features).

@@ -246,6 +246,21 @@ def test_layer_norm(compiled, rows, n):
     close(to_shift, grad.astype(np.float64).sum(axis=0))
 
 
+def test_layer_norm_of_infinite_variance(compiled):
+    """It is NaN, also as the function says it: what machine code makes of 1 / sqrt(infinity) is up to the compiler."""
+    from nnmpi.backend.kernels.layer_norm import layer_norm
+
+    ones = np.ones(4, np.float32)
+    for function in (compiled.layer_norm, layer_norm):
+        x, inverse = draw(3, 4), np.zeros(3, np.float32)
+        x[1, 2] = 1e30
+        y, normal = np.zeros_like(x), np.zeros_like(x)
+        with np.errstate(all="ignore"):
+            function(x, ones, ones, 1e-5, y, normal, inverse)
+        for found in (y, normal, inverse[:, None]):
+            np.testing.assert_array_equal(np.isnan(found).all(axis=1), [False, True, False])
+
+
 @pytest.mark.parametrize("n", [0, *SIZES])
 def test_gelu(compiled, n):
     """Forward and backward, with the bias and in place, far out too."""

@@ -104,6 +104,17 @@ def test_gradients_in_their_place():
         np.testing.assert_allclose(once[name], plain[name], rtol=0, atol=2e-6 * max(1, abs(plain[name]).max()))
 
 
+def test_infinite_variance_is_nan():
+    """As in plain code, in the row alone."""
+    x = Tensor(np.array([[1, 2, 3, 4], [1, 2, 1e30, 4], [-3e38, 3e38, 0, 1]], "float32"), requires_grad=True)
+    ones = Tensor(np.ones(4, "float32"))
+    with jit():
+        y = ops.layer_norm(x, ones, ones)
+        y.backward(np.ones((3, 4), "float32"))
+    for found in (y.data, x.grad):
+        np.testing.assert_array_equal(np.isnan(found), np.array([[False], [True], [True]]) & np.ones(4, bool))
+
+
 def test_nan_is_not_hidden():
     """It comes out in its row, or its element."""
     x = np.zeros((3, 4), "float32")

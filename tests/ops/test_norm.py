@@ -140,6 +140,23 @@ def test_normalized():
     np.testing.assert_allclose([y.mean(2), y.var(2)], [np.zeros((50, 4)), np.ones((50, 4))], atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_infinite_variance_is_nan(dtype):
+    """Where squares overflow: not zeros, which would hide that a run diverges; elsewhere nothing changes."""
+    huge = 1e30 if dtype == "float32" else 1e200
+    for function, place in ((layer_norm, (1, slice(None))), (lambda *a: batch_norm(*a)[0], (slice(None), 2))):
+        x = Tensor(np.random.default_rng(0).standard_normal((3, 4)).astype(dtype), requires_grad=True)
+        one, zero = (Tensor(np.full(4, value, dtype)) for value in (1, 0))
+        before = function(x, one, zero).data.copy()
+        x.data[1, 2] = huge
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = function(x, one, zero)
+            y.backward(np.ones((3, 4), dtype))
+        before[place] = np.nan
+        np.testing.assert_array_equal(y.data, before)
+        np.testing.assert_array_equal(np.isnan(x.grad), np.isnan(before))
+
+
 def zeros(*shape):
     """Return a tensor of zeros."""
     return Tensor(np.zeros(shape))

@@ -25,7 +25,8 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
                 squares += difference * difference;
             }
         });
-        A factor = 1 / root(combine<BLOCK>(squares, Add(), shared) / (A)n + eps);
+        A variance = combine<BLOCK>(squares, Add(), shared) / (A)n + eps;
+        A factor = root(variance) / variance;  // NaN of infinity, where 1 / root would be 0
         if (threadIdx.x == 0) {
             inverse[r] = factor;
             if (mean) mean[r] = base + middle;

@@ -89,6 +89,7 @@ class Rows(Family):
         """normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps) per row, y = normal * scale + shift.
 
         For the gradient keep either `normal`, or x, `inverse` and `mean`, which leaves out writing an array.
+        A row whose variance is infinite is NaN.
 
         Args:
             x, y, normal: T (rows, n); normal may be None.

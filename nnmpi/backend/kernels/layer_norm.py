@@ -8,11 +8,15 @@ from nnmpi.backend.array import Array
 
 ZERO = np.float32(0)
 ONE = np.float32(1)
+MOST, NAN = np.float32(np.inf), np.float32(np.nan)
 ROWS = 64  # that are added up before they are added to the rest: one long sum would round worse
 
 
 def layer_norm(x: Array, scale: Array, shift: Array, eps: float, y: Array, normal: Array, inverse: Array) -> None:
-    """normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps) per row; y = normal * scale + shift."""
+    """normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps) per row; y = normal * scale + shift.
+
+    A row whose variance is infinite is NaN.
+    """
     count = np.float32(x.shape[1])
     for r in range(x.shape[0]):
         row, middle, result = x[r], normal[r], y[r]
@@ -25,7 +29,8 @@ def layer_norm(x: Array, scale: Array, shift: Array, eps: float, y: Array, norma
         for i in range(row.size):
             difference = row[i] - base - mean
             squares += difference * difference
-        factor = np.float32(ONE / math.sqrt(squares / count + np.float32(eps)))
+        variance = squares / count + np.float32(eps)
+        factor = np.float32(ONE / math.sqrt(variance)) if variance < MOST else NAN  # 1 / sqrt of infinity would be 0
         inverse[r] = factor
         for i in range(row.size):
             middle[i] = (row[i] - base - mean) * factor

@@ -67,6 +67,7 @@ class Kernels:
         """(x: (rows, n), scale: (n,), shift: (n,), eps, y: out (rows, n), normal: out (rows, n), inverse: out (rows,)).
 
         normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps), y = normal * scale + shift.
+        A row whose variance is infinite is NaN.
         """
         return build(layer_norm.layer_norm, read(2), read(1), read(1), float64, write(2), write(2), write(1))
 

@@ -164,6 +164,19 @@ def test_layer_norm(dtype, n):
             close(results[2], wide(grad).sum(axis=0), 10, np.abs(wide(grad)).sum(axis=0))
 
 
+@pytest.mark.parametrize("n", [40, 2000])
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_infinite_variance_is_nan(dtype, n):
+    """Where squares overflow: not zeros, which would hide that a run diverges."""
+    x, ones = draw(3, n, dtype=dtype), held(np.ones(n), dtype)
+    x[1, 7] = 1e30 if dtype == F32 else 1e200
+    y, inverse, mean, to_x = blank(x.shape, dtype), blank(3, dtype), blank(3, dtype), blank(x.shape, dtype)
+    kernels().layer_norm(x, ones, ones, 1e-5, y, None, inverse, mean)
+    kernels().layer_norm_grad(x, x, inverse, ones, to_x, None, None, mean=mean)
+    for found in (y, to_x):
+        np.testing.assert_array_equal(np.isnan(found), np.array([[False], [True], [False]]) & np.ones(n, bool))
+
+
 def test_gradients_that_nobody_wants():
     """Each has its place or none."""
     x, scale = draw(6, 40), draw(40)
