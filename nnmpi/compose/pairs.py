@@ -6,19 +6,27 @@ import numpy as np
 
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import Part
 from nnmpi.nn.module import Module
 
 
-def check_precision(mode: str, model: Module, backend: Backend) -> None:
-    """Refuse a precision that this model or backend cannot have.
+def check_precision(mode: str, model: Module, backend: Backend, group: Group) -> None:
+    """Refuse a precision that this model or backend cannot have; collective.
 
     Raises:
-        UsageError: for an unknown one, bf16 without ml_dtypes, tf32 without a device, and any but float32 for a model
-            of float64.
+        UsageError: on all ranks, where they ask for different ones; for an unknown one, bf16 without ml_dtypes, tf32
+            without a device, and any but float32 for a model of float64.
     """
+    modes = group.gather(mode)
+    other = next((rank for rank, each in enumerate(modes) if each != modes[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"the ranks compute in different precisions: rank 0 in {modes[0]}, rank {other} in {modes[other]}; "
+            "give all the same"
+        )
     if mode not in MODES:
         raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
     low_dtype(mode)

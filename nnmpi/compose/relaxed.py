@@ -166,7 +166,7 @@ class RelaxedWorker:
         check_optimizer(self.model, self.optimizer)
         if not self.sync.relaxed:
             raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
-        check_precision(self.precision, self.model, self.backend)
+        check_precision(self.precision, self.model, self.backend, self.group)
         refuse_scaling(self.precision, f"with {self.sync.mode}")
         self.sync.check(self.group.size)
         check_free(self.model)

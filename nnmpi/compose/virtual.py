@@ -116,7 +116,7 @@ class VirtualWorker:
         self.seed = seed
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if precision is None else precision
-        check_precision(self.precision, model, self.backend)
+        check_precision(self.precision, model, self.backend, group)
         refuse_scaling(self.precision, "in virtual time")
         self.now_s = 0.0
         self.observe: Observe | None = None

@@ -127,7 +127,7 @@ class Worker:
         self.backend = numpy_backend() if backend is None else backend
         self.arrangement = arrangement
         self.precision = mode_of() if precision is None else precision
-        check_precision(self.precision, model, self.backend)
+        check_precision(self.precision, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
         check_pairs(model, arrangement, fused_update, clip, self.scaling is not None)

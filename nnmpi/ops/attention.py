@@ -32,8 +32,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import device_kernels
+from nnmpi.backend.casting import FLOAT32, cast, device_kernels
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.precision import is_low
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.blocks import ELEMENTS
 from nnmpi.tensor.convert import converted, widely
@@ -137,11 +138,15 @@ class _Attention(Function):
 
         scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
         dP = dY V^T  --softmax's gradient-->  dS      dQ = dS K      dK = dS^T Q      dV = P^T dY
+
+        The scores of heads of half precision are float32: they may be too large for float16, and powers of them would
+        show all that bfloat16 rounds away.
         """
-        xp = self.xp
-        p = xp.empty((*q.shape[:3], k.shape[2]), q.dtype)
-        gemm(xp, q, k.swapaxes(2, 3), out=p)
-        self.invoke(self.table.softmax, p, 1 / sqrt(q.shape[3]), self.causal, p)
+        xp, shape = self.xp, (*q.shape[:3], k.shape[2])
+        scores = xp.empty(shape, FLOAT32 if is_low(q.dtype) else q.dtype)
+        gemm(xp, q, k.swapaxes(2, 3), out=scores)
+        self.invoke(self.table.softmax, scores, 1 / sqrt(q.shape[3]), self.causal, scores)
+        p = cast(xp, scores, q.dtype)
         gemm(xp, p, v, out=y)
         self.saved = (q, k, v, p)
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.casting import cast, device_kernels
+from nnmpi.backend.casting import FLOAT32, cast, device_kernels, widened
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function
@@ -27,13 +28,13 @@ class Embedding(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         shape, dtype, indices = self.saved
         xp = namespace(grad)
-        spread = self.into(0)
+        spread = None if is_low(dtype) else self.into(0)
         if spread is None:
-            spread = xp.zeros(shape, dtype=dtype)
+            spread = xp.zeros(shape, dtype=FLOAT32 if is_low(dtype) else dtype)
         else:
             spread[...] = 0
-        xp.add.at(spread, indices, grad)
-        return spread, None
+        xp.add.at(spread, indices, widened(xp, grad) if is_low(dtype) else grad)
+        return cast(xp, spread, dtype), None
 
 
 class ReadEmbedding(Function):

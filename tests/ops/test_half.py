@@ -140,6 +140,35 @@ def test_a_sum_of_many_is_not_lost() -> None:
     assert Tensor(np.ones(300, np.float16)).mean().dtype == np.float16  # without a mode nothing changes its dtype
 
 
+@pytest.mark.parametrize("precision", LOW)
+def test_rows_picked_often_are_not_lost(precision: str) -> None:
+    """The gradient of a table that is itself of half precision: 3000 uses of a row in a sum of 16 bits stop at 2048."""
+    table = Tensor(np.ones((2, 3), LOW[precision]), requires_grad=True)
+    with nnmpi.use_precision(precision):
+        ops.embedding(table, np.zeros(3000, int)).backward(np.ones((3000, 3), LOW[precision]))
+    assert table.grad is not None and table.grad.dtype == LOW[precision]
+    np.testing.assert_allclose(np.asarray(table.grad, np.float64), [[3000] * 3, [0] * 3], rtol=4e-3)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_scores_may_be_larger_than_their_dtype_holds(precision: str) -> None:
+    """Products of queries and keys beyond float16, and powers of them, which show what bfloat16 rounds away."""
+    generator = np.random.default_rng(0)
+    packed = generator.standard_normal((1, 8, 3 * 64)) * 0.5
+    packed[..., :128] += 33  # of |q| and |k|: the scores are 70,000 / 8
+    packed = packed.astype(LOW[precision])
+    found = []
+    for mode, dtype in ((precision, LOW[precision]), ("float32", np.float64)):
+        x = Tensor(packed.astype(dtype), requires_grad=True)
+        with nnmpi.use_precision(mode):
+            y = ops.attention(x, 1, causal=True)
+            y.backward(np.ones(y.shape, y.dtype))
+        found.append([np.asarray(each, np.float64) for each in (y.data, x.grad)])
+    for ours, exact in zip(*found, strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=0.05 * np.abs(exact).max())
+
+
 def test_gradients_of_several_uses_are_added_where_they_belong() -> None:
     """A weight used twice, and then in a second pass, is summed in float32, in its flat storage."""
     model = nnmpi.nn.Sequential(nnmpi.nn.Linear(5, 5, bias=False)).initialize(seed=1)
