@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import widened
+from nnmpi.backend.precision import precision
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.mode import observed
@@ -41,7 +42,7 @@ def explain(
             return DivergenceError(tell_place(step, value, place, f"rank {rank}"))
     return DivergenceError(
         f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "
-        "gradients are; lower the learning rate"
+        f"gradients are; lower the learning rate{_hint()}"
     )
 
 
@@ -68,11 +69,17 @@ def tell_place(step: int, value: float, place: str | None, who: str) -> str:
         who: whose it is: "rank 2", "worker 2".
     """
     if place is None:
-        return f"step {step}: the loss is {value:g} or its gradient is not finite on {who}; lower the learning rate"
+        what = f"step {step}: the loss is {value:g} or its gradient is not finite on {who}"
+        return f"{what}; lower the learning rate{_hint()}"
     return (
         f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} on {who}; "
-        "lower the learning rate, clip the gradients, or check the data"
+        f"lower the learning rate, clip the gradients, or check the data{_hint()}"
     )
+
+
+def _hint() -> str:
+    """Return what else may help in the mode of the failed step."""
+    return "; float16 ends at 65504: --precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
 
 
 def explain_gradients(group: Group, model: Module, step: int, value: float, source: str) -> DivergenceError:
@@ -90,9 +97,9 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
         if place is not None:
             return DivergenceError(
                 f"step {step}: the loss is {value:g}; summed over {source}, values that are not finite are in {place} "
-                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data"
+                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data{_hint()}"
             )
-    return DivergenceError(f"step {step}: the loss is {value:g}; lower the learning rate, or check the data")
+    return DivergenceError(f"step {step}: the loss is {value:g}; lower the learning rate, or check the data{_hint()}")
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:

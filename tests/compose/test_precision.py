@@ -150,6 +150,7 @@ def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any]
     assert all(each == everyone[0] for each in everyone)
     assert everyone[0][0] == 16
     assert "gradient of" in everyone[0][1] and "step 1:" in everyone[0][1]
+    assert everyone[0][1].endswith("; float16 ends at 65504: --precision bf16 or smaller inputs may help")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -243,3 +244,17 @@ def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) ->
         assert worker.evaluate(Loader(train_set, 50, workers=0).epoch(0)).accuracy > 0.3
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=2**-7)
+
+
+@pytest.mark.mpi
+def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
+    """On all of them, before anything else."""
+    model = models.mlp((4,), 3).initialize(seed=0)
+    last = group.rank == group.size - 1
+    message = ""
+    try:
+        Worker(model, optim.SGD(model.storage, lr=0.1), group, precision="fp16" if last else "float32").release()
+    except UsageError as error:
+        message = str(error)
+    text = f"different precisions: rank 0 in float32, rank {group.size - 1} in fp16"
+    assert group.gather(text in message) == [group.size > 1] * group.size
