@@ -211,7 +211,7 @@ class Tensor(Variable):
     # with numbers and arrays, where that would be False whatever the values are, it is an error.
     def __eq__(self, other: object) -> bool:
         if is_array(other) or isinstance(other, int | float):
-            raise UsageError("== does not compare a Tensor's elements; compare x.data")
+            raise UsageError("== does not compare a Tensor's elements; compare x.data outside of compiled steps")
         return self is other
 
     __hash__ = Variable.__hash__
