@@ -54,7 +54,7 @@ def shard(
     if not table:
         raise LayoutError(
             f"the model has no table that says how its layers are shared out over {group.size} ranks; give it "
-            'one, such as model.sharding = {"0": Sharding.COLUMN}, or leave tp at 1'
+            'one, such as model.sharding = {"0": nn.Sharding.COLUMN}, or leave tp at 1'
         )
     parts = Parts(group)
     placement = Walk(parts, table).model(model, sample, classes_apart)
