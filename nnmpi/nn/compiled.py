@@ -188,13 +188,11 @@ def _kind(x: Any) -> Any:
             return Tensor, array.shape, str(array.dtype)
     if type(array) is np.ndarray:
         return array.shape, array.dtype
-    if is_array(array) and not isinstance(array, np.generic):
-        return namespace(array).__name__, array.shape, str(array.dtype)
-    if isinstance(x, tuple):
-        return type(x), *map(_kind, x)
     if isinstance(x, float | np.generic):  # 0.0 and -0.0 are equal, and NaN is not
-        return type(x), x.hex() if type(x) is float else np.asarray(x).tobytes()
-    return type(x), x
+        return type(x), np.asarray(x).tobytes()
+    if is_array(array):
+        return namespace(array).__name__, array.shape, str(array.dtype)
+    return type(x), tuple(map(_kind, x)) if isinstance(x, tuple) else x
 
 
 def _tensor(x: Any) -> Any:
@@ -241,11 +239,7 @@ def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
         return {name: _mapped(function, each) for name, each in outputs.items()}
     if isinstance(outputs, tuple | list):
         parts = [_mapped(function, each) for each in outputs]
-        return (
-            type(outputs)._make(parts)
-            if hasattr(outputs, "_make")
-            else tuple(parts)
-            if type(outputs) is tuple
-            else parts
-        )
+        if hasattr(outputs, "_make"):  # a tuple whose parts have names
+            return outputs._make(parts)
+        return tuple(parts) if isinstance(outputs, tuple) else parts
     return function(outputs)

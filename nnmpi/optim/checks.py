@@ -13,10 +13,7 @@ def non_negative(name: str, value: float) -> float:
     Raises:
         UsageError: for a negative or infinite value, NaN, or what is no number.
     """
-    try:  # every update comes here
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise _no_number(name, value, "a finite number of at least 0") from None
+    number = _number(name, value, "a finite number of at least 0")
     if not 0 <= number < math.inf:  # false for NaN too
         raise UsageError(f"{name} is {number}; give a finite number of at least 0")
     return number
@@ -28,10 +25,7 @@ def below_one(name: str, value: float) -> float:
     Raises:
         UsageError: for a value outside [0, 1), NaN, or what is no number.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise _no_number(name, value, "a number of at least 0 and below 1") from None
+    number = _number(name, value, "a number of at least 0 and below 1")
     if not 0 <= number < 1:
         raise UsageError(f"{name} is {number}; give a number of at least 0 and below 1")
     return number
@@ -43,10 +37,7 @@ def at_most_one(name: str, value: float) -> float:
     Raises:
         UsageError: for a value outside [0, 1], NaN, or what is no number.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise _no_number(name, value, "a number from 0 to 1") from None
+    number = _number(name, value, "a number from 0 to 1")
     if not 0 <= number <= 1:
         raise UsageError(f"{name} is {number}; give a number from 0 to 1")
     return number
@@ -65,6 +56,13 @@ def at_least(name: str, value: int, least: int) -> int:
     if too_small:
         raise UsageError(f"{name} is {value}; give at least {least}")
     return value
+
+
+def _number(name: str, value: Any, wanted: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _no_number(name, value, wanted) from None
 
 
 def _no_number(name: str, value: Any, wanted: str) -> UsageError:
