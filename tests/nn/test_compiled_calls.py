@@ -108,7 +108,7 @@ def test_results_keep_their_containers():
 def test_a_callable_objects_own_names_are_left_alone():
     class Step:
         def __init__(self) -> None:
-            self.calls = self._held = self._step = 5
+            self.calls = self._held = self._step = self._record = 5
 
         def __call__(self, x: Tensor) -> Tensor:
             return x * self.calls
