@@ -18,7 +18,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
-from nnmpi.backend.kernels.active import jit  # noqa: E402
+from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
 from nnmpi.errors import NnmpiError  # noqa: E402
 from nnmpi.nn.compiled import compile  # noqa: E402
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from nnmpi.comm.group import Group
     from nnmpi.comm.start import start
     from nnmpi.compose.arrange import arrange
+    from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import Layout
-    from nnmpi.compose.relaxed import RelaxedWorker
+    from nnmpi.compose.options import GradientExchange, Numerics
     from nnmpi.compose.virtual import VirtualWorker
     from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
@@ -40,10 +41,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DataParallel",
+    "GradientExchange",
     "Group",
     "Layout",
     "NnmpiError",
-    "RelaxedWorker",
+    "Numerics",
+    "AsynchronousWorker",
     "Sync",
     "Tensor",
     "VirtualWorker",
@@ -68,9 +71,11 @@ __all__ = [
 # What needs an MPI library is imported when it is first used.
 _NEED_MPI = {
     "DataParallel": "nnmpi.parallel.data",
+    "GradientExchange": "nnmpi.compose.options",
     "Group": "nnmpi.comm.group",
     "Layout": "nnmpi.compose.layout",
-    "RelaxedWorker": "nnmpi.compose.relaxed",
+    "Numerics": "nnmpi.compose.options",
+    "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.synchrony.sync",
     "VirtualWorker": "nnmpi.compose.virtual",
     "Worker": "nnmpi.compose.worker",

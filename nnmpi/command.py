@@ -1,15 +1,44 @@
-"""What the package's commands have in common: how words are refused, how help is asked for, and who of a job speaks."""
+"""What the package's commands have in common: how options are read, how help is asked for, and who of a job speaks.
+
+The options of a large command are the fields of dataclasses, one dataclass for each group in the help:
+
+    @dataclass(frozen=True)
+    class ModelConfig:
+        \"\"\"The network.\"\"\"                                   the group's heading in --help
+
+        hidden: tuple[int, ...] = (128, 64)                   --hidden 50 20
+        \"\"\"Widths of the hidden dense layers.\"\"\"              the option's help
+        normalize: bool = True                                --normalize, --no-normalize
+        overlap: Switch = "auto"                              --overlap, --no-overlap, --overlap auto
+        clip: float | None = None                             --clip 0.5, --clip None
+
+`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from a file. argparse
+finds which words belong to which option; what the words of one option mean is decided here, for all commands alike.
+"""
 
 import argparse
+import ast
+import difflib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import MISSING, dataclass, fields
 from io import StringIO
-from typing import NoReturn
+from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent, wrap
+from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
+
+Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
+
+HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
+HELP_INDENT = 26  # where the explanations begin
 
 
 class HelpAsked(Exception):
@@ -26,6 +55,123 @@ class Parser(argparse.ArgumentParser):
             UsageError: always.
         """
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: as the field is written: `batch_size`.
+        type: of its values: bool, int, float, str, Path, a Literal, tuple[int, ...], or a union of them and None.
+        default: the value without the option.
+        section: the dataclass that has the field; the help lists the options of a section together.
+        help: the explanation; None for the docstring below the field.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    section: type
+    help: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The option as it is written on the command line: `--batch-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def negation(self) -> str | None:
+        """The word that switches the option off, such as `--no-normalize`; None for an option that takes values."""
+        return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
+
+
+def options_of(section: type) -> list[Option]:
+    """Return the fields of a dataclass as options, in order."""
+    hints = get_type_hints(section)
+    return [Option(each.name, hints[each.name], _default(each), section) for each in fields(section)]
+
+
+def read_words(words: Sequence[str], options: Sequence[Option], program: str, description: str) -> dict[str, Any]:
+    """Return the values of those options that stand on the command line, by name. The last of several counts.
+
+    Args:
+        words: of the command line, without the program.
+        options: all that the command knows. Names may be written with dashes or underscores.
+        program: how the command is called, for its help.
+        description: what the command does, for its help.
+
+    Raises:
+        HelpAsked: for -h or --help, whatever is wrong with the other words.
+        UsageError: for a word that is no option, or a value that the option cannot have.
+    """
+    parser = Parser(program, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", dest="-h", action="store_true")
+    by_name = {option.name: option for option in options}
+    for option in options:
+        spellings = [option.flag] if option.negation is None else [option.flag, option.negation]
+        spellings += [f"--{each[2:].replace('-', '_')}" for each in spellings]
+        # Any number of words: how many an option takes is found below, where the sentence about it can name its type.
+        parser.add_argument(
+            *dict.fromkeys(spellings), dest=option.name, nargs="*", action=_Take, default=argparse.SUPPRESS
+        )
+    found, unknown = parser.parse_known_args(list(words))
+    taken: dict[str, Any] = vars(found)
+    if taken.pop("-h"):
+        raise HelpAsked(_format_help(options, program, description))
+    if unknown:
+        raise UsageError(_unknown(unknown[0], options))
+    return {name: _read(by_name[name], written, values) for name, (written, values) in taken.items()}
+
+
+def convert(value: Any, option: Option, where: str) -> Any:
+    """Return a value from a file in the option's type. Nothing is guessed: text is never read as a number.
+
+    Args:
+        value: as JSON and TOML know it; a list of numbers serves as a tuple, and true and false as on and off.
+        option: whose value it is.
+        where: the file and the name in it, for the message.
+
+    Raises:
+        UsageError: for a value of another type.
+    """
+    for kind in kinds(option.type):
+        fits, converted = _match(value, kind)
+        if fits:
+            return converted
+    raise UsageError(f"{where} is {value!r}; it must be {describe(option.type)}")
+
+
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the plain types of a type, which may be a union of some."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def is_switch(kind: Any) -> bool:
+    """Return whether an option's type is `Switch`: auto, on or off."""
+    return get_args(kind) == get_args(Switch)
+
+
+def describe(hint: Any) -> str:
+    """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong value."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint)) if len(get_args(hint)) > 1 else f'"{get_args(hint)[0]}"'
+    return "a list of whole numbers" if get_origin(hint) is tuple else words[hint]
+
+
+def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
+    """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none is near.
+
+    Args:
+        name: what was written, with underscores and without leading dashes.
+        known: the names that there are, with underscores.
+        dashes: what stands before a name where it was written: "--", or nothing in a file.
+    """
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
 
 
 def say(main: Callable[[Sequence[str]], str]) -> int:
@@ -50,3 +196,150 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             print(f"nnmpi: {error}", file=sys.stderr)
         return error.exit_status
     return 0
+
+
+class _Take(argparse.Action):
+    """Keeps how the option was written and the words behind it."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, (option_string, values))
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default is not MISSING else field.default_factory()
+
+
+def _unknown(word: str, options: Sequence[Option]) -> str:
+    """Return a sentence about a word that belongs to no option."""
+    if not word.startswith("--"):
+        return f"{word} is not an option; options begin with -- and are listed by --help"
+    name = word.partition("=")[0]
+    known = [each for option in options for each in (option.flag, option.negation) if each is not None]
+    nearest = suggest(name[2:].replace("-", "_"), [each[2:].replace("-", "_") for each in known], dashes="--")
+    return f"{name} is not an option{nearest}"
+
+
+def _read(option: Option, written: str, words: Sequence[str]) -> Any:
+    """Return the value that an option has by the words behind it.
+
+    Args:
+        option: which it is.
+        written: how it was written, for the message.
+        words: up to the next option.
+
+    Raises:
+        UsageError: when the words are no value of its type.
+    """
+    off = option.negation is not None and written.replace("_", "-") == option.negation
+    if off or option.type is bool:
+        if words:
+            raise UsageError(f"{written} takes no value, but {' '.join(words)} follows it")
+        return not off if option.type is bool else "off"
+    if is_switch(option.type) and not words:
+        return "on"
+    if Path in kinds(option.type) and list(words) == [""]:  # an unset variable of a script; Path("") is this folder
+        raise UsageError(f"{written} is empty; give a path, or leave {written} out")
+    # None first: where text is a value too, the word None still means none.
+    for kind in sorted(kinds(option.type), key=lambda kind: kind is not type(None)):
+        try:
+            return _read_as(kind, words)
+        except ValueError:
+            continue
+    given = f"is {' '.join(words) or 'empty'}" if words else "stands without a value"
+    raise UsageError(f"{written} {given}; it must be {describe(option.type)}")
+
+
+def _read_as(kind: Any, words: Sequence[str]) -> Any:
+    """Return the words as a value of a plain type; a ValueError says that they are none."""
+    if get_origin(kind) is tuple:
+        return tuple(map(int, words))
+    (word,) = words  # a ValueError unless there is exactly one
+    if kind is type(None) or get_origin(kind) is Literal:
+        allowed = {"None": None} if kind is type(None) else {each: each for each in get_args(kind)}
+        if word not in allowed:
+            raise ValueError(word)
+        return allowed[word]
+    return kind(word)
+
+
+def _match(value: Any, kind: Any) -> tuple[bool, Any]:
+    """Return whether a value from a file fits one plain type, and the value in that type."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_switch(kind) and isinstance(value, bool):
+        return True, "on" if value else "off"
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind), value
+    if get_origin(kind) is tuple:
+        fits = isinstance(value, list | tuple) and all(_match(each, int)[0] for each in value)
+        return fits, tuple(value) if fits else value
+    if kind is float:
+        return number, float(value) if number else value
+    if kind is int:
+        return number and isinstance(value, int), value
+    if kind is Path:
+        fits = isinstance(value, str | Path) and value != ""  # Path("") would be this folder
+        return fits, Path(value) if fits else value
+    return isinstance(value, kind), value
+
+
+def _format_help(options: Sequence[Option], program: str, description: str) -> str:
+    """Return the help: every option with its form, explanation and default, in the groups of its dataclasses."""
+    lines = [f"usage: {program} [-h] [OPTIONS]", "", description, "", *_entry("-h, --help", "Print this.")]
+    for section in dict.fromkeys(option.section for option in options):
+        lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
+        texts = _field_docstrings(section)
+        for option in options:
+            if option.section is section:
+                text = " ".join((option.help or texts[option.name]).split())
+                lines += _entry(_form(option), f"{text}{_show_default(option, text)}")
+    return "\n".join(lines)
+
+
+def _entry(form: str, text: str) -> list[str]:
+    """Return an option's form with the explanation beside it, or below it where the form is long."""
+    texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
+    first = f"  {form}"
+    beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
+    return [*beside, *(" " * HELP_INDENT + each for each in texts)]
+
+
+def _form(option: Option) -> str:
+    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--overlap [auto|on|off], --no-overlap`."""
+    if option.type is bool:
+        return f"{option.flag}, {option.negation}"
+    names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+    shapes = []
+    for kind in kinds(option.type):
+        if get_origin(kind) is Literal:
+            shapes.append("|".join(get_args(kind)))
+        elif kind is not type(None):
+            shapes.append("[INT ...]" if get_origin(kind) is tuple else names[kind])
+    if is_switch(option.type):
+        return f"{option.flag} [{shapes[0]}], {option.negation}"
+    return f"{option.flag} {'|'.join(shapes)}"
+
+
+def _show_default(option: Option, text: str) -> str:
+    """Return the default in brackets; nothing where the explanation itself says what happens without the option."""
+    value = option.default
+    if value is None or value == "":
+        return "" if "default" in text or "without" in text.lower() else " (default: none)"
+    if isinstance(value, bool):
+        return f" (default: {'on' if value else 'off'})"
+    return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+
+def _field_docstrings(section: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass. Python drops them, so they are read in its source."""
+    (body,) = ast.parse(dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        ast.unparse(field.target): text.value.value
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

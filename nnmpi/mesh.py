@@ -148,6 +148,11 @@ class Mesh:
     def rank_at(self, d: int, p: int, t: int) -> int:
         """Return the rank at these coordinates.
 
+        Args:
+            d: the replica.
+            p: the place in the pipeline.
+            t: the tensor shard.
+
         Raises:
             LayoutError: when there are no such coordinates.
         """
@@ -259,7 +264,7 @@ class BoundMesh:
             group.free()
 
 
-class _Block(NamedTuple):
+class _RankBlock(NamedTuple):
     """Ranks that stay together; sorted as the nodes and ranks of their first one are."""
 
     node: int
@@ -269,35 +274,35 @@ class _Block(NamedTuple):
 
 def _place(nodes: Sequence[int], pp: int, tp: int) -> tuple[int, ...]:
     """Return the ranks in the order of their places, for nodes that are numbered by their first ranks."""
-    single = [_Block(node, (rank,), True) for rank, node in enumerate(nodes)]
+    single = [_RankBlock(node, (rank,), True) for rank, node in enumerate(nodes)]
     replicas = _join(_join(single, tp), pp)
     return tuple(rank for replica in replicas for rank in replica.ranks)
 
 
-def _join(blocks: Iterable[_Block], many: int) -> list[_Block]:
+def _join(blocks: Iterable[_RankBlock], many: int) -> list[_RankBlock]:
     """Join the blocks, `many` at a time: on each node as often as it has so many, then what is left, nearest first.
 
-    No other way leaves more of the joined blocks on one node each. The block of rank 0 is the first and stays it.
+    No other order leaves more of the joined blocks on one node each. The block of rank 0 is first and stays first.
     """
-    homes: dict[int, list[_Block]] = {}
-    left: list[_Block] = []
+    by_node: dict[int, list[_RankBlock]] = {}
+    left: list[_RankBlock] = []
     for block in sorted(blocks):
         if block.is_on_one_node:
-            homes.setdefault(block.node, []).append(block)
+            by_node.setdefault(block.node, []).append(block)
         else:
             left.append(block)
-    joined: list[_Block] = []
-    for at_home in homes.values():
-        whole = len(at_home) - len(at_home) % many
-        joined += [_merge(at_home[i : i + many], True) for i in range(0, whole, many)]
-        left += at_home[whole:]
+    joined: list[_RankBlock] = []
+    for local in by_node.values():
+        fitting_ones = len(local) - len(local) % many
+        joined += [_merge(local[i : i + many], True) for i in range(0, fitting_ones, many)]
+        left += local[fitting_ones:]
     left.sort()
     joined += [_merge(left[i : i + many], False) for i in range(0, len(left), many)]
     return sorted(joined)
 
 
-def _merge(blocks: Sequence[_Block], is_on_one_node: bool) -> _Block:
-    return _Block(blocks[0].node, tuple(rank for block in blocks for rank in block.ranks), is_on_one_node)
+def _merge(blocks: Sequence[_RankBlock], is_on_one_node: bool) -> _RankBlock:
+    return _RankBlock(blocks[0].node, tuple(rank for block in blocks for rank in block.ranks), is_on_one_node)
 
 
 def _renumber(nodes: Sequence[int]) -> tuple[int, ...]:

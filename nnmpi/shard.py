@@ -18,6 +18,11 @@ def part(n: int, parts: int, index: int) -> range:
 
     Parts are contiguous, in order, and differ in length by at most one; with n < parts the last ones are empty.
 
+    Args:
+        n: how many indices there are.
+        parts: among how many parts they are divided.
+        index: the number of the part, from 0.
+
     Raises:
         ValueError: for a negative n, fewer than one part, or an index outside 0..parts-1.
     """
@@ -31,19 +36,6 @@ def part(n: int, parts: int, index: int) -> range:
 def split(n: int, parts: int) -> tuple[range, ...]:
     """Return all `parts` parts of `range(n)`, in order. See `part`."""
     return tuple(part(n, parts, index) for index in range(parts))
-
-
-def owner(i: int, n: int, parts: int) -> int:
-    """Return the part of `split(n, parts)` that holds index i.
-
-    Raises:
-        ValueError: when i is not in 0..n-1.
-    """
-    if not 0 <= i < n:
-        raise ValueError(f"index {i} is not in 0..{n - 1}")
-    short, longer = divmod(n, parts)
-    boundary = longer * (short + 1)  # the parts before it have short + 1 items
-    return i // (short + 1) if i < boundary else longer + (i - boundary) // short
 
 
 def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
@@ -85,8 +77,8 @@ class Region:
         shape: of the whole array.
         axis: the axis that is cut, from 0.
         start, stop: the range of each repeat that belongs to the part; it may be empty.
-        repeats: the axis is seen as this many equal ranges after one another, and start..stop is taken from each. So
-            lies what is left of flattened images (height, width, channels) when the channels are cut.
+        repeats: the axis is seen as this many equal ranges after one another, and start..stop is taken from each. That
+            is the form of flattened images (height, width, channels) whose channels are cut.
 
     Raises:
         ValueError: when the axis or the range does not exist, or the repeats do not divide the axis.

@@ -37,7 +37,7 @@ TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
 Args = Mapping[str, Any]
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that took time on one rank.
 
     Attributes:
@@ -72,7 +72,7 @@ class Timeline:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
 
     def add(
         self,
@@ -85,8 +85,12 @@ class Timeline:
         sends: str = "",
         takes: str = "",
     ) -> None:
-        """Add an event; the arguments are those of `Event`."""
-        self.events.append(Event(name, category, track, begin_s, end_s, args, sends, takes))
+        """Add an event.
+
+        Args:
+            name, category, track, begin_s, end_s, args, sends, takes: see `TraceEvent`.
+        """
+        self.events.append(TraceEvent(name, category, track, begin_s, end_s, args, sends, takes))
 
     def span(
         self,
@@ -97,7 +101,11 @@ class Timeline:
         sends: str = "",
         takes: str = "",
     ) -> AbstractContextManager[None]:
-        """Return a context whose time becomes an event when it is left, also by an exception."""
+        """Return a context whose time becomes an event when it is left, also by an exception.
+
+        Args:
+            name, category, track, args, sends, takes: see `TraceEvent`.
+        """
         return _Span(self, name, category, track, args, sends, takes)
 
 
@@ -116,7 +124,7 @@ class _Span(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         end_s = self._timeline.clock()
-        self._timeline.events.append(Event(*self._head, self._begin_s, end_s, *self._tail))
+        self._timeline.events.append(TraceEvent(*self._head, self._begin_s, end_s, *self._tail))
 
 
 _timeline: ContextVar[Timeline | None] = ContextVar("nnmpi_timeline", default=None)
@@ -139,7 +147,11 @@ def recording(timeline: Timeline) -> Iterator[Timeline]:
 
 
 def span(name: str, category: str, track: str = COMPUTE, args: Args | None = None) -> AbstractContextManager[None]:
-    """Return a context whose time becomes an event of the current timeline, if there is one."""
+    """Return a context whose time becomes an event of the current timeline, if there is one.
+
+    Args:
+        name, category, track, args: see `TraceEvent`.
+    """
     timeline = _timeline.get()
     return _NOTHING if timeline is None else _Span(timeline, name, category, track, args, "", "")
 
@@ -148,7 +160,7 @@ def span(name: str, category: str, track: str = COMPUTE, args: Args | None = Non
 
 
 def to_chrome(
-    processes: Mapping[int, Sequence[Event]],
+    processes: Mapping[int, Sequence[TraceEvent]],
     names: Mapping[int, str] | None = None,
     offsets_s: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
@@ -203,10 +215,10 @@ class _Placed(NamedTuple):
 
     begin_ns: int
     end_ns: int
-    event: Event
+    event: TraceEvent
 
 
-def _place(event: Event, zero_s: float) -> _Placed:
+def _place(event: TraceEvent, zero_s: float) -> _Placed:
     """Return the event on the trace's clock; `zero_s` is the trace's beginning on the rank's clock."""
     if not event.begin_s <= event.end_s:
         raise UsageError(
@@ -242,7 +254,7 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
 class _Messages:
     """The numbers of the messages of which both ends are there."""
 
-    def __init__(self, events: Iterator[Event]) -> None:
+    def __init__(self, events: Iterator[TraceEvent]) -> None:
         sent: set[str] = set()
         taken: set[str] = set()
         for event in events:

@@ -1,7 +1,46 @@
-"""NumPy and CuPy behind one record, and named random streams."""
+"""Array libraries and devices: NumPy on the host, CuPy on a GPU, and the kernels that operations compute with.
+
+Read in this order:
+
+    array, record      an array of either library; `Backend`, what the rest of nnmpi may ask of a library and its device
+    select             choosing the backend by name; "auto" is decided here
+    kernels/           what operations compute with, as one interface; here by functions of NumPy or CuPy
+    jit/, cuda/        the same kernels compiled by numba for the host, and written in CUDA C++ for a device
+    recording          a step's calls as a list that can be made again, which `nnmpi.compile` is built on
+    memory_pool        the memory of such a step's results
+
+Products of matrices:
+
+    precision, casting what they are computed in: float32, tf32, bf16, fp16; conversion between dtypes
+    gemm               the product that operations ask for
+    matrices, cublas   how matrices lie in memory and the fewest calls that multiply them; these calls on a device
+    blas               whether NumPy's BLAS runs code for an older processor
+
+A device:
+
+    device             CuPy's backend: its memory pool and copies. No other file imports cupy
+    device_errors      what errors of CUDA and CuPy mean for the person who runs the program
+    streams            what a device does in order, and marks in that order
+    cudnn              convolutions by cuDNN. No other file imports cudnn
+
+Beside them:
+
+    random             streams by seed and name, and bits by row and column: the same under every layout
+    windows            views of images: what convolution and pooling read
+    memory             how much memory is used, and keeping what is freed
+    constants          small arrays that are made once
+
+To change where something happens:
+
+    how an operation computes               its family in kernels/, and the overrides in jit/ and cuda/
+    which library computes products         gemm
+    what a product is computed in           precision, then what gemm and the kernels do with its dtype
+    what a new kind of device can do        a class like device's, derived from `record.Backend`, and a name in select
+    what a recorded step notes              recording; `perform` notes any function as one call
+"""
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.heap import keep_freed_memory
+from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend
 from nnmpi.backend.select import select

@@ -11,7 +11,13 @@ KEPT = 64  # of each kind; a run has as many as it has batch sizes
 
 
 def ones(xp: Any, count: int, dtype: Any) -> Array:
-    """Return `count` ones, not to be written to; `xp` is the library, or a recorder's stand-in for it."""
+    """Return ones, which nobody may write to.
+
+    Args:
+        xp: the array library, or a recorder's stand-in for it.
+        count: how many.
+        dtype: of the result, (count,).
+    """
     if xp is np or xp.__name__ == "numpy":
         return _ones(count, dtype)
     result: Array = xp.ones(count, dtype)
@@ -19,7 +25,13 @@ def ones(xp: Any, count: int, dtype: Any) -> Array:
 
 
 def steps(xp: Any, count: int, step: int) -> Array:
-    """Return 0, step, 2 step ... , `count` of them, int64, not to be written to; `xp` as above."""
+    """Return 0, step, 2 step ... , (count,), int64, which nobody may write to.
+
+    Args:
+        xp: the array library, or a recorder's stand-in for it.
+        count: how many.
+        step: from one number to the next.
+    """
     if xp is np or xp.__name__ == "numpy":
         return _steps(count, step)
     result: Array = xp.multiply(xp.arange(count, dtype="int64"), step)

@@ -20,7 +20,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, mixed_error
 from nnmpi.backend.device import cublas_bindings
-from nnmpi.backend.matrices import LIMIT, Lie, Plan, check_operands, plan
+from nnmpi.backend.matrices import LIMIT, Plan, StridedLayout, check_operands, plan
 from nnmpi.backend.precision import low_dtype
 from nnmpi.errors import ShapeError, UsageError
 
@@ -42,7 +42,7 @@ _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What a product of arrays that lie in some way takes: calls of one function, all but the addresses.
+    """The calls of one function of cuBLAS that multiply arrays of one layout in memory: all but the addresses.
 
     Attributes:
         function: gemmEx or gemmStridedBatchedEx.
@@ -157,7 +157,7 @@ class Products:
         return None
 
     def _multiply_new(self, a: Array, b: Array, out: Array, add: bool, kind: Kind, key: Any = None) -> None:
-        """Multiply arrays that lie as none did before.
+        """Multiply arrays whose shapes and strides are new, and remember the calls that this takes.
 
         Args:
             key: by which it is remembered; None in cuBLAS's test, which neither needs that nor to have been passed.
@@ -172,39 +172,46 @@ class Products:
             if not add:
                 out.fill(0)
             return
-        how = plan(_lie(a), _lie(b), _lie(out), a.dtype.itemsize)
-        if max(how.m, how.n, how.k, how.batch, *how.leads) > LIMIT:
+        gemms = plan(_layout(a), _layout(b), _layout(out), a.dtype.itemsize)
+        if max(gemms.m, gemms.n, gemms.k, gemms.batch, *gemms.leads) > LIMIT:
             raise ShapeError(f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut them")
-        if True in how.copies:
-            self._multiply_copied(how.copies, a, b, out, add, kind, key is not None)
+        if True in gemms.copies:
+            self._multiply_copied(gemms.copies, a, b, out, add, kind, key is not None)
             return
-        calls = self._prepare(how, kind)
+        calls = self._prepare(gemms, kind)
         if key is not None:
             if len(self._calls) >= KEPT_CALLS:
                 self._calls.clear()
             self._calls[key] = calls
         self._launch(calls, a, b, out, add)
 
-    def _prepare(self, how: Plan, kind: Kind) -> Calls:
+    def _prepare(self, gemms: Plan, kind: Kind) -> Calls:
         """Return a plan in the bindings' words, all but the addresses."""
         size, result_size = kind[0].itemsize, kind[1].itemsize
         given, result = REAL[kind[0].name], REAL[kind[1].name]
         wide = kind[0] == _DOUBLE
         compute = COMPUTE_64F if wide else COMPUTE_32F_FAST_TF32 if kind[2] else COMPUTE_32F
         zero, one = self._addresses[_DOUBLE if wide else _SINGLE]
-        stacked = how.batch > 1
-        apart = [(each,) if stacked else () for each in how.apart]
+        stacked = gemms.batch > 1
+        apart = [(each,) if stacked else () for each in gemms.apart]
         return Calls(
             function=self._bindings.gemmStridedBatchedEx if stacked else self._bindings.gemmEx,
             handle=self._handle,
-            swapped=how.swapped,
-            head=(*how.flags, how.m, how.n, how.k, one),
-            first=(given, how.leads[0], *apart[0]),
-            second=(given, how.leads[1], *apart[1]),
-            result=(result, how.leads[2], *apart[2], *((how.batch,) if stacked else ()), compute, DEFAULT_ALGORITHM),
+            swapped=gemms.swapped,
+            head=(*gemms.flags, gemms.m, gemms.n, gemms.k, one),
+            first=(given, gemms.leads[0], *apart[0]),
+            second=(given, gemms.leads[1], *apart[1]),
+            result=(
+                result,
+                gemms.leads[2],
+                *apart[2],
+                *((gemms.batch,) if stacked else ()),
+                compute,
+                DEFAULT_ALGORITHM,
+            ),
             factors=(zero, one),
             narrow=result_size < _SINGLE.itemsize,
-            starts=tuple((size * x, size * y, result_size * z) for x, y, z in how.starts),
+            starts=tuple((size * x, size * y, result_size * z) for x, y, z in gemms.starts),
         )
 
     def _launch(self, calls: Calls, a: Array, b: Array, out: Array, add: bool) -> None:
@@ -248,7 +255,15 @@ def products_of(xp: ModuleType) -> Products:
 
 
 def multiply_plainly(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None:
-    """Write, or add, a @ b to `out` with the library's own matmul, half precision by way of float32."""
+    """Write, or add, a @ b to `out` with the library's own matmul, half precision by way of float32.
+
+    Args:
+        xp: the arrays' module.
+        a: (..., n, k).
+        b: (..., k, m), of a's dtype.
+        out: (..., n, m), which is written.
+        add: whether the product is added to what `out` holds.
+    """
     if a.dtype.itemsize == _SINGLE.itemsize // 2:
         a, b = a.astype(_SINGLE), b.astype(_SINGLE)
     # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
@@ -258,10 +273,11 @@ def multiply_plainly(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None
     out[...] = product
 
 
-def _lie(x: Array) -> Lie:
-    """Return where an array's elements lie."""
+def _layout(x: Array) -> StridedLayout:
+    """Return where an array's elements lie in memory."""
     size = x.dtype.itemsize
-    return Lie(x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides))  # -1: copied
+    strides = tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)  # -1: to be copied
+    return StridedLayout(x.shape, strides)
 
 
 def _placed(xp: Any, values: Array, dtype: np.dtype[Any], flipped: bool) -> Array:

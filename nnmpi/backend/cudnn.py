@@ -29,35 +29,35 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.windows import Pair
 from nnmpi.errors import DeviceError, UsageError
 
-WAYS = ("auto", "im2col", "cudnn", "tuned")
+ALGORITHMS = ("auto", "im2col", "cudnn", "tuned")
 PLANS = 8
 ALIGNMENT = 16  # bytes: what a graph expects of the addresses that it is given
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
-_way: ContextVar[str] = ContextVar("nnmpi_convolution", default="auto")
+_algorithm: ContextVar[str] = ContextVar("nnmpi_convolution", default="auto")
 
 
 def convolution() -> str:
-    """Return how convolutions are computed on a device in this context, one of WAYS."""
-    return _way.get()
+    """Return by which algorithm convolutions are computed on a device in this context, one of ALGORITHMS."""
+    return _algorithm.get()
 
 
 @contextmanager
-def use_convolution(way: str) -> Iterator[None]:
-    """Compute convolutions on a device this way inside the block.
+def use_convolution(algorithm: str) -> Iterator[None]:
+    """Compute convolutions on a device by this algorithm inside the block.
 
     Args:
-        way: "im2col", "cudnn", "tuned" (cuDNN, and its fastest plans), or by cuDNN where it is there ("auto").
+        algorithm: "im2col", "cudnn", "tuned" (cuDNN, and its fastest plans), or by cuDNN where it is there ("auto").
 
     Raises:
-        UsageError: for an unknown way.
+        UsageError: for an unknown algorithm.
     """
-    if way not in WAYS:
-        raise UsageError(f"convolution {way!r} is unknown; choose one of {', '.join(WAYS)}")
-    token = _way.set(way)
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"convolution {algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+    token = _algorithm.set(algorithm)
     try:
         yield
     finally:
-        _way.reset(token)
+        _algorithm.reset(token)
 
 
 class Problem(NamedTuple):
@@ -322,15 +322,15 @@ def chosen(xp: ModuleType) -> Cudnn | None:
     Raises:
         DeviceError: when cuDNN is asked for and cannot be used.
     """
-    way = convolution()
-    if way == "im2col":
+    algorithm = convolution()
+    if algorithm == "im2col":
         return None
     found = load(xp)
     if isinstance(found, Cudnn):
         return found
-    if way != "auto":
+    if algorithm != "auto":
         raise DeviceError(
-            f"convolution {way!r} cannot be used: {found}; install nnmpi[cudnn], or choose 'im2col' or 'auto'"
+            f"convolution {algorithm!r} cannot be used: {found}; install nnmpi[cudnn], or choose 'im2col' or 'auto'"
         )
     return None
 

@@ -268,7 +268,7 @@ class DeviceBackend(Backend):
         pool = self.xp.get_default_memory_pool()
         if not pool.get_limit() or limit_bytes < pool.get_limit():
             pool.set_limit(size=limit_bytes)
-            self.pool.note = "as --memory-limit says"
+            self.pool.note = "as memory_limit says"
 
     def explain(self, error: BaseException) -> DeviceError | None:
         """Return a library's error in a sentence that says what would help; None if it is no error of the device."""

@@ -36,8 +36,8 @@ EXTRAS = (12, 13)  # nnmpi's, by the CUDA that they are for
 _LIBRARIES = ("libcublas", "libcudart", "libnvrtc", "libcusolver", "libcusparse", "libcurand", "libnvJitLink")
 _COMPILER_ERRORS = ("CompileException", "NVRTCError", "JitifyException")
 REMEDY = (
-    "lower --batch-size, raise --grad-accum, use --recompute or --precision bf16, or spread the model over more ranks "
-    "with --tp or --pp"
+    "make the batch smaller, compute it in more parts, recompute activations, use precision bf16, or spread the model "
+    "over more ranks"
 )
 
 
@@ -101,20 +101,20 @@ def explain_start(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     status = getattr(error, "status", _NO_DEVICE if error is None else None)
     if status == _INSUFFICIENT_DRIVER and driver == 0:
-        return f"cupy finds no CUDA driver on this machine{both}; install NVIDIA's driver, or use --backend numpy"
+        return f"cupy finds no CUDA driver on this machine{both}; install NVIDIA's driver, or use the backend numpy"
     if status == _INSUFFICIENT_DRIVER:
         other = f"nnmpi[cuda{driver // 1000}] in its place, or " if driver // 1000 in EXTRAS else ""
         return (
             f"cupy is built for CUDA {_version(runtime)}, but the driver knows CUDA up to {_version(driver)}{both}; "
-            f"install {other}a newer driver, or use --backend numpy"
+            f"install {other}a newer driver, or use the backend numpy"
         )
     if status == _NO_DEVICE and visible is not None:
         return (
             f"cupy finds no CUDA device: CUDA_VISIBLE_DEVICES={visible!r} shows it none of this machine's; unset it, "
-            "or name one that nvidia-smi lists, or use --backend numpy"
+            "or name one that nvidia-smi lists, or use the backend numpy"
         )
     if status == _NO_DEVICE:
-        return f"cupy finds no CUDA device: the driver sees none (try nvidia-smi){both}; use --backend numpy"
+        return f"cupy finds no CUDA device: the driver sees none (try nvidia-smi){both}; use the backend numpy"
     if status in _REFUSALS:
         return f"cupy cannot use the device: {_REFUSALS[status]}"
     if status == _OUT_OF_MEMORY or isinstance(error, MemoryError):
@@ -124,7 +124,7 @@ def explain_start(
     missing = None if error is None else _missing_library(error)
     if missing is not None or type(error).__name__ in _COMPILER_ERRORS:
         return f"{missing or _no_kernel(error)}; {_install_libraries(installed)}"
-    return f"cupy cannot start CUDA{both} ({_short(error)}); try nvidia-smi, or use --backend numpy"
+    return f"cupy cannot start CUDA{both} ({_short(error)}); try nvidia-smi, or use the backend numpy"
 
 
 def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceError | None:

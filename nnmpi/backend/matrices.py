@@ -41,7 +41,7 @@ Axis = tuple[int, tuple[int, ...]]  # its length, and per array the elements fro
 
 
 @dataclass(frozen=True)
-class Lie:
+class StridedLayout:
     """Where the elements of an array of two or more axes lie.
 
     Attributes:
@@ -53,17 +53,17 @@ class Lie:
     strides: Shape
 
     @property
-    def flipped(self) -> Lie:
+    def flipped(self) -> StridedLayout:
         """The matrices transposed."""
-        return Lie((*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1]))
+        return StridedLayout((*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1]))
 
     @property
-    def packed(self) -> Lie:
+    def packed(self) -> StridedLayout:
         """The same array, C-contiguous."""
         strides = [1]
         for length in self.shape[:0:-1]:
             strides.append(strides[-1] * max(length, 1))
-        return Lie(self.shape, tuple(reversed(strides)))
+        return StridedLayout(self.shape, tuple(reversed(strides)))
 
     @property
     def matrix(self) -> tuple[int, int, int, int]:
@@ -130,7 +130,7 @@ def collapse(axes: Sequence[Axis]) -> list[Axis]:
     return result
 
 
-def plan(a: Lie, b: Lie, out: Lie, itemsize: int) -> Plan:
+def plan(a: StridedLayout, b: StridedLayout, out: StridedLayout, itemsize: int) -> Plan:
     """Return the calls for out = a @ b, none of whose sizes is 0, copying what BLAS cannot read and what saves calls.
 
     Args:
@@ -148,18 +148,18 @@ def plan(a: Lie, b: Lie, out: Lie, itemsize: int) -> Plan:
     return fewest if price_s < CALL_S * (len(least.starts) - len(fewest.starts)) else least
 
 
-def _must_copy(x: Lie) -> bool:
+def _must_copy(x: StridedLayout) -> bool:
     return min(x.strides) < 0 or form(*x.matrix) is None
 
 
-def _is_spread(x: Lie, leading: Shape) -> bool:
+def _is_spread(x: StridedLayout, leading: Shape) -> bool:
     """Return whether a copy would be one stack and the array is none; not if the copy would have to be larger."""
     strides = x.over(leading)
     repeated = any(length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True))
     return not repeated and len(collapse([(n, (s,)) for n, s in zip(leading, strides, strict=True)])) > 1
 
 
-def _with_copies(a: Lie, b: Lie, out: Lie, copied: Sequence[bool]) -> Plan:
+def _with_copies(a: StridedLayout, b: StridedLayout, out: StridedLayout, copied: Sequence[bool]) -> Plan:
     """Return the calls when these of the three are copied."""
     a, b, out = (x.packed if to_copy else x for x, to_copy in zip((a, b, out), copied, strict=True))
     swapped = _form(out)[0] == 1
@@ -191,7 +191,9 @@ def _with_copies(a: Lie, b: Lie, out: Lie, copied: Sequence[bool]) -> Plan:
     )
 
 
-def _stacked_up(a: Lie, b: Lie, out: Lie) -> tuple[Lie, Lie, Lie]:
+def _stacked_up(
+    a: StridedLayout, b: StridedLayout, out: StridedLayout
+) -> tuple[StridedLayout, StridedLayout, StridedLayout]:
     """Return one matrix in the place of a stack, where one b serves all and those of a and out lie one below another.
 
     [a1]         [a1 b]          It is one product then, and a larger one, which devices are quicker at.
@@ -206,15 +208,15 @@ def _stacked_up(a: Lie, b: Lie, out: Lie) -> tuple[Lie, Lie, Lie]:
     if len(axes) != 1:
         return a, b, out
     rows, (down_a, down_out) = axes[0]
-    tall_a = Lie((rows, a.shape[-1]), (down_a, a.strides[-1]))
-    tall_out = Lie((rows, out.shape[-1]), (down_out, out.strides[-1]))
-    lies = form(*tall_out.matrix)
-    if form(*tall_a.matrix) is None or lies is None or lies[0] == 1:
+    tall_a = StridedLayout((rows, a.shape[-1]), (down_a, a.strides[-1]))
+    tall_out = StridedLayout((rows, out.shape[-1]), (down_out, out.strides[-1]))
+    out_form = form(*tall_out.matrix)
+    if form(*tall_a.matrix) is None or out_form is None or out_form[0] == 1:
         return a, b, out
-    return tall_a, Lie(b.shape[-2:], b.strides[-2:]), tall_out
+    return tall_a, StridedLayout(b.shape[-2:], b.strides[-2:]), tall_out
 
 
-def _form(x: Lie) -> tuple[int, int]:
+def _form(x: StridedLayout) -> tuple[int, int]:
     found = form(*x.matrix)
     assert found is not None, x
     return found
@@ -243,6 +245,11 @@ def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 def check_operands(a: Array, b: Array, out: Array) -> None:
     """Refuse a product of these arrays that is none.
+
+    Args:
+        a: (..., n, k).
+        b: (..., k, m).
+        out: where the product is to go.
 
     Raises:
         DtypeError: for two dtypes, or a result that they cannot have.

@@ -1,12 +1,22 @@
-"""How much memory a backend uses, and how much it may."""
+"""How much memory a backend uses and how much it may; and how the process keeps what it frees on the host.
+
+A training step frees arrays of megabytes and asks for them again a moment later. glibc by default maps each such array
+afresh, and the kernel then zeroes it page by page: a quarter of a convolutional network's step. `keep_freed_memory`
+changes that.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+
+# Numbers of glibc's malloc.h. The mapping threshold cannot be set above 32 MiB.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,21 @@ def reset_host_peak() -> None:
         _CLEAR.write_text("5")
     except OSError:
         return
+
+
+def keep_freed_memory() -> bool:
+    """Tell malloc to keep what is freed, for arrays of up to 32 MiB; return whether it listens (glibc alone does).
+
+    The process then holds on to the most memory that it ever used.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20))
+    return all(bool(mallopt(ctypes.c_int(name), ctypes.c_int(value))) for name, value in settings)
 
 
 def _read(name: str) -> int:

@@ -1,12 +1,21 @@
-"""Named random streams: the same numbers on every rank and under every layout.
+"""Random numbers that depend on what they are for alone: the same on every rank and under every layout.
 
-A stream is keyed by the seed and by what it is for, never by how often somebody drew before:
+`stream` gives a generator, keyed by the seed and by names, never by how often somebody drew before:
 `stream(seed, "init", "2.weight")` gives a layer its initial weights whichever rank builds it.
+
+`random_bits` hashes (key, row of the global batch, column), on CPU and GPU alike. Dropout masks are made of these bits,
+so that every layout drops the same elements. The hash's 32-bit mix, and its constants, are those of "lowbias32", found
+by C. Wellons' search for mixes with little avalanche bias (https://nullprogram.com/blog/2018/07/31/).
 """
 
 import hashlib
+from types import ModuleType
 
 import numpy as np
+
+from nnmpi.backend.array import Array
+
+ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
 
 
 def stream(seed: int, *names: str | int) -> np.random.Generator:
@@ -18,3 +27,41 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     text = "\x1f".join([str(int(seed)), *(f"{type(name).__name__}:{name}" for name in names)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def key_pair(*parts: str | int) -> tuple[int, int]:
+    """Return two 32-bit keys from names and numbers."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]) -> Array:
+    """Return 32 random bits for each place of a (rows, columns) array, as uint32.
+
+    bits[r, c] = mix(mix(c + key[0]) ^ mix(mix(first_row + r + key[1]) + ODD)), all modulo 2 ** 32. Were rows and
+    columns mixed alike, the places with c + key[0] = r + key[1] would all get mix(0).
+
+    Args:
+        xp: the array module that computes.
+        first_row: number of the first row in the whole array.
+        rows: how many rows to return.
+        columns: how many columns; or, for a part of an array, the numbers of its columns in the whole one (1-D,
+            uint32).
+        key: two 32-bit numbers, of `key_pair`.
+    """
+    numbers = xp.arange(columns, dtype=xp.uint32) if isinstance(columns, int) else columns
+    across = _mix(xp, numbers + xp.uint32(key[0]))
+    start = (first_row + key[1]) & 0xFFFFFFFF
+    down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start)) + xp.uint32(ODD))
+    return _mix(xp, across[None, :] ^ down[:, None])
+
+
+def _mix(xp: ModuleType, x: Array) -> Array:
+    """Scramble uint32 numbers in place: a bijection in which every input bit changes every output bit half the time."""
+    x ^= x >> xp.uint32(16)
+    x *= xp.uint32(0x7FEB352D)
+    x ^= x >> xp.uint32(15)
+    x *= xp.uint32(0x846CA68B)
+    x ^= x >> xp.uint32(16)
+    return x

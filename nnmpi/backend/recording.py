@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.leases import Pool, alias
+from nnmpi.backend.memory_pool import MemoryPool, alias
 from nnmpi.errors import UsageError
 
 Call = Callable[[], object]
@@ -82,12 +82,12 @@ class Recorder:
 
     Attributes:
         calls: what was noted so far.
-        leaves: by identity, the leaves of the graph that the calls read, as they were when they were first seen: the
-            leaf, its values, its place for gradients, whether it needs one, its hook and guard, and its gradient (False
-            where the step itself sees to that).
-        loose: leaves without a place for gradients, and the arrays that calls compute them in.
-        made: the tensors that operations of the step have given.
-        cleared: the identities of leaves whose gradients the step has forgotten.
+        leaves: by id, the leaf tensors that the calls read, as they were at recording, for `holds` to compare: the
+            leaf, its data, its gradient's buffer, whether it needs a gradient, its hook and guard, and its gradient
+            (False where the step zeroes it first, so that any will do).
+        loose: leaves without flat storage, and the arrays in which calls compute their gradients.
+        made: the tensors that the step's operations have made.
+        cleared: the ids of leaves whose gradients the step itself zeroes.
         pool: the memory of the results.
     """
 
@@ -97,7 +97,7 @@ class Recorder:
         self.loose: list[tuple[Any, Array]] = []
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
-        self.pool = Pool()
+        self.pool = MemoryPool()
         self._modules: dict[str, _Namespace] = {}
 
     @contextmanager
@@ -184,9 +184,9 @@ class _Noting:
         result = self._function(*args, **kwargs)
         note = self._recorder.note
         if self._name in _EMPTY:
-            return self._lend(result)
+            return self._allocate_like(result)
         if self._name in _FILLED:
-            result = self._moved(result)
+            result = self._copied_to_pool(result)
             note(*_filling(self._xp, self._name, result, args, kwargs))
             return result
         if self._name in _CONSTANT:
@@ -205,22 +205,22 @@ class _Noting:
         place: Array = self._xp.asarray(result)
         if any(is_array(each) and self._xp.may_share_memory(each, place) for each in args):
             return place
-        place = self._moved(place)
+        place = self._copied_to_pool(place)
         if _writes_out(self._xp, self._name, self._function):
             self._recorder.note(_bound(self._xp, self._name, self._function, args, {**kwargs, "out": place}))
         else:
             self._recorder.note(_copy_result, self._xp, place, partial(self._function, *args, **kwargs))
         return place
 
-    def _lend(self, like: Array) -> Array:
+    def _allocate_like(self, like: Array) -> Array:
         """Return an array of that shape and type over the recording's memory (as it is, if that is not NumPy's)."""
         if type(like) is not np.ndarray or not like.flags.c_contiguous:
             return like
-        return self._recorder.pool.lend(like.shape, like.dtype)
+        return self._recorder.pool.allocate(like.shape, like.dtype)
 
-    def _moved(self, array: Array) -> Array:
+    def _copied_to_pool(self, array: Array) -> Array:
         """Return the same values over the recording's memory."""
-        place = self._lend(array)
+        place = self._allocate_like(array)
         if place is not array:
             np.copyto(place, array)
         return place

@@ -16,17 +16,43 @@ Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one 
 """
 
 from math import prod
+from operator import index
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import UsageError
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # rows, columns
+
+
+def pair(name: str, value: int | Pair, least: int) -> Pair:
+    """Return one number as a pair, and check both.
+
+    Args:
+        name: of the option, for the error.
+        value: one whole number, or two.
+        least: the smallest that is allowed.
+
+    Raises:
+        UsageError: when a value is below `least`, or there are not two.
+    """
+    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    try:
+        first, second = (index(v) for v in given)
+    except (TypeError, ValueError):  # no whole numbers, or not two of them
+        first = second = least - 1
+    if min(first, second) < least:
+        raise UsageError(f"{name} is one whole number of at least {least}, or two, not {value!r}")
+    return first, second
 
 
 def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Array:
     """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when there are none.
 
     Args:
+        x: (n, h, w, c).
+        padding: rows above and below, columns on the left and on the right.
+        value: what the border is filled with.
         xp: the library that makes it, when it is not x's own that is to be called.
     """
     rows, columns = padding
@@ -40,12 +66,24 @@ def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Arr
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> int:
-    """Return how many windows fit along an axis of `size` elements; 0 or less when none does."""
+    """Return how many windows fit along an axis; 0 or less when none does.
+
+    Args:
+        size: elements of the axis.
+        kernel, stride, padding, dilation: along this axis, in elements.
+    """
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
-    """Return a view (n, out_h, out_w, kernel_h, kernel_w, c) of x (n, h, w, c). Do not write to it."""
+    """Return a view (n, out_h, out_w, kernel_h, kernel_w, c) of all windows.
+
+    Do not write to it where windows overlap: they share pixels.
+
+    Args:
+        x: (n, h, w, c), with its border.
+        kernel, stride, dilation: rows and columns.
+    """
     n, h, w, c = x.shape
     batch, row, column, channel = x.strides
     shape = (
@@ -75,7 +113,14 @@ def corners(x: Array, pool: Pair) -> Array:
 
 
 def tap(x: Array, place: Pair, out: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
-    """Return the view (n, out_h, out_w, c) of x that the kernel's element `place` sees in every window."""
+    """Return the view (n, out_h, out_w, c) of x that one of the kernel's elements sees in every window.
+
+    Args:
+        x: (n, h, w, c), with its border.
+        place: the element's row and column in the kernel.
+        out: rows and columns of windows.
+        stride, dilation: rows and columns.
+    """
     top, left = place[0] * dilation[0], place[1] * dilation[1]
     bottom, right = top + max(0, (out[0] - 1) * stride[0] + 1), left + max(0, (out[1] - 1) * stride[1] + 1)
     return x[:, top : bottom : stride[0], left : right : stride[1]]

@@ -25,11 +25,10 @@ from nnmpi.comm.cost import table
 from nnmpi.comm.fit import check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
-from nnmpi.comm.price import price
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
-from nnmpi.comm.simulate import simulate
-from nnmpi.comm.sizes import name_bytes, name_seconds, parse_bytes, parse_seconds
+from nnmpi.comm.simulate import price, simulate
+from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
 
@@ -67,7 +66,7 @@ def _price(arguments: argparse.Namespace) -> str:
     found = price(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
     return "\n".join(
         [
-            f"{_title(arguments)}: {name_seconds(found.seconds)}",
+            f"{_title(arguments)}: {format_seconds(found.seconds)}",
             f"on the critical path: {found.rounds} latencies, {found.sent_bytes} bytes sent, {found.added_bytes} added",
             f"all ranks together: {found.messages} messages",
         ]
@@ -81,10 +80,10 @@ def _simulate(arguments: argparse.Namespace) -> str:
     first = int(np.argmin(found.finish_s))
     return "\n".join(
         [
-            f"{_title(arguments)}: {name_seconds(found.seconds)}",
-            f"the first to finish is rank {first} after {name_seconds(float(found.finish_s[first]))}",
+            f"{_title(arguments)}: {format_seconds(found.seconds)}",
+            f"the first to finish is rank {first} after {format_seconds(float(found.finish_s[first]))}",
             f"all ranks together: {found.messages} messages",
-            *([f"waiting for links between nodes: {name_seconds(found.waited_s)}"] if machine.nodes else []),
+            *([f"waiting for links between nodes: {format_seconds(found.waited_s)}"] if machine.nodes else []),
         ]
     )
 
@@ -92,11 +91,11 @@ def _simulate(arguments: argparse.Namespace) -> str:
 def _cost(arguments: argparse.Namespace) -> str:
     """Print the course's table beside what the steps really cost."""
     rows = table(arguments.ranks, arguments.bytes, _machine(arguments))
-    lines = [f"N = {arguments.ranks} ranks, M = {name_bytes(arguments.bytes)}", ""]
+    lines = [f"N = {arguments.ranks} ranks, M = {format_bytes(arguments.bytes)}", ""]
     lines.append(f"{'operation':35} {'formula':30} {'course':>12} {'exact':>12}   why they differ")
     for row in rows:
-        course = "" if row.course_s is None else name_seconds(row.course_s)
-        lines.append(f"{row.name:35} {row.formula:30} {course:>12} {name_seconds(row.exact_s):>12}   {row.differs}")
+        course = "" if row.course_s is None else format_seconds(row.course_s)
+        lines.append(f"{row.name:35} {row.formula:30} {course:>12} {format_seconds(row.exact_s):>12}   {row.differs}")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -256,7 +255,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _title(arguments: argparse.Namespace) -> str:
-    return f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {name_bytes(arguments.bytes)}"
+    return f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
 
 
 if __name__ == "__main__":

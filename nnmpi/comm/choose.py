@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED
 from nnmpi.comm.fit import Fit
-from nnmpi.comm.sizes import name_bytes, name_seconds
+from nnmpi.comm.units import format_bytes, format_seconds
 
 # Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length of a step's message,
 # one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open MPI 5.0.11 | MPICH 5.0.2, float32, buffers
@@ -72,13 +72,13 @@ def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False,
     if fit.machine.nodes is not None and seconds.get(STEADY, float("inf")) <= NEARLY * seconds[best] and best != STEADY:
         best, why = (
             STEADY,
-            f", and steadier than {best}, {name_seconds(seconds[best], DIGITS)}, which it is within 5 % of",
+            f", and steadier than {best}, {format_seconds(seconds[best], DIGITS)}, which it is within 5 % of",
         )
     others = ", ".join(
-        f"{name} {name_seconds(seconds[name], DIGITS)}" for name in order[:3] if name != best and not why
+        f"{name} {format_seconds(seconds[name], DIGITS)}" for name in order[:3] if name != best and not why
     )
     against = f", against {others}" if others else ""
-    reason = f"predicted {name_seconds(seconds[best], DIGITS)} for {name_bytes(nbytes)}{against}{why}"
+    reason = f"predicted {format_seconds(seconds[best], DIGITS)} for {format_bytes(nbytes)}{against}{why}"
     return Choice(best, reason, seconds[best])
 
 
@@ -86,8 +86,8 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
     """Return what is right on most machines."""
     if shared:
         if nbytes < SHARED_BYTES:
-            return Choice(NATIVE, f"{name_bytes(nbytes)} are too few for shared memory (below {SHARED_BYTES} B) to pay")
-        return Choice(SHARED, f"shared memory is the fastest from {name_bytes(SHARED_BYTES)} on")
+            return Choice(NATIVE, f"{format_bytes(nbytes)} are too few for shared memory (below {SHARED_BYTES} B)")
+        return Choice(SHARED, f"shared memory is the fastest from {format_bytes(SHARED_BYTES)} on")
     chunk = nbytes // size
     if chunk < RING_CHUNK_BYTES:
         return Choice(NATIVE, f"a ring's messages would be {chunk} bytes, too short (below {RING_CHUNK_BYTES}) to pay")

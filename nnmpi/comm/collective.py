@@ -20,7 +20,7 @@ per chunk (. is what nobody asks for):
                    .   .   .         0   0   0
                    .   .   .         0   0   0
 
-A set of parts is an integer with a digit per rank, in base 16: the digit counts how often that rank's part is in.
+Who has contributed to a chunk is one integer: its hexadecimal digit r counts rank r's contributions.
 """
 
 from collections.abc import Callable

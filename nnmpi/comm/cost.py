@@ -24,9 +24,10 @@ from math import isclose
 from types import MappingProxyType
 
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
+
+# The functions below take N, M, alpha, beta and gamma as above, by the letters of the table: ranks, bytes, seconds.
 
 
 def levels(N: int) -> int:
@@ -46,8 +47,8 @@ def parameter_server(N: int, M: float, alpha: float, beta: float) -> float:
 def exact_parameter_server(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
     """Return the seconds of `star`: the server receives from one worker after another, so every latency counts.
 
-    It differs from the course's by 2 (N-2) alpha, which decides for short messages: at N = 16 it is 15 times more. In
-    return the sum does not depend on which worker comes first.
+    It differs from the course's by 2 (N-2) alpha, which decides for short messages: at N = 16 the latency is 15 times
+    the course's. In return the sum does not depend on which worker comes first.
     """
     return 2 * (N - 1) * (alpha + M * beta) + (N - 1) * M * gamma
 

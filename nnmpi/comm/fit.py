@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_algorithm
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import NnmpiError, UsageError
 
@@ -70,11 +69,17 @@ class Fit:
         return simulate(collective, self.ranks, nbytes, self.machine).seconds
 
     def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:
-        """Return whether it was made for these ranks, on these nodes, with this MPI."""
+        """Return whether it was made for so many ranks, on these nodes (one number per rank), with this MPI library."""
         return (self.ranks, list(self.facts["nodes"]), self.facts["mpi"]) == (ranks, nodes, mpi)
 
     def check(self, ranks: int, nodes: list[int], mpi: str, source: str = "the fit") -> None:
         """Raise unless it was made for these ranks, on these nodes, with this MPI.
+
+        Args:
+            ranks: how many.
+            nodes: the node of each.
+            mpi: the library's name and version.
+            source: what the error calls the fit.
 
         Raises:
             UsageError: says what differs and how a right one is made.

@@ -4,29 +4,28 @@ A strategy gets the group of its own axis and cannot see other ranks. Everything
 otherwise: all ranks of the group call it, in the same order.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from nnmpi import timeline
+from nnmpi.backend.array import is_array
 from nnmpi.backend.precision import is_floating, is_low
-from nnmpi.comm import wire
+from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, find_algorithm, find_collective
 from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_contiguous, is_device, pieces
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.device.coroutine import Widened
 from nnmpi.comm.device.transport import Devices
-from nnmpi.comm.device.widened import Widened
-from nnmpi.comm.execute import MAX_MESSAGE_BYTES, Execution
+from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
 from nnmpi.comm.fit import Fit
-from nnmpi.comm.native import Native
-from nnmpi.comm.same import check_same
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared import SharedSum
-from nnmpi.errors import DeviceError, DtypeError, UsageError
+from nnmpi.comm.sharing.shared_sum import SharedSum
+from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
 # MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
 # without a tag; one more is for all blocking sums, of which there is only one at a time.
@@ -35,27 +34,8 @@ OWN_TAGS = range(2**14 + 1, 2**15)
 SHARED_IN_FLIGHT = 8
 
 
-class Pending(Protocol):
-    """A collective bound to one array: start it, poll it or wait for it, and start it again."""
-
-    def start(self) -> None:
-        """Begin; the array must be left alone until it is finished."""
-
-    def poll(self) -> bool:
-        """Go on as far as possible without waiting; return whether it is finished."""
-
-    def wait(self) -> None:
-        """Return when it is finished."""
-
-    def run(self) -> None:
-        """Start and wait."""
-
-    def free(self) -> Any:
-        """Give back what MPI keeps for it; it cannot be started again."""
-
-
-class Group:
-    """Some ranks, numbered 0..size-1 among themselves.
+class Group(Communicator):
+    """Some ranks, numbered 0..size-1 among themselves, and what they can do together.
 
     Args:
         comm: an MPI communicator of these ranks.
@@ -63,67 +43,25 @@ class Group:
             meet others'.
 
     Attributes:
-        rank: this process's number in the group.
-        size: the number of ranks.
-        comm: the group's own communicator, for the modules of this package.
         fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
     """
 
     def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
-        self.comm = comm if private else comm.Dup()
-        self.rank: int = self.comm.Get_rank()
-        self.size: int = self.comm.Get_size()
+        super().__init__(comm, private)
         self._started = 0
         self._flying: dict[int, Pending] = {}
         self.fit: Fit | None = None
-        self._nodes: list[int] | None = None
         self._memory: SharedMemory | None = None
         self._devices: Devices | None = None
-
-    def __repr__(self) -> str:
-        """Return rank and size."""
-        return f"Group(rank {self.rank} of {self.size})"
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes (not collective)."""
-        return self.rank == 0
-
-    # ---- groups from groups ----
-
-    def split(self, color: int, key: int = 0) -> "Group":
-        """Return the group of the ranks that gave the same color, ordered by key, then by rank here.
-
-        Raises:
-            UsageError: for a negative color.
-        """
-        if color < 0:
-            raise UsageError(f"color {color} is negative; number the groups from 0")
-        return Group(self.comm.Split(color, key), private=True)
-
-    def node(self) -> "Group":
-        """Return the group of the ranks that share this node's memory, in the order they have here."""
-        return Group(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), private=True)
-
-    def nodes(self) -> list[int]:
-        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
-        if self._nodes is None:
-            node = self.node()
-            first = min(node.gather(self.rank))
-            node.free()
-            firsts = self.gather(first)
-            numbers = {rank: number for number, rank in enumerate(sorted(set(firsts)))}
-            self._nodes = [numbers[rank] for rank in firsts]
-        return self._nodes
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
         if self._devices is not None:
-            twin._devices = Devices(twin, self._devices.awareness)
+            twin._devices = Devices(twin, twin.memory, self._devices.awareness)
         if self._memory is not None and not self._memory.closed:
-            with suppress(DeviceError):  # no room for its barriers: who asks for shared sums will be told
+            with suppress(DeviceError):  # no room for its barriers: who asks for shared sums gets the error then
                 twin._memory = self._memory.twin(twin)
         return twin
 
@@ -140,7 +78,7 @@ class Group:
     def devices(self) -> Devices:
         """Return what this group knows about device arrays, the same each time. Collective the first time."""
         if self._devices is None:
-            self._devices = Devices(self)
+            self._devices = Devices(self, self.memory)
         return self._devices
 
     def free(self) -> None:
@@ -149,7 +87,7 @@ class Group:
             self._devices.free()
         if self._memory is not None:
             self._memory.close()
-        self.comm.Free()
+        super().free()
 
     # ---- sums ----
 
@@ -224,6 +162,14 @@ class Group:
         Several may be in flight, if all ranks start them in the same order. With tags of their own (see `bind`) those
         made of steps may be started in any order. Of those through shared memory without a tag 8 can be in flight; the
         next one waits for the first.
+
+        Args:
+            array: as in `all_reduce`; to be left alone until the sum is finished.
+            algorithm: as in `all_reduce`.
+            tag: as in `bind`; None for one that the group chooses.
+
+        Raises:
+            UsageError, ShapeError, DtypeError: as in `bind`.
         """
         if tag is not None:
             pending = self.bind(array, algorithm, tag)
@@ -282,7 +228,7 @@ class Group:
         check_any(array)
         if is_device(array):
             if algorithm == AUTO and operation == ALL_REDUCE.name:
-                algorithm = self.devices().choose(array, persistent=persistent).algorithm
+                algorithm = self.devices().choose(array, self.fit, persistent=persistent).algorithm
             host, direct = (
                 lambda part, on=on: self._bind_one(part, algorithm, tag, operation, persistent, on)
                 for on in (False, True)
@@ -301,7 +247,7 @@ class Group:
     ) -> Pending:
         """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
         if algorithm == NATIVE:
-            return Native(array, self.comm, operation, on_device=on_device)
+            return NativeExecution(array, self.comm, operation, on_device=on_device)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
         if operation != ALL_REDUCE.name:
@@ -320,30 +266,28 @@ class Group:
             started: whether it will be started and polled, and not be a blocking call.
         """
         if is_device(array):
-            return self.devices().choose(array, started)
+            return self.devices().choose(array, self.fit, started)
         shared = self._memory is not None and not self._memory.closed and self._memory.holds(array)
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:
         """Make sure that all ranks have an array of the same length and dtype that can be summed.
 
+        MPI itself does not say so when they differ: it hangs or mixes bytes up.
+
         Raises:
             CommError: on all ranks, with each different array and the ranks that have it.
+            ShapeError, DtypeError: on all ranks, when all have the same wrong one.
         """
-        check_same(self, array)
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere."""
-        total = np.array(values, np.float64)
-        self.comm.Allreduce(MPI.IN_PLACE, total)
-        return list(total.tolist())
-
-    def max_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
-        own = np.array(values, np.float64)
-        everyones = np.empty((self.size, own.size))
-        self.comm.Allgather(own, everyones)  # MPI.MAX does not say what it does with NaN
-        return list(everyones.max(axis=0).tolist())
+        wrong = _find_problem(array)
+        own = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
+        everyones = np.empty((self.size, 2), np.int64)
+        self.comm.Allgather(own, everyones)  # 16 bytes are all that is exchanged if all is well
+        if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
+            return
+        problem = "a collective needs the same array on every rank, but these differ"
+        require_equal(self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem)
+        check_any(array)
 
     # ---- values ----
 
@@ -364,35 +308,16 @@ class Group:
             self.comm.Bcast([piece, MPI.BYTE], root)
         return None
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, in rank order, on every rank.
 
-        Tuples become lists and keys of dictionaries text, this rank's own too.
+def _describe(array: Any) -> str:
+    """Return length and dtype in words."""
+    return f"{array.size} elements of {array.dtype}" if is_array(array) else type(array).__name__
 
-        Raises:
-            CommError: on all ranks, when a value is none that JSON can hold.
-        """
-        text = np.frombuffer(wire.encode(value), np.uint8)
-        lengths = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([text.size], np.int64), lengths)
-        texts = np.empty(int(lengths.sum()), np.uint8)
-        self.comm.Allgatherv([text, MPI.BYTE], [texts, lengths.tolist(), MPI.BYTE])
-        parts = np.split(texts, np.cumsum(lengths)[:-1])
-        return [wire.decode(part.tobytes(), rank) for rank, part in enumerate(parts)]
 
-    def share(self, value: Any, root: int = 0) -> Any:
-        """Return root's JSON value on every rank; what the others pass is not looked at.
-
-        Raises:
-            CommError: on all ranks, when the value is none that JSON can hold.
-        """
-        text = np.frombuffer(wire.encode(value) if self.rank == root else b"", np.uint8)
-        length = np.array([text.size], np.int64)
-        self.comm.Bcast(length, root)
-        buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
-        self.comm.Bcast([buffer, MPI.BYTE], root)
-        return wire.decode(buffer.tobytes(), root)
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        self.comm.Barrier()
+def _find_problem(array: object) -> str:
+    """Return what keeps the array from being summed, nothing if nothing does."""
+    try:
+        check_any(array)
+    except (ShapeError, DtypeError) as error:
+        return str(error)
+    return ""

@@ -1,17 +1,21 @@
 """Proof, without MPI, that a collective is right for a number of ranks.
 
-Every rank's steps are replayed together (`replay`); then each chunk on each rank must hold what the contract promises
-(in an all-reduce every rank's part exactly once), with no message left over.
+All ranks' steps are worked off together as values (`simulation.engine`): a message carries, for each chunk, the set of
+ranks whose parts have been added up in it. At the end each chunk on each rank must hold what the contract promises (in
+an all-reduce every rank's part exactly once), with no message left over.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from nnmpi.comm.collective import ALL_REDUCE, Collective, Contract, count
-from nnmpi.comm.replay import Player, replay
+from nnmpi.comm.agreement import name_ranks
+from nnmpi.comm.collective import ALL_REDUCE, DIGIT_BITS, Collective, Contract, count
+from nnmpi.comm.simulation.engine import RankState, run
 from nnmpi.comm.steps import Algorithm, Step, runs
-from nnmpi.comm.wording import name_ranks
 from nnmpi.errors import ScheduleError
+
+State: TypeAlias = RankState[Step, int]  # its clock counts rounds: every message takes one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,103 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
             _check_step(f"rank {rank}, step {index}", step, rank, len(steps))
-    players = replay(steps, contract)
-    _check_finished(players)
-    _check_parts(players, contract)
+    sums = _PartialSums(contract, len(steps))
+    states = run(steps, [0] * len(steps), sums)
+    _check_finished(states)
+    sums.check()
     return Proof(
         size=len(steps),
-        rounds=max(player.clock for player in players),
+        rounds=max(state.clock for state in states),
         messages=sum(len(runs(step.send)) for own in steps for step in own),
         chunk_transfers=sum(len(step.send) for own in steps for step in own),
     )
+
+
+class _PartialSums:
+    """Carries messages as values, one round each: for every chunk on every rank, the ranks whose parts are in it.
+
+    The sets of ranks are integers with a digit per rank (see `collective`), so that adding up chunks is adding
+    integers. What is wrong on the spot raises at once; `check` judges what is left at the end.
+
+    Attributes:
+        held: by rank and chunk, the parts that are in it; 0 where nothing is.
+        written: by rank and chunk, the step that changed it last.
+        at: by rank, the step in which it is.
+        arrived: by rank, the parts that have come in this step, chunk by chunk.
+    """
+
+    def __init__(self, contract: Contract, size: int) -> None:
+        self.contract, self.size = contract, size
+        self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in range(size)] for rank in range(size)]
+        self.written: list[dict[int, int]] = [{} for _ in range(size)]
+        self.at = [0] * size
+        self.arrived: list[tuple[int, ...]] = [()] * size
+
+    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: int) -> int:
+        """Take a message along if it is what the receiver expects."""
+        if tuple(out.send) != tuple(into.recv):
+            raise ScheduleError(
+                f"{self._name(sender)} sends chunks {list(out.send)} to {self._name(receiver)}, which expects chunks "
+                f"{list(into.recv)}"
+            )
+        parts = tuple(self.held[sender][chunk] for chunk in out.send)
+        if 0 in parts:
+            empty = out.send[parts.index(0)]
+            raise ScheduleError(f"{self._name(sender)} sends chunk {empty} to rank {receiver} before anything is in it")
+        self.arrived[receiver] = parts
+        return ready + 1
+
+    def turn(self, ready: int) -> int:
+        """Return the round."""
+        return ready
+
+    def add(self, rank: int, step: Step, over: int) -> int:
+        """Store what came, when both messages of the step are through: adding takes no time here."""
+        for chunk, parts in zip(step.recv, self.arrived[rank], strict=True):
+            self._store(rank, step, chunk, parts)
+        self.at[rank] += 1
+        self.arrived[rank] = ()
+        return over
+
+    def _store(self, rank: int, step: Step, chunk: int, parts: int) -> None:
+        what = f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
+        if step.reduce and not self.held[rank][chunk]:
+            raise ScheduleError(f"{what} to nothing")
+        total = self.held[rank][chunk] + parts if step.reduce else parts
+        most = self.contract.most
+        often = [each for each in _members(total) if count(total, each) > most]
+        if often:
+            times = "twice" if most == 1 else f"more than {most} times"
+            raise ScheduleError(f"{what} and counts {name_ranks(often)} {times}")
+        self.held[rank][chunk] = total
+        self.written[rank][chunk] = self.at[rank]
+
+    def check(self) -> None:
+        """Refuse a chunk that at the end is not what the contract says."""
+        for rank, held in enumerate(self.held):
+            for chunk, parts in enumerate(held):
+                wanted = self.contract.ends(rank, chunk, self.size)
+                if wanted is not None and parts != wanted:
+                    last = self.written[rank].get(chunk)
+                    when = "never written" if last is None else f"last written in step {last}"
+                    difference = _difference(parts, wanted, self.size)
+                    raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}, step {self.at[rank]}"
+
+
+def _members(parts: int) -> list[int]:
+    """Return the ranks whose parts are in."""
+    return [rank for rank in range(-(-parts.bit_length() // DIGIT_BITS)) if count(parts, rank)]
+
+
+def _difference(parts: int, wanted: int, size: int) -> str:
+    """Return what is missing, or too much, in words."""
+    missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
+    if missing:
+        return f"without the part of {name_ranks(missing)}"
+    return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
 
 
 def _check_step(where: str, step: Step, rank: int, size: int) -> None:
@@ -80,77 +172,51 @@ def _check_step(where: str, step: Step, rank: int, size: int) -> None:
         raise ScheduleError(f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it")
 
 
-def _check_finished(players: Sequence[Player]) -> None:
+def _check_finished(states: Sequence[State]) -> None:
     """Refuse ranks that wait for ever: first for a message that can never come, else for one another."""
-    stuck = [player for player in players if player.step is not None]
-    for player in stuck:
-        _check_wanted(player, players)
+    stuck = [rank for rank, state in enumerate(states) if state.step is not None]
+    for rank in stuck:
+        _check_wanted(rank, states)
     if stuck:
-        raise ScheduleError(f"deadlock: {_circle(stuck[0], players)}")
+        raise ScheduleError(f"deadlock: {_circle(stuck[0], states)}")
 
 
-def _check_wanted(player: Player, players: Sequence[Player]) -> None:
+def _check_wanted(rank: int, states: Sequence[State]) -> None:
     """Refuse a message that the other end has no step for, now or later."""
-    step = player.step
+    state = states[rank]
+    step = state.step
     assert step is not None
-    if not player.sent and step.to is not None:
-        ahead = players[step.to].steps[players[step.to].at :]
-        if all(other.from_ != player.rank for other in ahead):
+    if state.sending is not None:
+        other = states[state.sending]
+        if all(later.from_ != rank for later in other.steps[other.at :]):
             raise ScheduleError(
-                f"unmatched message: {player.name} sends chunks {list(step.send)} to rank {step.to}, "
-                f"which has no step left that receives from rank {player.rank}"
+                f"unmatched message: rank {rank}, step {state.at} sends chunks {list(step.send)} to rank {step.to}, "
+                f"which has no step left that receives from rank {rank}"
             )
-    if not player.received and step.from_ is not None:
-        ahead = players[step.from_].steps[players[step.from_].at :]
-        if all(other.to != player.rank for other in ahead):
+    if state.receiving is not None:
+        other = states[state.receiving]
+        if all(later.to != rank for later in other.steps[other.at :]):
             raise ScheduleError(
-                f"unmatched message: {player.name} waits for chunks {list(step.recv)} from rank {step.from_}, "
-                f"which has no step left that sends to rank {player.rank}"
+                f"unmatched message: rank {rank}, step {state.at} waits for chunks {list(step.recv)} from rank "
+                f"{step.from_}, which has no step left that sends to rank {rank}"
             )
 
 
-def _circle(player: Player, players: Sequence[Player]) -> str:
+def _circle(rank: int, states: Sequence[State]) -> str:
     """Follow who waits for whom until a rank comes twice, and tell that circle."""
-    path: list[Player] = []
-    while player not in path:
-        path.append(player)
-        player = players[_awaited(player)]
-    return ", ".join(_wait(waiting) for waiting in path[path.index(player) :])
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        state = states[rank]
+        awaited = state.receiving if state.sending is None else state.sending
+        assert awaited is not None
+        rank = awaited
+    return ", ".join(_wait(each, states[each]) for each in path[path.index(rank) :])
 
 
-def _awaited(player: Player) -> int:
-    step = player.step
+def _wait(rank: int, state: State) -> str:
+    step = state.step
     assert step is not None
-    other = step.from_ if player.sent else step.to
-    assert other is not None
-    return other
-
-
-def _wait(player: Player) -> str:
-    step = player.step
-    assert step is not None
-    if player.sent:
-        return f"{player.name} waits for chunks {list(step.recv)} from rank {step.from_}"
-    return f"{player.name} waits to send chunks {list(step.send)} to rank {step.to}"
-
-
-def _check_parts(players: Sequence[Player], contract: Contract) -> None:
-    """Refuse a chunk that at the end is not what the contract says."""
-    size = len(players)
-    for player in players:
-        for chunk, parts in enumerate(player.held):
-            wanted = contract.ends(player.rank, chunk, size)
-            if wanted is not None and parts != wanted:
-                last = player.written.get(chunk)
-                when = "never written" if last is None else f"last written in step {last}"
-                raise ScheduleError(
-                    f"rank {player.rank} ends {_difference(parts, wanted, size)} in chunk {chunk} ({when})"
-                )
-
-
-def _difference(parts: int, wanted: int, size: int) -> str:
-    """Return what is missing, or too much, in words."""
-    missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
-    if missing:
-        return f"without the part of {name_ranks(missing)}"
-    return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
+    if state.sending is None:
+        return f"rank {rank}, step {state.at} waits for chunks {list(step.recv)} from rank {step.from_}"
+    return f"rank {rank}, step {state.at} waits to send chunks {list(step.send)} to rank {step.to}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from nnmpi.comm.collective import Collective
-from nnmpi.comm.simulation.play import play
+from nnmpi.comm.simulation.engine import finish
 from nnmpi.comm.steps import Chunks, Step, runs
 from nnmpi.errors import UsageError
 
@@ -33,20 +33,20 @@ def render(collective: Collective, size: int) -> str:
     """
     if size < 1:
         raise UsageError(f"there is no picture of {size} ranks; give at least 1")
-    film = _Film(size)
-    play([collective(rank, size) for rank in range(size)], [0] * size, film)
+    picture = _Picture(size)
+    finish([collective(rank, size) for rank in range(size)], [0] * size, picture)
     lines = [["", *(f"rank {rank}" for rank in range(size))]]
-    for number, cells in sorted(film.rounds.items()):
+    for number, cells in sorted(picture.rounds.items()):
         for index, line in enumerate(zip_longest(*(cells[rank] for rank in range(size)), fillvalue="")):
             lines.append(["" if index else f"round {number}", *(text or "." * (index == 0) for text in line)])
     title = f"{collective.contract.name} by {collective.name}, {size} rank{'s' * (size > 1)}"
-    if not film.rounds:
+    if not picture.rounds:
         return f"{title}: nothing to do"
     return "\n".join([title, "", *_columns(lines), "", _LEGEND])
 
 
 @dataclass(slots=True)
-class _Film:
+class _Picture:
     """Writes down who sends what to whom in each round."""
 
     size: int

@@ -1,26 +1,32 @@
-"""How long a collective takes on a machine, rank by rank, for thousands of ranks.
+"""How long a collective takes on a machine, and what for, for up to thousands of ranks.
 
-A rank works its steps off in order. Rank 1 of a ring, in one step:
-
-    rank 0   ==|--------- chunk 0 to 1 ----------|
-    rank 1   =====|------ chunk 0 from 0 --------|++++|--- next step          = the step before
-               .  |--- chunk 3 to 2 ---|         .    .                       + adds what came (machine.add)
+    rank 0   ........|=======|+++|              .    .            steps in order, as `steps` and `execution` have them:
+    rank 1   ----------------|=======|+++|      .    .            - waits for the other end, = message under way,
+               .  .                    .         .    .            + adds what came (machine.add)
     rank 2   ====================|-----.---|     .    .
                .  .                    .         .    over, and added
-               .  both ends have come to it:     the step's last message is there
+               .  both ends have come to it:     the step's last message has arrived
                .  the message begins             (here the one from rank 0)
                rank 0 waits for rank 1
 
 - A message begins when both ends have come to its step (as MPI sends long ones), and, between nodes, when the links of
-  both nodes are free: `links`. It costs what `fare` says: the link's curve for one way or both, by where its ends are
-  and what they do; slow ranks and nodes take their factor more; late ranks begin later.
+  both nodes are free (`simulation.links`). What it costs is said in `simulation.costs`: the link's curve for one way or
+  both, by where its ends are and what they do; slow ranks and nodes take their factor more; late ranks begin later.
 - Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing.
-- Symmetric phases are executed round by round over all ranks at once (`rounds`), all others message by message
-  (`play`). Both give the same times; where links are shared, see `Timeline.out_of_turn`.
+- Symmetric phases are executed round by round over all ranks at once (`simulation.rounds`), all others message by
+  message (`simulation.engine`). Both give the same times; where links are shared, see `CollectiveTimes.out_of_turn`.
+
+`price` is the same simulation, told as what its time was spent on: the latencies, bytes and sums along the critical
+path. That is the chain of messages and sums that each begin when the one before is over, and that ends with the last
+rank. With the parameter server and three ranks it is the server's work; the workers' waiting is not on it:
+
+    worker 1    |-- send --|          .          |-- receive --|
+    worker 2    .          |-- send --|          .             |-- receive --|
+    server      |-- 1 to --|+|-- 2 ---|+|--------|-- to 1 -----|-- to 2 -----|        4 alpha + 4 M beta + 2 M gamma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -28,16 +34,15 @@ from numpy.typing import NDArray
 
 from nnmpi.comm.collective import Collective, Phase
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulation.fare import Fares
+from nnmpi.comm.simulation.costs import ChunkBytes, Costs, Transfer
+from nnmpi.comm.simulation.engine import finish
 from nnmpi.comm.simulation.links import INSTANT_S, Links
-from nnmpi.comm.simulation.moves import Lengths, Move
-from nnmpi.comm.simulation.play import play
 from nnmpi.comm.simulation.rounds import Rounds, in_rounds
 from nnmpi.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class CollectiveTimes:
     """When the ranks were done.
 
     Attributes:
@@ -59,7 +64,7 @@ class Timeline:
         return float(self.finish_s.max())
 
 
-def simulate(collective: Collective, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Timeline:
+def simulate(collective: Collective, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> CollectiveTimes:
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`.
 
     Args:
@@ -76,15 +81,21 @@ def simulate(collective: Collective, size: int, nbytes: int, machine: Machine, i
     return simulate_phases(collective.phases, size, nbytes, machine, itemsize)
 
 
-def simulate_phases(phases: Sequence[Phase], size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Timeline:
-    """Return when each rank finishes these phases. See `simulate`."""
-    if size < 1 or nbytes < 0 or itemsize < 1:
-        raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} cannot be simulated")
-    fares = Fares(machine, size)
-    links = Links(max(fares.nodes) + 1)
-    lengths = Lengths.of(nbytes, size, itemsize)
-    rounds = Rounds(machine, lengths, links)
-    seconds = _Seconds(fares, links)
+def simulate_phases(
+    phases: Sequence[Phase], size: int, nbytes: int, machine: Machine, itemsize: int = 4
+) -> CollectiveTimes:
+    """Return when each rank finishes these phases; errors are those of `simulate`.
+
+    Args:
+        phases: of one collective or several, one after the other.
+        size, nbytes, machine, itemsize: see `simulate`.
+    """
+    _check(size, nbytes, itemsize, "cannot be simulated")
+    costs = Costs(machine, size)
+    links = Links(max(costs.nodes) + 1)
+    chunks = ChunkBytes.of(nbytes, size, itemsize)
+    rounds = Rounds(machine, chunks, links)
+    seconds = _Seconds(costs, links)
     clock = np.array([machine.late.get(rank, 0.0) for rank in range(size)])
     for at_once, part in groupby(phases, lambda phase: phase.symmetric and in_rounds(phase.steps(0, size), size)):
         if at_once:
@@ -92,24 +103,65 @@ def simulate_phases(phases: Sequence[Phase], size: int, nbytes: int, machine: Ma
                 clock = rounds.work_off(phase.steps(0, size), clock)
         else:
             together = tuple(part)
-            moves = [lengths.moves(s for phase in together for s in phase.steps(rank, size)) for rank in range(size)]
-            clock = np.array(play(moves, clock.tolist(), seconds))
-    return Timeline(clock, rounds.messages + seconds.messages, links.waited_s, links.out_of_turn)
+            steps = [chunks.transfers(s for phase in together for s in phase.steps(rank, size)) for rank in range(size)]
+            clock = np.array(finish(steps, clock.tolist(), seconds))
+    return CollectiveTimes(clock, rounds.messages + seconds.messages, links.waited_s, links.out_of_turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a collective costs.
+
+    Attributes:
+        seconds: until the last rank has finished.
+        rounds: latencies on the critical path.
+        sent_bytes: bytes whose journey is on it.
+        added_bytes: bytes that are added on it.
+        messages: messages sent by all ranks, on it or not.
+    """
+
+    seconds: float
+    rounds: int
+    sent_bytes: int
+    added_bytes: int
+    messages: int
+
+
+def price(collective: Collective, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Price:
+    """Return what the time of a collective is spent on; errors are those of `simulate`.
+
+    The price is exact for the machine's curves, for unequal chunks, and for slow and late ranks. It leaves out what
+    messages wait for a node's link that others use: where links are shared, `simulate` takes that much longer.
+
+    Args:
+        collective, size, nbytes, machine, itemsize: see `simulate`.
+    """
+    _check(size, nbytes, itemsize, "have no price")
+    chunks = ChunkBytes.of(nbytes, size, itemsize)
+    seconds = _Seconds(Costs(machine, size), links=None)
+    begin = [_Path(machine.late.get(rank, 0.0)) for rank in range(size)]
+    last = max(finish([chunks.transfers(collective(rank, size)) for rank in range(size)], begin, _Counted(seconds)))
+    return Price(last.seconds, last.rounds, last.sent_bytes, last.added_bytes, seconds.messages)
+
+
+def _check(size: int, nbytes: int, itemsize: int, what: str) -> None:
+    if size < 1 or nbytes < 0 or itemsize < 1:
+        raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} {what}")
 
 
 @dataclass(slots=True)
 class _Seconds:
-    """Carries messages over a machine's links, in seconds."""
+    """Carries messages over a machine's links, in seconds; without `links` nobody waits for one."""
 
-    fares: Fares
-    links: Links
+    costs: Costs
+    links: Links | None
     messages: int = 0
 
-    def carry(self, sender: int, receiver: int, out: Move, into: Move, ready: float) -> float:
-        """Return when the messages are there."""
-        latency, wire = self.fares.fare(sender, receiver, out, into)
-        nodes = self.fares.nodes
-        if nodes[sender] != nodes[receiver]:
+    def carry(self, sender: int, receiver: int, out: Transfer, into: Transfer, ready: float) -> float:
+        """Return when the messages have arrived."""
+        latency, wire = self.costs.message(sender, receiver, out, into)
+        nodes = self.costs.nodes
+        if self.links is not None and nodes[sender] != nodes[receiver]:
             ready = self.links.send(nodes[sender], nodes[receiver], ready, wire)
         self.messages += len(out.sends)
         return ready + (latency + wire)
@@ -118,6 +170,39 @@ class _Seconds:
         """Return the instant."""
         return round(ready / INSTANT_S)
 
-    def add(self, rank: int, move: Move, over: float) -> float:
+    def add(self, rank: int, step: Transfer, over: float) -> float:
         """Return when what came has been added."""
-        return over + self.fares.adding(rank, move)
+        return over + self.costs.adding(rank, step)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Path:
+    """A moment, and what led to it. Of two that come at the same time the one with more counts is the later."""
+
+    seconds: float
+    rounds: int = 0
+    sent_bytes: int = 0
+    added_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Carries messages as `_Seconds` does, and keeps count of what led to each moment."""
+
+    times: _Seconds
+
+    def carry(self, sender: int, receiver: int, out: Transfer, into: Transfer, ready: _Path) -> _Path:
+        """Return the path that goes on with this message."""
+        seconds = self.times.carry(sender, receiver, out, into, ready.seconds)
+        return replace(ready, seconds=seconds, rounds=ready.rounds + 1, sent_bytes=ready.sent_bytes + sum(out.sends))
+
+    def turn(self, ready: _Path) -> int:
+        """Return the instant."""
+        return self.times.turn(ready.seconds)
+
+    def add(self, rank: int, step: Transfer, over: _Path) -> _Path:
+        """Return the path with the sum of what came."""
+        if not step.reduce or not step.recvs:
+            return over
+        added_bytes = over.added_bytes + sum(step.recvs)
+        return replace(over, seconds=self.times.add(rank, step, over.seconds), added_bytes=added_bytes)

@@ -9,8 +9,8 @@ chunks from one rank, both at once; the step is over when both have happened, an
         chunk 0 ----> rank 1
         chunk 3 <---- rank 3, added to what this rank has in chunk 3
 
-The same tuple is executed (`execute`), proved (`prove`), priced (`price`), simulated (`simulate`) and drawn
-(`render`).
+The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated (`comm.simulate`)
+and drawn (`comm.render`).
 """
 
 from collections.abc import Callable

@@ -1,24 +1,28 @@
-"""Model, optimizer and parallel strategies put together: one object with one call per update."""
+"""Model, optimizer and parallel strategies put together: one object with one call per update.
 
-from nnmpi.compose.arrange import Arrangement, arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.relaxed import RelaxedWorker
-from nnmpi.compose.report import EvalReport, StepReport
-from nnmpi.compose.segment import Progress, SegmentReport
-from nnmpi.compose.virtual import VirtualWorker
-from nnmpi.compose.worker import Worker
+Read in this order:
 
-__all__ = [
-    "Arrangement",
-    "EvalReport",
-    "Layout",
-    "Pace",
-    "Progress",
-    "RelaxedWorker",
-    "SegmentReport",
-    "StepReport",
-    "VirtualWorker",
-    "Worker",
-    "arrange",
-]
+    layout               Layout: how a model is to be spread over ranks, as the user says it
+    arrange              arrange: cuts and shards the model for that layout; the result is an Arrangement
+    options              GradientExchange, Numerics: a worker's options, and which of them go together
+    worker               Worker: a synchronous step from the batch to the update
+    runner               what goes into a forward and backward pass and what comes out: DeviceBatch, Outcome, reports
+    replicas, pipelined  the two runners: a whole model (or shards of its layers), and stages of a pipeline
+    norm                 the length of a gradient of which each rank has a part
+    state                the arrays of a model that lies on many ranks, for checkpoints
+    asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
+    server_runner          gradients and weights go through parameter servers
+    averaging_runner       every rank trains alone, and weights are averaged
+    segment              what asynchronous ranks do between two meetings and report there; Throttle
+    virtual              VirtualWorker: many workers in one process, in virtual time; see simulated_cluster
+
+Which file to change:
+
+    another option for summing gradients, or for precision      options, and worker or parallel.data, which use it
+    one more number in the report of a step                     StepReport in runner, and Worker._report
+    one more number in the report of a segment                  SegmentReport and Tally in segment
+    another check of what goes together                         options (of a worker), layout (of a layout)
+    another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner
+
+Nothing is imported here: import the module that defines the name.
+"""

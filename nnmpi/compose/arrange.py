@@ -6,7 +6,7 @@ model (no values yet)
   3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
   4 limits      what does not fit is refused, with what would
 then the caller initializes `arrangement.model` and makes an optimizer, and a Worker attaches the rest:
-  5 data        gradients summed over dp                           parallel.data, parallel.fixed
+  5 data        gradients summed over dp                           parallel.data, parallel.fixed_reduction
   6 schedule    the pipeline's program                             parallel.pipeline
 """
 
@@ -20,16 +20,16 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.sizes import name_bytes
+from nnmpi.comm.units import format_bytes
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.mesh import BoundMesh, Mesh
-from nnmpi.nn.chain import Link, Part, cut_chain, kept_at, open_chain
+from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.parallel.profile import LinkCost, profile
-from nnmpi.parallel.sharded.placement import WHOLE
+from nnmpi.parallel.pipeline.profile import LinkCost, profile
+from nnmpi.parallel.sharded.placement import REPLICATED
 from nnmpi.parallel.tensor import shard
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.parameter import Parameter
@@ -75,7 +75,7 @@ class Arrangement:
     parameters: tuple[str, ...]
     order: tuple[str, ...]
     elements: int
-    stages: dict[int, tuple[Link, ...]] = field(default_factory=dict)
+    stages: dict[int, tuple[ChainLink, ...]] = field(default_factory=dict)
     starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
     cuts: tuple[range, ...] = ()
     names: tuple[str, ...] = ()
@@ -136,11 +136,12 @@ def arrange(
     whole = (parameters, order, sum(parameter.size for parameter in model.parameters()))
     with agreed(group):
         shape = None if sample is None else tuple(sample.shape[1:])
-        result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else WHOLE
+        result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
     if mesh.pp == 1:
         arrangement = Arrangement(layout, bound, model, *whole)
     else:
         arrangement = _cut(model, bound, layout, whole, sample, dtype, backend)
+    # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0 if they are whole.
     arrangement = replace(arrangement, classes=result.units)
     _check_memory(arrangement, dtype)
     return arrangement
@@ -179,7 +180,7 @@ def _cut(
     costs, cuts = _choose(model, mesh, layout, links, count, sample, dtype, backend)
     stages = cut_chain(links, cuts)
     mine = range(mesh.pp.rank, count, ranks)
-    part = Part(model, [link for number in mine for link in stages[number]])
+    part = ModelPart(model, [link for number in mine for link in stages[number]])
     ties, lower = _tie(mesh, layout, part, model, stages)
     return Arrangement(
         layout,
@@ -200,7 +201,7 @@ def _choose(
     model: Module,
     mesh: BoundMesh,
     layout: Layout,
-    links: Sequence[Link],
+    links: Sequence[ChainLink],
     count: int,
     sample: Array | None,
     dtype: str,
@@ -226,7 +227,7 @@ def _choose(
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
 
 
-def _why_closed(links: Sequence[Link]) -> str:
+def _why_closed(links: Sequence[ChainLink]) -> str:
     """Return what to do about a model that cannot be cut at all."""
     kinds = [type(module).__name__ for link in links for _, module in link.members]
     return f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}" if len(links) == 1 and kinds else ""
@@ -243,12 +244,12 @@ def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...
 
 
 def _tie(
-    mesh: BoundMesh, layout: Layout, part: Part, model: Module, stages: Sequence[Sequence[Link]]
+    mesh: BoundMesh, layout: Layout, part: ModelPart, model: Module, stages: Sequence[Sequence[ChainLink]]
 ) -> tuple[tuple[Tie, ...], frozenset[str]]:
     """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
     where: dict[int, list[int]] = {}
     for number, links in enumerate(stages):
-        for parameter in Part(model, links).parameters():
+        for parameter in ModelPart(model, links).parameters():
             where.setdefault(id(parameter), []).append(number)
     _refuse_ties(layout, model, where)
     _refuse_shared_buffers(model, stages)
@@ -279,18 +280,18 @@ def _refuse_ties(layout: Layout, model: Module, where: Mapping[int, Sequence[int
     for name, parameter in model.named_parameters():
         stages = where.get(id(parameter), ())
         if len(stages) > 1:
-            asked = "reduction fixed" if layout.fixed else f"schedule {layout.schedule}"
+            asked = "reduction fixed" if layout.fixed else f"the pipeline schedule {layout.schedule}"
             raise LayoutError(
                 f"{name} stands in the stages {', '.join(map(str, stages))}, which does not go with {asked}; cut the "
                 f"model so that all layers that have it share a stage, or leave {asked} out"
             )
 
 
-def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[Link]]) -> None:
+def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLink]]) -> None:
     """Refuse a layer with running statistics that stands in several stages: each would follow its own microbatches."""
     where: dict[int, tuple[str, set[int]]] = {}
     for number, links in enumerate(stages):
-        for name, buffer in Part(model, links).named_buffers():
+        for name, buffer in ModelPart(model, links).named_buffers():
             where.setdefault(id(buffer), (name, set()))[1].add(number)
     for name, numbers in where.values():
         if len(numbers) > 1:
@@ -315,8 +316,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     ways = max(-(-whole // layout.memory_limit), mesh.pp.size * mesh.tp.size + 1)
     even = ", or cut it more evenly, as split auto does" if arrangement.cuts and layout.split != AUTO else ""
     raise DeviceError(
-        f"rank {worst} needs {name_bytes(needs[worst])} for parameters, gradients and optimizer state under "
-        f"{mesh.mesh}, more than the limit of {name_bytes(layout.memory_limit)}; spread the model over at least "
+        f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
+        f"{mesh.mesh}, more than the limit of {format_bytes(layout.memory_limit)}; spread the model over at least "
         f"{ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}"
     )
 

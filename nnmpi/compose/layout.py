@@ -30,7 +30,8 @@ class Layout:
         split: "auto" balances measured times; or the number of links (see `nn.chain`) in each stage.
         recompute: "never", "always", or "except-last" microbatch: keep only each stage's input between forward and
             backward.
-        reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see `parallel.fixed`).
+        reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see
+            `parallel.fixed_reduction`).
         table: how layers are shared out over tp; by default the model's own.
         memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of them), gradients and
             optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
@@ -61,7 +62,8 @@ class Layout:
             raise UsageError(f"{self.virtual_stages} virtual stages are not possible; give 1 or more")
         if self.virtual_stages > 1 and self.schedule != "interleaved":
             raise UsageError(
-                f"{self.virtual_stages} virtual stages belong to schedule interleaved; {self.schedule} has one per rank"
+                f"{self.virtual_stages} virtual stages belong to the pipeline schedule interleaved; "
+                f"{self.schedule} has one per rank"
             )
         if self.split != AUTO and not _are_counts(self.split):
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of links such as (5, 4, 3)")
@@ -77,7 +79,7 @@ class Layout:
                 if given:
                     raise UsageError(
                         f"{name} does not go with pipedream, whose forward and backward see different weights' "
-                        "versions; choose another schedule, such as 1f1b"
+                        "versions; choose another pipeline schedule, such as 1f1b"
                     )
 
     @property

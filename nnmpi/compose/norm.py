@@ -13,12 +13,11 @@ from collections.abc import Iterator
 
 from nnmpi.backend.array import Array
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.readings import Readings
-from nnmpi.compose.runner import Values
-from nnmpi.optim.clip import sum_of_squares, trusted, write_squares
+from nnmpi.compose.runner import DeferredScalars, Values
+from nnmpi.optim.clip import read_squares, sum_of_squares, write_squares
 from nnmpi.tensor.flat import FlatStorage
 
-SQUARES = "squares"  # the first part of their names in `Readings`
+SQUARES = "squares"  # the first part of their names in `DeferredScalars`
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
@@ -37,23 +36,19 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     return math.sqrt(group.sum_floats([_exact_sum(list(squares.values()))])[0])
 
 
-def note_squares(readings: Readings, storage: FlatStorage, arrangement: Arrangement | None = None) -> None:
+def note_squares(scalars: DeferredScalars, storage: FlatStorage, arrangement: Arrangement | None = None) -> None:
     """Ask a device for the squares of this rank's part of the gradient, without waiting; then see `read_norm`."""
     for name, grad in _parts(storage, arrangement):
-        write_squares(grad, readings.place((SQUARES, name)))
+        write_squares(grad, scalars.place((SQUARES, name)))
 
 
 def read_norm(values: Values, storage: FlatStorage, arrangement: Arrangement | None = None) -> float:
     """Return the Euclidean length of the global gradient; collective over the replica's ranks.
 
     Args:
-        values: what was read after `note_squares`. Where a float32 sum of squares has overflowed or underflowed, the
-            device is asked again, in float64.
+        values: what was read after `note_squares`; `read_squares` says when the device is asked again.
     """
-    squares = [
-        value if trusted(value := values[SQUARES, name]) else sum_of_squares([grad])
-        for name, grad in _parts(storage, arrangement)
-    ]
+    squares = [read_squares(values[SQUARES, name], grad) for name, grad in _parts(storage, arrangement)]
     if arrangement is None:
         return math.sqrt(sum(squares))
     group = arrangement.mesh.model

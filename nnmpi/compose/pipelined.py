@@ -14,25 +14,42 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import nan
+from statistics import median
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
-from nnmpi.comm.exchange import Traffic
+from nnmpi.comm.gradients import Traffic
+from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.given import Given, give, label_check
-from nnmpi.compose.readings import Readings
-from nnmpi.compose.runner import CORRECT, LOSS, Outcome, SumLoss, Values, check_cuts, correct_of
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.runner import (
+    CORRECT,
+    LOSS,
+    DeferredScalars,
+    DeviceBatch,
+    Outcome,
+    SumLoss,
+    Values,
+    check_cuts,
+    correct_of,
+    label_check,
+    to_device,
+)
 from nnmpi.data.loader import Batch
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
-from nnmpi.parallel.fixed import FixedReduction
-from nnmpi.parallel.pipeline import Pipeline
-from nnmpi.parallel.stage import Stage
+from nnmpi.parallel.fixed_reduction import FixedReduction
+from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
+from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.schedule.instruction import Instruction
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.simulate import InstructionCosts, simulate
 from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -46,8 +63,8 @@ class Pipelined:
         optimizer: over that model's storage; used here only where every microbatch is an update.
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         seed: of the run.
-        allreduce, bucket_bytes, overlap: see `parallel.DataParallel`.
-        synchronous: see `comm.messages.Messages`.
+        exchange: how gradients are summed over the replicas.
+        synchronous_sends: see `comm.point_to_point.Messages`.
     """
 
     def __init__(
@@ -58,10 +75,8 @@ class Pipelined:
         evaluation_loss: SumLoss,
         backend: Backend,
         seed: int,
-        allreduce: str | Sequence[str],
-        bucket_bytes: int | None,
-        overlap: bool | None,
-        synchronous: bool = False,
+        exchange: GradientExchange,
+        synchronous_sends: bool = False,
     ) -> None:
         self.arrangement, self.optimizer, self.backend, self.seed = arrangement, optimizer, backend, seed
         layout, mesh = arrangement.layout, arrangement.mesh
@@ -70,13 +85,13 @@ class Pipelined:
         self.parallel = DataParallel(
             self.model,
             mesh.dp,
-            allreduce,
-            bucket_bytes,
-            overlap,
+            exchange.allreduce,
+            exchange.bucket_bytes,
+            exchange.overlap,
             backend,
             not layout.fixed,
-            hooked=False,
-            joint=not layout.fixed,
+            runs_backward=False,
+            shares_batches=not layout.fixed,
         )
         count = len(arrangement.cuts)
         self._last = count - 1
@@ -87,7 +102,7 @@ class Pipelined:
         self.fixed = FixedReduction(self.model, mesh.dp, parts, backend) if layout.fixed else None
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
         self._correct = correct_of(arrangement)
-        self.readings, self._check = Readings(backend), label_check(loss, arrangement.classes)
+        self.scalars, self._check = DeferredScalars(backend), label_check(loss, arrangement.classes)
         self._batch: _Running | None = None
         self._is_released = False
         self._traffic = Traffic()  # of the updates within a pass
@@ -104,7 +119,7 @@ class Pipelined:
         }
         place = mesh.place
         self.pipeline = Pipeline(
-            mesh.pp, stages, count, layout.schedule, self, backend, synchronous, f"d{place.d}t{place.t}"
+            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, f"d{place.d}t{place.t}"
         )
 
     @property
@@ -117,9 +132,9 @@ class Pipelined:
     def run(self, batch: Batch, step: int, scale: float) -> Outcome:
         """See `Runner.run`."""
         check_cuts(batch, self.fixed is not None)
-        given = give(batch, self.model, self.backend)
-        self.readings.clear()
-        running = self._batch = _Running(batch, given, step, self._losses[0], self.readings)
+        device_batch = to_device(batch, self.model, self.backend)
+        self.scalars.clear()
+        running = self._batch = _Running(batch, device_batch, step, self._losses[0], self.scalars)
         if self.fixed is not None:
             self.fixed.begin(batch.microbatches)
         self._waiting = self._holders()
@@ -142,11 +157,11 @@ class Pipelined:
             total = total if self.arrangement.mesh.world.is_root else 0.0
         return total, sum(values[CORRECT, m] for m in range(len(cuts)))
 
-    def evaluate(self, batch: Batch, readings: Readings) -> int:
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
         """See `Runner.evaluate`."""
-        given = give(batch, self.model, self.backend)
+        device_batch = to_device(batch, self.model, self.backend)
         parts = [(part.start, part.stop) for part in split(len(batch.y), max(1, min(len(batch.y), self._last + 1)))]
-        self._batch = _Running(batch, given, 0, self._losses[1], readings, parts, trains=False)
+        self._batch = _Running(batch, device_batch, 0, self._losses[1], scalars, parts, trains=False)
         with no_grad():
             self.pipeline.infer(self._batch.inputs)
         return len(batch.y) if self._counts else 0
@@ -188,19 +203,19 @@ class Pipelined:
     def _head(self, result: Tensor, microbatch: int) -> Tensor:
         running = self._batch
         assert running is not None
-        given = running.given.rows(slice(*running.parts[microbatch]))
+        device_batch = running.device_batch.rows(slice(*running.parts[microbatch]))
         again = current().again
         if not again:
-            self._check(given, running.parts[microbatch][0], result)
-        loss = running.loss(result, given.y)
+            self._check(device_batch, running.parts[microbatch][0], result)
+        loss = running.loss(result, device_batch.y)
         if not again:
-            hits = self._correct(result, given)
+            hits = self._correct(result, device_batch)
             if running.trains:
-                running.readings.put((LOSS, microbatch), loss.data)
-                running.readings.put((CORRECT, microbatch), hits)
+                running.scalars.put((LOSS, microbatch), loss.data)
+                running.scalars.put((CORRECT, microbatch), hits)
             elif self._counts:
-                running.readings.add(LOSS, loss.data)
-                running.readings.add(CORRECT, hits)
+                running.scalars.add(LOSS, loss.data)
+                running.scalars.add(CORRECT, hits)
         return loss
 
     def _recomputes(self, microbatch: int) -> bool:
@@ -208,7 +223,10 @@ class Pipelined:
         return running is not None and self.arrangement.layout.recomputes(microbatch, len(running.inputs))
 
     def _seeds(self, running: _Running, scale: float) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: scale / the samples that an update's mean is over."""
+        """Return the gradients of the microbatches' loss sums: scale / the samples that an update's mean is over.
+
+        The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
+        """
         batch = running.batch
         rows = [len(part) for part in split(batch.global_rows, batch.microbatches)]
         counts = [rows[cut.number] if self.updates else batch.global_rows for cut in batch.cuts]
@@ -216,16 +234,16 @@ class Pipelined:
         seeds = {count: xp.full((), scale / max(count, 1), "float64") for count in set(counts)}
         return [seeds[count] for count in counts]  # `backward` converts them to the loss's dtype
 
-    # ---- what the pipeline calls: see parallel.pipeline.Sink ----
+    # ---- what the pipeline calls: see parallel.pipeline.executor.GradientSink ----
 
     def added(self, stage: int, microbatch: int) -> None:
-        """See `Sink.added`."""
+        """See `GradientSink.added`."""
         running = self._batch
         if self.fixed is not None and running is not None:
             self.fixed.add(self._places[stage], running.batch.cuts[microbatch].number)
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `Sink.reduce`: only parameters whose last stage this is are final."""
+        """See `GradientSink.reduce`: only parameters whose last stage this is are final."""
         if self.fixed is not None or microbatch is not None:
             return
         final = []
@@ -236,11 +254,11 @@ class Pipelined:
         self.parallel.reduce(sorted(final, reverse=True))
 
     def progress(self) -> None:
-        """See `Sink.progress`."""
+        """See `GradientSink.progress`."""
         self.parallel.exchange.progress()
 
     def step(self, stage: int, microbatch: int | None) -> None:
-        """See `Sink.step`: sum over the replicas, and update a new copy of the weights."""
+        """See `GradientSink.step`: sum over the replicas, and update a new copy of the weights."""
         running = self._batch
         assert running is not None and microbatch is not None
         self._traffic = self._traffic.plus(self._finish())
@@ -284,17 +302,17 @@ class _Running:
     def __init__(
         self,
         batch: Batch,
-        given: Given,
+        device_batch: DeviceBatch,
         step: int,
         loss: SumLoss,
-        readings: Readings,
+        scalars: DeferredScalars,
         parts: Sequence[tuple[int, int]] | None = None,
         trains: bool = True,
     ) -> None:
         self.parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
-        self.batch, self.given, self.step, self.loss, self.trains = batch, given, step, loss, trains
-        self.readings = readings
-        self.inputs = [given.x[start:stop] for start, stop in self.parts]
+        self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
+        self.scalars = scalars
+        self.inputs = [device_batch.x[start:stop] for start, stop in self.parts]
         self.versions: dict[int, int] = {}
         self.staleness: list[int] = []
 
@@ -306,3 +324,45 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
         stage: sorted({number_of[id(p)] for link in links for _, module in link.members for p in module.parameters()})
         for stage, links in arrangement.stages.items()
     }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Some passes through a pipeline, measured and simulated.
+
+    Attributes:
+        measured_s, simulated_s: a pass, the longest of all ranks' medians, and the simulation's makespan.
+        measured_bubble, simulated_bubble: the share of all ranks' time in which they did not compute.
+        peak_live: per rank, the most microbatches whose activations it held.
+        stage_s: per stage, the seconds of a microbatch forward and backward.
+    """
+
+    measured_s: float
+    simulated_s: float
+    measured_bubble: float
+    simulated_bubble: float
+    peak_live: tuple[int, ...]
+    stage_s: tuple[float, ...]
+
+
+def forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> Forecast:
+    """Return the comparison for some passes of one schedule, at least one. Collective over the pipeline's ranks."""
+    own = [[str(one), seconds] for report in reports for one, seconds in report.samples]
+    totals = [median(report.total_s for report in reports), median(report.compute_s for report in reports)]
+    told = group.gather([own, totals, max(report.peak_live for report in reports)])
+    samples = [(Instruction.parse(text), seconds) for theirs, _, _ in told for text, seconds in theirs]
+    costs = InstructionCosts.measured(schedule.stages, samples)
+    simulation = simulate(schedule, costs)
+    measured_s = max(total_s for _, (total_s, _), _ in told)
+    busy_s = sum(compute_s for _, (_, compute_s), _ in told)
+    stage_s = [0.0] * schedule.stages
+    for one, seconds in samples:
+        stage_s[one.stage] += seconds / len(reports) / schedule.microbatches
+    return Forecast(
+        measured_s,
+        simulation.makespan_s,
+        1 - busy_s / (measured_s * group.size) if measured_s else 0.0,
+        simulation.bubble,
+        tuple(peak for _, _, peak in told),
+        tuple(stage_s),
+    )

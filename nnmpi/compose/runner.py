@@ -1,4 +1,21 @@
-"""What a Worker leaves to a runner: taking a batch forward and backward, and summing gradients over replicas."""
+"""A runner takes a batch forward and backward, wherever the model lies; here is what goes into one and what comes out.
+
+    DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
+    DeferredScalars     loss, right answers and squares of a step, read from a device all at once at its end
+    Runner, Outcome     the interface that a Worker uses; `compose.replicas` and `compose.pipelined` implement it
+    StepReport          what a Worker says of a step; EvalReport: of an evaluation
+    sum_cross_entropy   the default loss, and what counts right answers
+
+To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
+it anything to do. So a step reads once:
+
+    microbatch 0    loss, right answers      [ loss 0 | right |        |         ]      a short array on the device
+    microbatch 1    loss, right answers      [ loss 0 | right | loss 1 |         ]      right answers are added up
+    gradients       sum of squares           [ loss 0 | right | loss 1 | squares ]  ->  one copy, one wait
+
+NumPy's numbers are there at once, and are taken as they come. For the same reason labels and indices are checked on the
+host, before they go to a device or while it works: a kernel cannot raise an error.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +25,220 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import widened
-from nnmpi.comm.exchange import Traffic
+from nnmpi.backend.casting import to_float32
+from nnmpi.backend.record import Backend
+from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.given import Given
-from nnmpi.compose.readings import Readings
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.pipeline import PassReport
+from nnmpi.parallel.pipeline.executor import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor
 
-LOSS, CORRECT = "loss", "correct"  # the names of their sums in `Readings`
+FIRST_PLACES = 64
+
+
+class DeferredScalars:
+    """Sums by name, in float64.
+
+    Args:
+        backend: where the numbers arise.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._host_values: dict[Hashable, float] = {}
+        self._numbers: dict[Hashable, int] = {}  # of the places that are in use on the device
+        self._slots: Array | None = None
+        self._pinned: Any = None
+        self._places: list[Array] = []
+
+    def clear(self) -> None:
+        """Forget all numbers."""
+        self._host_values.clear()
+        self._numbers.clear()
+
+    def add(self, name: Hashable, value: Array | float) -> None:
+        """Add a number to the sum of this name; nothing is waited for.
+
+        Args:
+            value: a Python number, or an array of one element, here or on the device.
+        """
+        if isinstance(value, float | int | np.generic | np.ndarray):
+            self._host_values[name] = self._host_values.get(name, 0.0) + float(value)
+        elif name in self._numbers:
+            place = self.place(name)
+            self._backend.xp.add(place, value.reshape(1), out=place)
+        else:
+            self.put(name, value)
+
+    def put(self, name: Hashable, value: Array | float) -> None:
+        """Let the sum of this name be this number; as `add` otherwise."""
+        if isinstance(value, float | int | np.generic | np.ndarray):
+            self._host_values[name] = float(value)
+        else:
+            self._backend.xp.copyto(self.place(name), value.reshape(1))
+
+    def place(self, name: Hashable) -> Array:
+        """Return where the number of this name lies on the device, for a kernel to write: (1,) float64.
+
+        Before a name's first number anything lies there.
+        """
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number >= len(self._places):
+            self._grow()
+        return self._places[number]
+
+    def read(self) -> dict[Hashable, float]:
+        """Return the sums by name. On a device this is the one wait of a step; without numbers there is none."""
+        values = dict(self._host_values)
+        if self._numbers:
+            assert self._slots is not None
+            count = len(self._numbers)
+            self._backend.to_host_async(self._slots[:count], self._pinned[:count], self._backend.current_stream())
+            self._backend.synchronize()
+            for name, number in self._numbers.items():
+                values[name] = values.get(name, 0.0) + float(self._pinned[number])
+        return values
+
+    def _grow(self) -> None:
+        """Make room for twice as many numbers, and keep those that are there."""
+        old, count = self._slots, max(FIRST_PLACES, 2 * len(self._places))
+        self._slots = self._backend.zeros(count, "float64")
+        if old is not None:
+            self._backend.xp.copyto(self._slots[: len(old)], old)
+        self._pinned = self._backend.empty_pinned(count, "float64")
+        self._places = [self._slots[i : i + 1] for i in range(count)]
+
+
+Check: TypeAlias = Callable[["DeviceBatch", int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """What a model gets of a batch.
+
+    Attributes:
+        x, y: samples and labels where the model lives.
+        labels: the labels on the host; None if they are only on a device.
+    """
+
+    x: Array
+    y: Array
+    labels: NDArray[Any] | None
+
+    def rows(self, part: slice) -> DeviceBatch:
+        """Return some of its rows."""
+        return DeviceBatch(self.x[part], self.y[part], None if self.labels is None else self.labels[part])
+
+
+def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
+    """Return a batch where a backend has its arrays.
+
+    Raises:
+        ShapeError: for an index, on its way to a device, that no embedding of the model has a row for.
+    """
+    if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
+        _check_indices(batch.x, model)
+    return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels)
+
+
+def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
+    """Return what looks at a microbatch's labels on the host, where a loss on a device does not.
+
+    Called with a microbatch, the place of its first row in the batch, and its logits, it raises ShapeError for a label
+    that is no class. Of losses that are not nnmpi's own nothing is known, and nothing is checked.
+
+    Args:
+        classes: where they are shared out over ranks; else 0, and there are as many as logits in a row.
+    """
+    function, words = getattr(loss, "func", loss), getattr(loss, "keywords", {})
+    known = function in (cross_entropy, sharded_cross_entropy)
+    ignored = words.get("ignore_index")
+
+    def check(device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
+        labels = device_batch.labels
+        if not known or labels is None or isinstance(device_batch.y, np.ndarray):
+            return
+        if labels.dtype.kind not in "iu" or not labels.size:
+            return
+        count = classes or logits.shape[-1]
+        if labels.min() >= 0 and labels.max() < count:
+            return
+        wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
+        if wrong.any():
+            place = np.argwhere(wrong)[0]
+            raise ShapeError(
+                f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside 0..{count - 1}"
+            )
+
+    return check
+
+
+def _check_indices(indices: NDArray[Any], model: Module) -> None:
+    entries = [module.entries for _, module in model.named_modules() if isinstance(module, Embedding)]
+    if not entries or not indices.size or (indices.min() >= 0 and indices.max() < max(entries)):
+        return
+    row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
+    wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
+    raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One update, the same on all ranks but for the times.
+
+    Attributes:
+        loss: the mean over the samples of all ranks.
+        accuracy: the share of samples whose largest logit is their label's.
+        count: the samples of the global batch.
+        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
+        compute_s: seconds in which this rank computed.
+        traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
+        wait_s: seconds in which it waited for other stages of its pipeline; sending to them is in `traffic`.
+        passed: what the pass through the pipeline was on this rank; None without a pipeline.
+        staleness: see `compose.runner.Outcome`.
+        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
+        skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
+    """
+
+    loss: float
+    accuracy: float
+    count: int
+    grad_norm: float
+    compute_s: float
+    traffic: Traffic
+    wait_s: float = 0.0
+    passed: PassReport | None = None
+    staleness: tuple[int, ...] = ()
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`."""
+
+    loss: float
+    accuracy: float
+    samples: int
+    seconds: float
+
+
+LOSS, CORRECT = "loss", "correct"  # the names of their sums in `DeferredScalars`
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
-Correct: TypeAlias = Callable[[Tensor, Given], Array | float]
+Correct: TypeAlias = Callable[[Tensor, DeviceBatch], Array | float]
 Values: TypeAlias = Mapping[Hashable, float]
 Sums: TypeAlias = Callable[[Values], tuple[float, float]]
 
@@ -38,9 +248,10 @@ class Outcome:
     """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
 
     Attributes:
-        sums: returns, of what was read of the runner's `Readings` since, the sum of the losses of the samples that this
-            rank counts, and how many of them were right (NaN where there are no class labels). Collective.
-        rows: how many samples these are.
+        sums: to be called with what `scalars.read()` returned; returns what this rank contributes: the sum of its
+            samples' losses, and how many were classified correctly (NaN where there are no class labels). Ranks that
+            duplicate another's work return zeros. It may communicate, so call it on all ranks.
+        rows: how many samples this rank contributes.
         traffic: what was communicated for it.
         report: of the pass through the pipeline; None without one.
         staleness: by how many updates the weights of each microbatch's forward were older than those that its
@@ -58,12 +269,12 @@ class Runner(Protocol):
     """Takes batches through a model that lies on the ranks in one way or another. Everything is collective.
 
     Attributes:
-        readings: the numbers that are to be known of a step at its end.
+        scalars: the numbers that are to be known of a step at its end.
         parallel: sums the gradients over the replicas.
         updates: whether weights are updated on the way, and not once by the Worker.
     """
 
-    readings: Readings
+    scalars: DeferredScalars
     parallel: DataParallel
     updates: bool
 
@@ -75,7 +286,7 @@ class Runner(Protocol):
             scale: what the gradients are multiplied by (see `optim.loss_scale`).
         """
 
-    def evaluate(self, batch: Batch, readings: Readings) -> int:
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
         """Add LOSS and CORRECT of the samples that this rank counts, in evaluation mode; return their number."""
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -164,21 +375,21 @@ def correct_of(arrangement: Arrangement | None) -> Correct:
         return count_correct
     group, classes = arrangement.mesh.tp, arrangement.classes
 
-    def count(logits: Tensor, given: Given) -> float:
-        labels = Tensor(given.y).numpy() if given.labels is None else given.labels
+    def count(logits: Tensor, device_batch: DeviceBatch) -> float:
+        labels = Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
         return float((best_classes(logits.data, group, classes) == labels).sum())
 
     return count
 
 
-def count_correct(logits: Tensor, given: Given) -> Array | float:
+def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
     """Return how many rows have their largest logit at their label; NaN where there are no class labels.
 
     On a device that is an array of one number, for which nobody has waited.
     """
-    y = given.y
+    y = device_batch.y
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
-    values = widened(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
+    values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
     hits: Array = (values.argmax(axis=-1) == y).sum()
     return hits

@@ -7,21 +7,23 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.shards import Shard, regions
-from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.parallel.model_state import ModelState, StateEntry
+from nnmpi.parallel.server.shards import Shard, regions
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 
 
-def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> LayoutState:
+def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:
     """Return the parameters and buffers by their full names."""
     leaves: list[tuple[str, Parameter | Buffer]] = [*model.named_parameters(), *model.named_buffers()]
-    entries = [Entry.of(name, leaf.data, leaf.region, _writes(name, leaf, group, arrangement)) for name, leaf in leaves]
+    entries = [
+        StateEntry.of(name, leaf.data, leaf.region, _writes(name, leaf, group, arrangement)) for name, leaf in leaves
+    ]
     order = [name for name, _ in leaves] if arrangement is None else list(arrangement.order)
-    return LayoutState(entries, order, group)
+    return ModelState(entries, order, group)
 
 
-def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> LayoutState:
+def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     parameters = dict(model.named_parameters())
     views = slots(model.storage, optimizer)
@@ -29,12 +31,12 @@ def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangeme
     for name, view in views.items():
         parameter = parameters[name.partition("/")[2]]
         owned = _writes(parameter.name, parameter, group, arrangement)
-        entries.append(Entry.of(name, view, parameter.region, owned))
+        entries.append(StateEntry.of(name, view, parameter.region, owned))
     whole = list(parameters) if arrangement is None else list(arrangement.parameters)
-    return LayoutState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
+    return ModelState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
 
 
-def served_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard | None) -> LayoutState:
+def sharded_optimizer_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard | None) -> ModelState:
     """Return the optimizer's arrays where each server has those of its shard, and other ranks none.
 
     Args:
@@ -49,8 +51,8 @@ def served_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard
             for slot in optimizer.slots():
                 view = views[f"{slot}/{name}"]
                 part = view if region is None else view[region.start : region.stop]
-                entries.append(Entry.of(f"{slot}/{name}", part, region))
-    return LayoutState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in parameters], group)
+                entries.append(StateEntry.of(f"{slot}/{name}", part, region))
+    return ModelState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in parameters], group)
 
 
 def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:

@@ -1,6 +1,6 @@
 """VirtualWorker: many workers in one process, in virtual time, with real gradients.
 
-    worker = VirtualWorker(model, optimizer, group, Sync("asp"), workers=16, pace=Pace(1.0, slowdown))
+    worker = VirtualWorker(model, optimizer, group, Sync("asp"), workers=16, throttle=Throttle(1.0, slowdown))
     worker.observe = lambda now_s, worker: points.append((now_s, worker.evaluate(test.epoch(0)).accuracy))
     report = worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
     print(report.seconds, report.staleness.mean())
@@ -11,13 +11,14 @@
                    ^ its gradient is computed here, with the weights of this moment, and used at the other end
 
 The curves depend on the arguments alone: not on the machine's speed, and not on what else it does (another machine's
-matrix products may round otherwise, which changes losses a little and times not at all). A step takes its
-worker's pace, times the factor of a straggler; messages take what `synchrony.network` says; computing an update takes
-no time. Servers, desks, clocks and gradients are those of a run on ranks.
+matrix products may round otherwise, which changes losses a little and times not at all). A step takes the minimum step
+time, times the factor of a straggler; messages take what `synchrony.network` says; computing an update takes no time.
+Servers, consistency controllers, clocks and gradients are those of a run on ranks. The three ways of training are in
+`compose.simulated_cluster`:
 
-    bsp without servers    the slowest worker, then an all-reduce on a ring         compose.playing.joint
-    bsp, ssp, asp          messages from and to servers, which wait for one another compose.playing.served
-    local, gossip          weights of their own, averaged now and then              compose.playing.unserved
+    bsp without servers    the slowest worker, then an all-reduce on a ring         SimulatedAllReduce
+    bsp, ssp, asp          messages from and to servers, which wait for one another SimulatedServers
+    local, gossip          weights of their own, averaged now and then              SimulatedAveraging
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.compose.evaluation import evaluate_all, evaluate_batch
-from nnmpi.compose.gradient import LocalGradient
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.pairs import check_precision, refuse_scaling
-from nnmpi.compose.playing.joint import Joint
-from nnmpi.compose.playing.scene import Scene, Segment
-from nnmpi.compose.playing.served import Served
-from nnmpi.compose.playing.statistics import Statistics
-from nnmpi.compose.playing.unserved import Unserved
-from nnmpi.compose.report import EvalReport
-from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
-from nnmpi.compose.segment import Progress, SegmentReport
+from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
+from nnmpi.compose.replicas import LocalGradient, evaluate_all, evaluate_batch
+from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
+from nnmpi.compose.segment import Progress, SegmentReport, Throttle
+from nnmpi.compose.simulated_cluster import (
+    SimulatedAllReduce,
+    SimulatedAveraging,
+    SimulatedCluster,
+    SimulatedSegment,
+    SimulatedServers,
+    WorkerStatistics,
+)
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.data import check_free
-from nnmpi.parallel.state import LayoutState
+from nnmpi.parallel.model_state import ModelState
+from nnmpi.parallel.replication import check_free
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
 
@@ -57,7 +58,7 @@ Observe: TypeAlias = Callable[[float, "VirtualWorker"], None]
 
 
 class VirtualWorker:
-    """Trains and evaluates a model as many workers would; see `RelaxedWorker`, whose calls it has.
+    """Trains and evaluates a model as many workers would; see `AsynchronousWorker`, whose calls it has.
 
     Args:
         model: initialized.
@@ -65,8 +66,8 @@ class VirtualWorker:
         group: of this process alone.
         sync: how the workers go on; a synchronous run without servers, too.
         workers: how many compute. Dedicated servers are further ones, and then have the first ranks.
-        loss, evaluation_loss, clip, seed, backend, precision: see `RelaxedWorker`.
-        pace: the virtual seconds of a step, above 0, and stragglers by rank; 1 s and nobody by default.
+        loss, evaluation_loss, numerics, seed, backend: see `AsynchronousWorker`.
+        throttle: the virtual seconds of a step, above 0, and stragglers by rank; 1 s and nobody by default.
         network: the speed of links; by default messages take no time.
 
     Attributes:
@@ -75,7 +76,8 @@ class VirtualWorker:
             servers', or the mean over the workers. It may evaluate; it must not change the model. None for nobody.
 
     Raises:
-        UsageError: for a group of several ranks, a pace that is not above 0, and what `RelaxedWorker` refuses.
+        UsageError: for a group of several ranks, a minimum step time that is not above 0, and what
+            `AsynchronousWorker` refuses.
     """
 
     def __init__(
@@ -87,14 +89,13 @@ class VirtualWorker:
         workers: int,
         loss: SumLoss | None = None,
         evaluation_loss: SumLoss | None = None,
-        clip: float | None = None,
+        numerics: Numerics = DEFAULT_NUMERICS,
         seed: int = 0,
         backend: Backend | None = None,
-        pace: Pace | None = None,
+        throttle: Throttle | None = None,
         network: LinkSpeed | None = None,
-        precision: str | None = None,
     ) -> None:
-        pace = Pace(1.0) if pace is None else pace
+        throttle = Throttle(1.0) if throttle is None else throttle
         check_optimizer(model, optimizer)
         if workers < 1:
             raise UsageError(f"{workers} virtual workers cannot compute anything; give 1 or more")
@@ -102,11 +103,11 @@ class VirtualWorker:
             raise UsageError(
                 f"virtual time plays {workers} workers in one process, but there are {group.size} ranks; start one"
             )
-        if not (isfinite(pace.seconds) and pace.seconds > 0):
-            raise UsageError(f"a virtual step of {pace.seconds:g} s is not possible; give a number above 0")
+        if not (isfinite(throttle.minimum_s) and throttle.minimum_s > 0):
+            raise UsageError(f"a virtual step of {throttle.minimum_s:g} s is not possible; give a number above 0")
         ranks = sync.ranks_of(workers)
         sync.check(ranks)
-        pace.slowdown.check(sync.worker_ranks(ranks))
+        throttle.slowdown.check(sync.worker_ranks(ranks))
         check_free(model)
         self.model, self.optimizer, self.group, self.sync, self.workers = model, optimizer, group, sync, workers
         self.loss: SumLoss = sum_cross_entropy(None) if loss is None else loss
@@ -115,28 +116,32 @@ class VirtualWorker:
             check_loss(each, None)
         self.seed = seed
         self.backend = numpy_backend() if backend is None else backend
-        self.precision = mode_of() if precision is None else precision
+        self.precision = mode_of() if numerics.precision is None else numerics.precision
         check_precision(self.precision, model, self.backend, group)
         refuse_scaling(self.precision, "in virtual time")
         self.now_s = 0.0
         self.observe: Observe | None = None
-        gradient = LocalGradient(model, self.loss, self.backend, seed, clip, precision=self.precision)
-        statistics = Statistics(model, workers)
-        self._scene = Scene(
+        gradient = LocalGradient(model, self.loss, self.backend, seed, numerics.clip, precision=self.precision)
+        statistics = WorkerStatistics(model, workers)
+        self._cluster = SimulatedCluster(
             model,
             optimizer,
             sync,
             workers,
             gradient,
-            pace,
+            throttle,
             network or LinkSpeed(),
             statistics,
             seed,
             steps=[0] * workers,
             taken=[0] * workers,
         )
-        self._player = (
-            Served(self._scene) if sync.served else Unserved(self._scene) if sync.relaxed else Joint(self._scene)
+        self._simulation = (
+            SimulatedServers(self._cluster)
+            if sync.uses_servers
+            else SimulatedAveraging(self._cluster)
+            if sync.asynchronous
+            else SimulatedAllReduce(self._cluster)
         )
 
     def run(
@@ -149,7 +154,7 @@ class VirtualWorker:
         lr: Callable[[int], float],
         bsp: bool = False,
         progress: Callable[[Progress], None] | None = None,
-        asked: Callable[[], int] | None = None,
+        poll_signal: Callable[[], int] | None = None,
     ) -> SegmentReport:
         """Train on the batches first..stop-1 of an epoch, until all have met; `now_s` goes on.
 
@@ -159,7 +164,7 @@ class VirtualWorker:
             lr: the learning rate of a step.
             bsp: whether the workers stay in step this time: a warm-up.
             progress: called for every gradient that is used, with `at_s` in virtual time since the start of the run.
-            asked: whether a signal came, and which; then the segment ends after whole batches.
+            poll_signal: whether a signal came, and which; then the segment ends after whole batches.
 
         Returns:
             What was done; all seconds are virtual.
@@ -170,9 +175,9 @@ class VirtualWorker:
         """
         observe = None if self.observe is None else partial(self._show, self.observe)
         parts, batches = loader.parts(epoch), range(first, stop)
-        tell, ask = progress or (lambda _: None), asked or (lambda: 0)
-        report, self.now_s = self._player.run(
-            Segment(parts, batches, step, lr, bsp, tell, ask, observe, begin_s=self.now_s)
+        tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
+        report, self.now_s = self._simulation.run(
+            SimulatedSegment(parts, batches, step, lr, bsp, tell, ask, observe, begin_s=self.now_s)
         )
         return report
 
@@ -182,7 +187,7 @@ class VirtualWorker:
         with use_precision(self.precision):
             return evaluate_all(self.group, batches, one, self.backend)
 
-    def state(self) -> tuple[LayoutState, LayoutState]:
+    def state(self) -> tuple[ModelState, ModelState]:
         """Return the model's and the optimizer's arrays; see `Worker.state`."""
         return (
             model_state(self.model, self.group, None),
@@ -191,11 +196,11 @@ class VirtualWorker:
 
     def clock_state(self) -> dict[str, Any]:
         """Return virtual time and the workers' steps, as JSON values: what a checkpoint needs besides `state`."""
-        clocks = [list(server.desk.clocks.steps) for server in self._servers()]
+        clocks = [list(server.controller.clocks.steps) for server in self._servers()]
         return {
             "now_s": self.now_s,
-            "steps": list(self._scene.steps),
-            "taken": list(self._scene.taken),
+            "steps": list(self._cluster.steps),
+            "taken": list(self._cluster.taken),
             "clocks": clocks,
         }
 
@@ -213,22 +218,22 @@ class VirtualWorker:
                 f"workers and {len(servers)} servers"
             )
         self.now_s = float(state["now_s"])
-        self._scene.steps[:] = [int(count) for count in state["steps"]]
-        self._scene.taken[:] = [int(count) for count in state["taken"]]
+        self._cluster.steps[:] = [int(count) for count in state["steps"]]
+        self._cluster.taken[:] = [int(count) for count in state["taken"]]
         for server, steps in zip(servers, state["clocks"], strict=True):
-            server.desk.clocks.steps[:] = [int(count) for count in steps]
+            server.controller.clocks.steps[:] = [int(count) for count in steps]
 
     @property
-    def told(self) -> int:
+    def reports_per_batch(self) -> int:
         """How many calls of `progress` there are for each batch."""
-        return 1 if isinstance(self._player, Joint) else self.workers - self.sync.backup
+        return 1 if isinstance(self._simulation, SimulatedAllReduce) else self.workers - self.sync.backup
 
     def release(self) -> None:
         """Take everything off the model again."""
-        self._scene.gradient.release()
+        self._cluster.gradient.release()
 
     def _servers(self) -> list[Any]:
-        return self._player.servers if isinstance(self._player, Served) else []
+        return self._simulation.servers if isinstance(self._simulation, SimulatedServers) else []
 
     def _show(self, observe: Observe, now_s: float) -> None:
         self.now_s = now_s

@@ -1,7 +1,7 @@
 """Data sets by name: `load` reads one, `prepare` downloads what it needs.
 
 bundled                     iris, digits                      in the package, split by seed
-downloaded or --data-dir    mnist, fashion-mnist, cifar10     with their own test part
+downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own test part
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
                             folder                            of IDX files, CIFAR batches, or train.csv and test.csv
 """
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nnmpi.data.cache import VARIABLE, cache_folder, locked
 from nnmpi.data.cifar import ARCHIVE as CIFAR_ARCHIVE
 from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
 from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, check_pair, split
-from nnmpi.data.files import expand, find
+from nnmpi.data.files import VARIABLE, cache_folder, expand, find, locked
 from nnmpi.data.idx import has_idx, load_idx
 from nnmpi.data.npz import load_npz, load_npz_whole
 from nnmpi.data.sources import sources
@@ -36,7 +35,7 @@ CLASS_NAMES = {
         *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     ),
 }
-# Where the files may lie below --data-dir, beside the folder itself: a folder of that name, or torchvision's.
+# Where the files may lie below data_dir, beside the folder itself: a folder of that name, or torchvision's.
 BELOW = {
     "mnist": ("mnist", "MNIST/raw"),
     "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
@@ -86,6 +85,8 @@ def prepare(
     no folder.
 
     Args:
+        name: one of NAMES, or a path.
+        data_dir: the folder with local files of a set that would be downloaded.
         report: called with a sentence when a transfer begins; None for nobody.
 
     Raises:
@@ -113,22 +114,22 @@ def _bundled(filename: str) -> Path:
 def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
     if data_dir is not None:
         kind = "is bundled" if name in BUNDLED else "names its files itself"
-        raise UsageError(f"data set {name!r} {kind}; leave out --data-dir, which is for {', '.join(DOWNLOADED)}")
+        raise UsageError(f"data set {name!r} {kind}; leave out data_dir, which is for {', '.join(DOWNLOADED)}")
 
 
 def _place(name: str, data_dir: str | Path | None) -> Path:
     """Return where the files of a downloadable set are."""
-    folder = cache_folder() / name if data_dir is None else expand(Path(data_dir), "--data-dir")
-    place = _look(name, folder) if data_dir is None else _look(name, folder, "--data-dir")
+    folder = cache_folder() / name if data_dir is None else expand(Path(data_dir), "data_dir")
+    place = _look(name, folder) if data_dir is None else _look(name, folder, "data_dir")
     if place is None and data_dir is None:
         raise DataError(
             f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set ${VARIABLE}, or name "
-            "local files with --data-dir"
+            "local files as data_dir"
         )
     if place is None:
         wanted = CIFAR_WANTED if name == "cifar10" else IDX_WANTED
         state = "does not exist" if not folder.exists() else "is not a folder" if folder.is_file() else "lacks them"
-        raise UsageError(f"--data-dir {folder} {state}: looked there for {wanted}")
+        raise UsageError(f"data_dir {folder} {state}: looked there for {wanted}")
     return place
 
 

@@ -117,7 +117,12 @@ def _is_whole(label: str) -> bool:
 
 
 def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = ()) -> Dataset:
-    """Return the table as a data set; class names given (those of the training table) fix the classes.
+    """Return the table as a data set.
+
+    Args:
+        table: what `read_csv` gave.
+        name: of the data set.
+        class_names: those of the training table, for a test table; empty for the labels that occur.
 
     Raises:
         DataError: for a label that is not one of the class names.

@@ -81,6 +81,11 @@ def split(dataset: Dataset, test_fraction: float, seed: int) -> tuple[Dataset, D
     The permutation is keyed by the seed. The split is not stratified: class shares may differ between the parts.
     Both parts get at least one sample.
 
+    Args:
+        dataset: what is split.
+        test_fraction: the share of the test part, between 0 and 1.
+        seed: of the permutation.
+
     Raises:
         UsageError: for a fraction that is not between 0 and 1.
         DataError: for a set of fewer than 2 samples.

@@ -49,6 +49,8 @@ def download(
     """Return the path of the file in the folder, downloaded and checked if it is not there yet.
 
     Args:
+        source: what to download, from where, and its checksum.
+        folder: where the file will lie.
         stall_s: a mirror that sends nothing for this long is given up for this attempt.
         tries: attempts for each mirror; only a transfer that broke off after making progress is tried again.
         report: called with a sentence when a transfer begins.
@@ -72,7 +74,7 @@ def download(
         return final
     raise DataError(
         f"{source.filename} could not be downloaded to {folder} ({'; '.join(said)}); "
-        "try again later, or get the file by other means and name its folder with --data-dir"
+        "try again later, or get the file by other means and name its folder as data_dir"
     )
 
 

@@ -16,7 +16,14 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def bits(seed: int, epoch: int, indices: NDArray[np.int64], what: str) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample index: (rows,) uint64. Independent of which other indices are asked for."""
+    """Return 64 random bits for each sample index: (rows,) uint64. They do not depend on the other indices.
+
+    Args:
+        seed: of the run.
+        epoch: in which the samples are seen.
+        indices: (rows,), the samples' places in the data set.
+        what: the bits are for, such as "flip": every purpose has a stream of its own.
+    """
     text = f"{int(seed)}\x1f{int(epoch)}\x1f{what}"
     start = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return mix(indices.astype(np.uint64) * GAMMA + np.uint64(start))
@@ -31,6 +38,10 @@ def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high: int) -> NDArray[np.int64]:
     """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
+
+    Args:
+        seed, epoch, indices, what: see `bits`.
+        high: one more than the largest number.
 
     Multiplies the upper 32 bits by high and keeps the upper half of the product (Lemire, 2019): no division.
     """

@@ -66,7 +66,11 @@ def has_idx(folder: Path) -> bool:
 def load_idx(folder: Path, part: str, name: str, class_names: tuple[str, ...] = ()) -> Dataset:
     """Return the part "train" or "test" of the IDX files in a folder: x (n, height, width, 1) uint8, scale 1/255.
 
-    Without class names the number of classes is the largest label plus one.
+    Args:
+        folder: with the four files.
+        part: "train" or "test".
+        name: of the data set.
+        class_names: one for each class; without them the number of classes is the largest label plus one.
 
     Raises:
         DataError: for a missing or damaged file, images and labels of different number, or a label out of range.

@@ -213,7 +213,12 @@ class Loader:
         return self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
 
     def rows_before(self, step: int, rank: int, world: int) -> int:
-        """Return how many rows the parts have together that a rank has of batches 0..step-1 of the run."""
+        """Return how many rows a rank has had before a step of the run, in all epochs together.
+
+        Args:
+            step: of the run, from 0.
+            rank, world: which of how many data-parallel ranks.
+        """
         epochs, batches = divmod(step, self.batches_per_epoch)
         full, last = (
             sum(map(len, rows(len(self.dataset), self.batch_size, number, rank, world, self.microbatches)[0].values()))
@@ -257,8 +262,8 @@ class Parts:
         """Return part `part` of `parts` of batch `number`."""
         return self._loader.part(self._order, self._epoch, number, part, parts)
 
-    def dealt(self, number: int, part: int, parts: int, worker: int, taken: int) -> Batch:
-        """Return what a worker computes to whom a part was dealt: that part, or as many of its own samples.
+    def assigned(self, number: int, part: int, parts: int, worker: int, taken: int) -> Batch:
+        """Return what a worker computes to whom a part was assigned: that part, or as many of its own samples.
 
         Args:
             taken: the samples that this worker has taken in the run.

@@ -20,6 +20,11 @@ def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple
     y_test. x: (n, ...), any real dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x
     is grayscale images (n, height, width) and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on.
 
+    Args:
+        path: the file.
+        name: of the data set.
+        seed, test_fraction: of the split, where the file has no test part.
+
     Raises:
         DataError: for a damaged file, missing or pickled arrays, wrong dtypes, NaN, or labels out of range.
     """
@@ -36,7 +41,12 @@ def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple
 
 
 def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
-    """Return the whole of an .npz file of x and y as one data set, with another scale for its bytes.
+    """Return the whole of an .npz file of x and y as one data set.
+
+    Args:
+        path: the file.
+        name: of the data set.
+        scale: what x is multiplied by to become model input.
 
     Raises:
         DataError: as `load_npz`.

@@ -19,6 +19,12 @@ class Prefetch(Iterator[T], Generic[T]):
     Items come in the order of `numbers`, whoever makes them. An exception in make reaches the consumer at that item.
     The threads end when the items are used up, at close(), when the `with` block is left, when the iterator is
     garbage, or with the interpreter, whichever is first. With workers=0 the items are made when they are asked for.
+
+    Args:
+        make: returns the item of a number; called on the threads.
+        numbers: of the items, in order.
+        workers: threads.
+        ahead: most items that are made before they are asked for.
     """
 
     def __init__(self, make: Callable[[int], T], numbers: range, *, workers: int = 1, ahead: int = 2) -> None:

@@ -4,7 +4,7 @@
     rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
     rank 1        9 0 |     1 5 |   6
 
-With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) dealt whole:
+With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) given out whole:
 
     2 microbatches      7 2 | 9 0        rank 0    7   | 9        whole    rank 0    7 2
                                          rank 1      2 |   0               rank 1        | 9 0
@@ -18,7 +18,14 @@ from nnmpi.shard import part, split
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the order of the samples in an epoch: a permutation of 0..n-1, or 0..n-1 without shuffling."""
+    """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without shuffling.
+
+    Args:
+        n: samples of the training set.
+        seed: of the run.
+        epoch: from 0; every epoch has an order of its own.
+        shuffle: whether the order is random.
+    """
     if not shuffle:
         return np.arange(n, dtype=np.int64)
     return stream(seed, "order", epoch).permutation(n)
@@ -40,6 +47,11 @@ def rows(
     rows.
 
     Args:
+        n: samples of the epoch.
+        batch_size: rows of a global batch.
+        number: of the batch in the epoch, from 0.
+        rank, world: which of how many data-parallel ranks.
+        microbatches: into how many a batch is cut.
         whole: give each rank whole microbatches instead, possibly none; their shapes then do not depend on the layout.
 
     Raises:
@@ -56,22 +68,3 @@ def rows(
         mine = range(len(micros[i])) if whole else part(len(micros[i]), world, rank)
         ranges[i] = range(first + mine.start, first + mine.stop)
     return ranges, global_rows
-
-
-def batch_indices(
-    n: int,
-    batch_size: int,
-    number: int,
-    *,
-    seed: int,
-    epoch: int,
-    rank: int = 0,
-    world: int = 1,
-    shuffle: bool = True,
-) -> NDArray[np.int64]:
-    """Return the indices of the samples that this rank takes in a global batch: (rows,), possibly none.
-
-    This is the definition, computed afresh at every call; a `Loader` keeps the epoch's order instead.
-    """
-    mine = rows(n, batch_size, number, rank, world)[0][0]
-    return order(n, seed, epoch, shuffle)[mine.start : mine.stop]

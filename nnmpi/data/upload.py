@@ -33,6 +33,12 @@ def batches(loader: Loader, epoch: int, backend: Backend, start: int = 0) -> Pre
     """Return a loader's batches of an epoch where a backend has its arrays; see `Loader.epoch`.
 
     With a transform of the user's own the host does all arithmetic, and floats are copied in the place of bytes.
+
+    Args:
+        loader: makes the batches on the host.
+        epoch: from 0.
+        backend: where x and y shall be.
+        start: the first batch that is wanted.
     """
     if not backend.is_device:
         return loader.epoch(epoch, start)

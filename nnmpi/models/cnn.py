@@ -27,6 +27,12 @@ def cnn(
     cuts the convolutions by output channels, and the linear layers by inputs and by outputs in turn: the first one
     takes the flattened channels as they lie.
 
+    Args:
+        sample_shape: of one image, (height, width, channels).
+        classes: number of logits.
+        hidden: the widths of the linear layers between the convolutions and the logits.
+        dropout: the probability with which an element is dropped before each linear layer but the first.
+
     Raises:
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
     """
@@ -53,6 +59,11 @@ def cnn(
 
 def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[int, int, int]:
     """Return the sample shape as (height, width, channels).
+
+    Args:
+        model: the name that an error gives.
+        sample_shape: of one sample.
+        least: the pixels that height and width must have.
 
     Raises:
         UsageError: when it is no image of at least `least` x `least` pixels.

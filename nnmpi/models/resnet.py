@@ -24,6 +24,12 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
     A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 gives ResNet-20.
     Its table cuts a block's first convolution by output channels and the second by input channels.
 
+    Args:
+        sample_shape: of one image, (height, width, channels).
+        classes: number of logits.
+        width: channels of the first stage.
+        blocks: in each of the three stages.
+
     Raises:
         UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of blocks below 1.
     """
@@ -47,7 +53,12 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
 
 
 def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
-    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change, else nothing."""
+    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change, else nothing.
+
+    Args:
+        inputs, outputs: numbers of channels.
+        stride: of the first convolution, and of the shortcut's.
+    """
     body = Sequential(
         Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
         BatchNorm(outputs),

@@ -1,4 +1,11 @@
-"""Layers, and the module tree that they form."""
+"""Layers, and the module tree that they form.
+
+To read, in this order: module (attributes, names, initialization), linear or any other layer, container (sequences and
+residual blocks), mode (training and evaluation), sharding (the tables that say how layers are shared out over ranks),
+chain (how a model is cut into stages), fuse (which layers are computed as one operation), compiled (recorded steps).
+
+To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in `parallel/sharded`.
+"""
 
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
 from nnmpi.nn.attention import CausalSelfAttention

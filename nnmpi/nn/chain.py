@@ -31,7 +31,7 @@ Run: TypeAlias = Callable[[Any, Kept], Any]
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One piece of a chain that is not cut.
 
     Attributes:
@@ -51,7 +51,7 @@ class Link:
     module: Module | None = None
 
 
-def open_chain(model: Module) -> tuple[Link, ...]:
+def open_chain(model: Module) -> tuple[ChainLink, ...]:
     """Return the model's links in order, after giving every module its full name (`Module.path`).
 
     A model that is no sequence is one link.
@@ -71,7 +71,7 @@ def open_chain(model: Module) -> tuple[Link, ...]:
     return links
 
 
-def kept_at(links: Sequence[Link], cut: int) -> tuple[str, ...]:
+def kept_at(links: Sequence[ChainLink], cut: int) -> tuple[str, ...]:
     """Return the names of the values that are kept between link cut - 1 and link `cut`, sorted."""
     names: set[str] = set()
     for link in links[:cut]:
@@ -82,7 +82,7 @@ def kept_at(links: Sequence[Link], cut: int) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _links(module: Module, path: str) -> Iterator[Link]:
+def _links(module: Module, path: str) -> Iterator[ChainLink]:
     inside = f"{path}." if path else ""
     if type(module) is Sequential:
         for name, layer in module.children():
@@ -99,22 +99,22 @@ def _links(module: Module, path: str) -> Iterator[Link]:
         yield from _links(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
     else:
-        yield Link(path, lambda x, kept: module(x), ((path, module),), module=module)
+        yield ChainLink(path, lambda x, kept: module(x), ((path, module),), module=module)
 
 
-def _keeper(path: str, name: str) -> Link:
+def _keeper(path: str, name: str) -> ChainLink:
     def run(x: Any, kept: Kept) -> Any:
         keep(kept, name, x)
         return x
 
-    return Link(path, run, keeps=name)
+    return ChainLink(path, run, keeps=name)
 
 
-def _taker(path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]) -> Link:
-    return Link(path, lambda x, kept: join(x, fetch(kept, name)), members, takes=name)
+def _taker(path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]) -> ChainLink:
+    return ChainLink(path, lambda x, kept: join(x, fetch(kept, name)), members, takes=name)
 
 
-class Part(Module):
+class ModelPart(Module):
     """Some links of a chain, as a model whose parameters have the names that they have in the whole one.
 
     Args:
@@ -125,7 +125,7 @@ class Part(Module):
         UsageError: from `forward`, when kept values are open at the ends.
     """
 
-    def __init__(self, model: Module, links: Sequence[Link]) -> None:
+    def __init__(self, model: Module, links: Sequence[ChainLink]) -> None:
         self._links = tuple(links)
         self._joined = join_links(links)
         self._whole = list(model.named_parameters())
@@ -156,7 +156,7 @@ class Part(Module):
         return x
 
 
-def join_links(links: Sequence[Link]) -> tuple[Run, ...]:
+def join_links(links: Sequence[ChainLink]) -> tuple[Run, ...]:
     """Return the calls that run some links: one for several of them, where `nn.fuse` computes them as one."""
     runs: list[Run] = []
     for plain, group in groupby(links, lambda link: link.module is not None):
@@ -167,7 +167,7 @@ def join_links(links: Sequence[Link]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def run_links(links: Sequence[Link], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
+def run_links(links: Sequence[ChainLink], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
     """Return the result of some links; `kept` holds what earlier links kept, and then what later ones will take.
 
     Args:
@@ -183,7 +183,7 @@ def _alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
     return call(x)
 
 
-def cut_chain(links: Sequence[Link], cuts: Sequence[range]) -> tuple[tuple[Link, ...], ...]:
+def cut_chain(links: Sequence[ChainLink], cuts: Sequence[range]) -> tuple[tuple[ChainLink, ...], ...]:
     """Return the links of each stage.
 
     Raises:

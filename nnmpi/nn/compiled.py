@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import is_array, namespace
-from nnmpi.backend.kernels.active import setting
+from nnmpi.backend.kernels.lookup import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active
 from nnmpi.errors import ShapeError, UsageError

@@ -106,6 +106,11 @@ class Residual(Module):
 def keep(kept: dict[str, Any], name: str, x: Any) -> None:
     """Keep a stashed value.
 
+    Args:
+        kept: the values that wait, by name; it gets one more.
+        name: the stash's.
+        x: the value.
+
     Raises:
         UsageError: when one of that name waits already.
     """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from nnmpi.backend.windows import Pair
+from nnmpi.backend.windows import Pair, pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.init import fan_in
 from nnmpi.nn.module import Module
-from nnmpi.ops.conv import conv2d, pair
+from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -59,7 +59,13 @@ class Conv2d(Module):
 
 
 class MaxPool2d(Module):
-    """The largest element of each window. See `ops.max_pool2d`."""
+    """The largest element of each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
+
+    Args:
+        kernel: the window's height and width; one number for both.
+        stride: from one window to the next; the kernel by default, so that windows do not overlap.
+        padding: pixels around the image, which are never the largest.
+    """
 
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
@@ -70,7 +76,13 @@ class MaxPool2d(Module):
 
 
 class AvgPool2d(Module):
-    """The mean of each window. See `ops.avg_pool2d`."""
+    """The mean of each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
+
+    Args:
+        kernel: the window's height and width; one number for both.
+        stride: from one window to the next; the kernel by default, so that windows do not overlap.
+        padding: pixels of zeros around the image, which count in the mean.
+    """
 
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnmpi.backend.counter import key_pair
+from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module

@@ -81,7 +81,11 @@ class _Within(ContextDecorator, AbstractContextManager[None]):
 def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> AbstractContextManager[None]:
     """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
 
-    The arguments are `Mode`'s.
+    Args:
+        seed: of the run.
+        step: the number of the update; with the seed and a layer's name it keys dropout masks.
+        first_row: the place of this rank's first sample in the global batch.
+        again: whether this pass repeats one whose results were not kept; running statistics are then left alone.
     """
     return _Within(training=True, seed=seed, step=step, first_row=first_row, again=again)
 

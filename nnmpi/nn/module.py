@@ -58,6 +58,8 @@ class Buffer:
     """An array that belongs to a module's state but is not trained, such as running statistics.
 
     Attributes:
+        data: the values, an array of `shape`.
+        shape: of this rank's part.
         value: what all elements are at first.
         region: which part of a larger array it is, when its ranks share that out; None for a whole one.
     """

@@ -52,7 +52,13 @@ class BatchNorm(Module):
         return self.normalize(x, self.weight, self.bias, self.all_reduce)
 
     def normalize(self, x: Tensor, weight: Tensor, bias: Tensor, all_reduce: AllReduce | None) -> Tensor:
-        """Return the result for these tensors in the parameters' places, with statistics over the ranks of a sum.
+        """Normalize x with this weight and bias instead of the layer's own.
+
+        Args:
+            x: (..., channels).
+            weight, bias: (channels,); a rank of a sharded layer gives its part of them, and of x.
+            all_reduce: sums a float64 array over the ranks that share the batch, so that the statistics are those of
+                the whole batch; None where one rank has all of it.
 
         Errors are those of `forward`.
         """
@@ -67,7 +73,7 @@ class BatchNorm(Module):
         return batch_norm(x, weight, bias, self.eps, all_reduce, self._see)[0]
 
     def _see(self, mean: Array, variance: Array, count: Count) -> None:
-        """Let the running statistics hear of a batch's, unless its pass repeats one that they know, or it is empty."""
+        """Update the running statistics, except for an empty batch or a recomputed pass, which was counted before."""
         if current().again or isinstance(count, int | float) and not count:
             return
         factor = count / at_least_one(count - 1)

@@ -2,8 +2,7 @@
 
 from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
-from nnmpi.ops.conv import conv2d
-from nnmpi.ops.conv_pool import conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gelu import gelu, linear_gelu

@@ -6,10 +6,10 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.constants import zero
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.elementwise import tanh as tanh
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -55,7 +55,7 @@ class LeakyRelu(Function):
         return result
 
 
-class Sigmoid(Function):
+class SigmoidFunction(Function):
     """1 / (1 + e^-x)"""
 
     replayable = True
@@ -106,19 +106,19 @@ def _sigmoid(xp: Any, x: Array) -> Any:
 
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return widely(Relu(), real("relu", x))
+    return in_float32(Relu(), require_floating("relu", x))
 
 
 def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
     """Return x where it is positive and slope * x elsewhere."""
-    return widely(LeakyRelu(float(slope)), real("leaky_relu", x))
+    return in_float32(LeakyRelu(float(slope)), require_floating("leaky_relu", x))
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
-    return widely(Sigmoid(), real("sigmoid", x))
+    return in_float32(SigmoidFunction(), require_floating("sigmoid", x))
 
 
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), elementwise (also called swish)."""
-    return widely(Silu(), real("silu", x))
+    return in_float32(Silu(), require_floating("silu", x))

@@ -4,66 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import device_kernels
-from nnmpi.backend.counter import random_bits
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 Key: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[Key, int]  # the key, and the first row's place in the global batch
 
 
-class Dropout(Function):
-    """x with elements set to 0 at random and the others scaled up, so that the mean stays."""
+class DropoutFunction(Function):
+    """x with elements set to 0 at random and the others scaled up, so that the mean stays.
 
-    __slots__ = ("columns", "place", "rate")
+    Args:
+        rate: the probability of 0.
+        place: returns the key and the first row; asked in every forward pass.
+        columns: (elements of a row,) uint32, their places in a whole row; None for 0, 1 ...
+        kernels: those for x.
+    """
 
-    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None) -> None:
-        self.rate, self.place, self.columns = rate, place, columns
+    __slots__ = ("columns", "kernels", "place", "rate")
+
+    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None, kernels: Kernels) -> None:
+        self.rate, self.place, self.columns, self.kernels = rate, place, columns, kernels
 
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
-        rows = x.shape[0] if x.ndim else 1
-        columns = prod(x.shape[1:]) if self.columns is None else xp.asarray(self.columns)
-        key, first_row = self.place()
-        bits = random_bits(xp, first_row, rows, columns, key)
-        kept = (bits >= xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(x.shape)
-        factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
-        self.saved = (factor,)
-        result: Array = x * factor
-        return result
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad * self.saved[0],)
-
-
-class _DeviceDropout(Function):
-    """The same by a device's kernel, which draws the mask again for the gradient: nothing is kept but the key."""
-
-    __slots__ = ("columns", "place", "rate", "table")
-
-    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None, table: Any) -> None:
-        self.rate, self.place, self.columns, self.table = rate, place, columns, table
-
-    def forward(self, x: Array) -> Array:
-        columns = None if self.columns is None else namespace(x).asarray(self.columns)
-        self.saved = (*self.place(), columns)
-        return self._drop(x)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self._drop(grad),)
-
-    def _drop(self, x: Array) -> Array:
-        (key, first_row, columns), xp = self.saved, namespace(x)
-        y: Array = xp.empty(x.shape, x.dtype)
-        self.table.dropout(xp.ascontiguousarray(x), self.rate, key, first_row, columns, y)
+        columns = None if self.columns is None else xp.asarray(self.columns)
+        y, self.saved = self.kernels.dropout(xp, x, self.rate, *self.place(), columns)
         return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.kernels.dropout_grad(namespace(grad), grad, self.rate, self.saved),)
 
 
 def dropout(
@@ -75,7 +53,7 @@ def dropout(
 
     Args:
         x: (rows, ...); a row is a sample.
-        key: two 32-bit numbers (`backend.counter.key_pair`): another pair for every step and layer. Or what returns
+        key: two 32-bit numbers (`backend.random.key_pair`): another pair for every step and layer. Or what returns
             them and the first row; it is asked in every pass, also when a compiled step is replayed.
         first_row: the place in the global batch of x's first row.
         columns: (elements of a row,) uint32; their places in a whole row, where x has only a part of each.
@@ -91,7 +69,5 @@ def dropout(
     place = key if callable(key) else lambda: (key, first_row)
     if rate == 0:
         return x
-    table = device_kernels(real("dropout", x).data)
-    if table is not None:
-        return _DeviceDropout(float(rate), place, columns, table)(x)
-    return widely(Dropout(float(rate), place, columns), x)
+    kernels = kernels_for(require_floating("dropout", x).data)
+    return with_kernels(kernels, DropoutFunction(float(rate), place, columns, kernels), x)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.casting import FLOAT32, cast, device_kernels, widened
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function
@@ -17,62 +17,27 @@ from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
 
-class Embedding(Function):
-    """table[indices]; a row picked twice gets both gradients."""
-
-    def forward(self, table: Array, indices: Array) -> Array:
-        self.saved = (table.shape, table.dtype, indices)
-        result: Array = table[indices]
-        return result
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, dtype, indices = self.saved
-        xp = namespace(grad)
-        spread = None if is_low(dtype) else self.into(0)
-        if spread is None:
-            spread = xp.zeros(shape, dtype=FLOAT32 if is_low(dtype) else dtype)
-        else:
-            spread[...] = 0
-        xp.add.at(spread, indices, widened(xp, grad) if is_low(dtype) else grad)
-        return cast(xp, spread, dtype), None
-
-
-class ReadEmbedding(Function):
-    """table[indices] in the dtype that mixed precision reads tables in, and on a device; the gradient is the table's.
-
-    On a device an index out of range gives NaN, and its gradient goes nowhere.
+class EmbeddingFunction(Function):
+    """table[indices]; an entry that is picked twice gets the sum of both rows' gradients.
 
     Args:
-        reads: the dtype of the rows.
-        kernels: the device's; None for none.
+        reads: the dtype of the rows, the lower one in mixed precision; the gradient is of the table's.
+        kernels: those for the table.
     """
 
     __slots__ = ("kernels", "reads")
 
-    def __init__(self, reads: np.dtype[Any], kernels: Any) -> None:
+    def __init__(self, reads: np.dtype[Any], kernels: Kernels) -> None:
         self.reads, self.kernels = reads, kernels
 
     def forward(self, table: Array, indices: Array) -> Array:
-        xp = namespace(table)
         self.saved = (table.shape, table.dtype, indices)
-        if self.kernels is None:
-            return cast(xp, table[indices], self.reads)
-        rows: Array = xp.empty((*indices.shape, table.shape[1]), self.reads)
-        self.kernels.embedding(xp.ascontiguousarray(table), xp.ascontiguousarray(indices), rows)
-        return rows
+        return self.kernels.embedding(namespace(table), table, indices, self.reads)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         shape, dtype, indices = self.saved
-        xp = namespace(grad)
         place, add = self.sum_into(0)
-        if self.kernels is not None:
-            spread = xp.empty(shape, dtype) if place is None else place
-            self.kernels.embedding_grad(xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), spread, add)
-            return spread, None
-        spread = xp.zeros(shape, dtype=dtype) if place is None or add else place
-        spread[...] = 0
-        xp.add.at(spread, indices, cast(xp, grad, dtype))
-        return spread, None
+        return self.kernels.embedding_grad(namespace(grad), grad, indices, shape, dtype, place, add), None
 
 
 def embedding(table: Tensor, indices: Any) -> Tensor:
@@ -92,14 +57,12 @@ def embedding(table: Tensor, indices: Any) -> Tensor:
         raise DtypeError(f"embedding needs integer indices, not {places.dtype}")
     if table.ndim != 2:
         raise ShapeError(f"embedding needs a table (entries, features), not one of shape {table.shape}")
-    kernels = device_kernels(table.data)
-    if kernels is None or type(places) is np.ndarray:
+    kernels = kernels_for(table.data)
+    if not kernels.is_device or type(places) is np.ndarray:
         perform(_check_indices, places, table.shape[0])
         places = namespace(table.data).asarray(places)
     reads = read_as("embedding", table)
-    if kernels is None and reads == table.data.dtype:
-        return Embedding()(table, places)
-    return ReadEmbedding(reads, kernels)(table, places)
+    return EmbeddingFunction(reads, kernels)(table, places)
 
 
 def _check_indices(places: Array, entries: int) -> None:

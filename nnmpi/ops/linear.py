@@ -1,217 +1,129 @@
-"""The linear layer's operation, x W + b, alone or with ReLU on top."""
+"""The linear layer's operation, x W + b, alone or with an activation on top."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import FLOAT32, cast, device_kernels, widened
-from nnmpi.backend.constants import ones, zero
+from nnmpi.backend.casting import FLOAT32, cast
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.active import kernels_for
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
 
-if TYPE_CHECKING:
-    from nnmpi.backend.kernels.table import Kernels
 
+class LinearFunction(Function):
+    """x W + b, with the leading axes of x made into one, so that each product is one GEMM.
 
-class Linear(Function):
-    """x W + b, or max(x W + b, 0), with the leading axes of x made into one, so that each product is one GEMM.
+        x (rows, in)   W (in, out)         y = x W + b                  an activation works on y where it lies
+        dW = x^T d     db = 1^T d          dx = d W^T                   d: the gradient of x W + b
 
-        x (rows, in)   W (in, out)         y = x W + b                  ReLU works on y where it lies
-        dW = x^T d     db = 1^T d          dx = d W^T                   d: the gradient of y, 0 where ReLU gave 0
+    On a device, and in half precision anywhere, the products are `backend.gemm`'s:
 
-    The bias gradient is a product with ones, which BLAS does twice as fast as NumPy adds up rows.
+        x, W --read as float16 or bfloat16-->  GEMM, adds up in float32  -->  y, in half precision, + b
+        dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
+
+    Args:
+        kernels: those for the result.
+        reads: the dtype in which such a product reads x and W, and gives the result; None where NumPy's own product
+            of the arrays as they are serves, at no further cost.
+        gives: the dtype of the result, if it is another one: float32.
     """
 
-    __slots__ = ("relu",)
+    __slots__ = ("gives", "kernels", "reads")
 
     replayable = True
 
-    def __init__(self, relu: bool = False) -> None:
-        self.relu = relu
+    def __init__(self, kernels: Kernels, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
+        self.kernels, self.reads, self.gives = kernels, reads, gives
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        xp, shape = self.xp, x.shape
+        xp, shape, dtypes = self.xp, x.shape, None
         flat = len(shape) == 2
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))  # not -1, which nothing can be divided by
-        y: Array = xp.dot(rows, weight)
-        self.finish(y, bias)
-        self.saved = (rows, weight, shape, y if self.relu else None)
-        return y if flat else y.reshape(*shape[:-1], weight.shape[1])
+        reads = self.reads
+        if reads is None:
+            y: Array = xp.dot(rows, weight)
+        else:
+            dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+            rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
+            y = gemm(xp, rows, weight, dtype=self.gives)
+        self.saved = (rows, weight, shape, self.activate(y, bias), dtypes)
+        return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        rows, weight, shape, y = self.saved
+        rows, weight, shape, kept, dtypes = self.saved
         xp = self.xp
+        if dtypes is not None:
+            grad = xp.ascontiguousarray(cast(xp, grad, rows.dtype))
         if len(shape) != 2:
             grad = xp.reshape(grad, (len(rows), weight.shape[1]))
-        if y is not None:
-            grad = self.through(grad, y)
         to_x = to_weight = to_bias = None
         if self.needs[2]:
-            to_bias = self.bias_gradient(grad)
+            to_bias = self.into(2)
+            if to_bias is None:
+                to_bias = xp.empty(grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])
+        grad = self.before_activation(grad, kept, to_bias)
         if self.needs[1]:
-            to_weight = self._product(rows.T, grad, 1)
+            to_weight = self._weight_grad(rows, grad, None if dtypes is None else dtypes[1])
         if self.needs[0]:
-            to_x = xp.dot(grad, weight.T)
+            to_x = xp.dot(grad, weight.T) if dtypes is None else cast(xp, gemm(xp, grad, weight.T), dtypes[0])
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias
 
-    def finish(self, y: Array, bias: Array | None) -> None:
-        """Turn x W into the result, in place."""
+    def activate(self, y: Array, bias: Array | None) -> Array | None:
+        """Turn x W, (rows, out), into the result, in place; return what `before_activation` needs of it."""
         if bias is not None:
-            self.xp.add(y, bias, out=y)
-        if self.relu:
-            self.xp.maximum(y, zero(self.xp, y.dtype), out=y)
+            self.kernels.bias_add(self.xp, y, bias)
+        return None
 
-    def through(self, grad: Array, kept: Array) -> Array:
-        """Return the gradient of x W + b, given that of the result, and the result, which was kept."""
-        result: Array = self.xp.multiply(grad, self.xp.greater(kept, zero(self.xp, kept.dtype)))
-        return result
+    def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
+        """Return the gradient of x W + b, (rows, out), and write that of b.
 
-    def bias_gradient(self, grad: Array) -> Array:
-        """Return the gradient of b, given that of x W + b."""
-        return self._product(ones(self.xp, len(grad), grad.dtype), grad, 2)
+        Args:
+            grad: (rows, out), the gradient of the result.
+            kept: what `activate` returned.
+            to_bias: (out,), the place for the gradient of b; None where nobody wants it.
+        """
+        if to_bias is not None:
+            self.kernels.bias_grad(self.xp, grad, to_bias)
+        return grad
 
-    def _product(self, a: Array, b: Array, i: int) -> Array:
-        """Return a b, computed where the gradient of input i belongs, if that place is known."""
-        place = self.into(i)
-        result: Array = self.xp.dot(a, b) if place is None else self.xp.dot(a, b, out=place)
-        return result
-
-
-class _CompiledLinearRelu(Linear):
-    """max(x W + b, 0) by compiled kernels: bias and ReLU in one pass, and both their gradients."""
-
-    __slots__ = ("kernels", "to_bias")
-
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__(relu=True)
-        self.kernels = kernels
-
-    def finish(self, y: Array, bias: Array | None) -> None:
-        """Turn x W into the result, in place."""
-        self.invoke(self.kernels.bias_relu, y, self.xp.ascontiguousarray(bias))
-
-    def through(self, grad: Array, kept: Array) -> Array:
-        """Return the gradient of x W + b, and compute that of b."""
-        xp, place = self.xp, self.into(2) if self.needs[2] else None
-        self.to_bias = xp.empty(grad.shape[1:], grad.dtype) if place is None else place
-        result: Array = xp.empty(grad.shape, grad.dtype)
-        self.invoke(self.kernels.relu_grad_bias, xp.ascontiguousarray(grad), kept, result, self.to_bias)
-        return result
-
-    def bias_gradient(self, grad: Array) -> Array:
-        """Return the gradient of b, which is there already."""
-        result = self.to_bias
-        del self.to_bias
-        return result
-
-
-class ProductLinear(Linear):
-    """x W + b, or max(x W + b, 0), of arrays on a device, and in half precision anywhere.
-
-        x, W --read as float16 or bfloat16-->  GEMM, adds up in float32  -->  y, in half precision, + b, ReLU
-        dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
-
-    Args:
-        reads: the dtype in which the product reads x and W, and gives the result.
-        table: the device's kernels; None for none.
-        gives: the dtype of the result, if it is float32 instead.
-    """
-
-    __slots__ = ("dtypes", "gives", "kept_bias", "reads", "table")
-
-    kept_bias: Array | None
-
-    def __init__(
-        self, reads: np.dtype[Any], table: Any, relu: bool = False, gives: np.dtype[Any] | None = None
-    ) -> None:
-        super().__init__(relu)
-        self.reads, self.table, self.gives = reads, table, gives
-
-    def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        xp, shape = self.xp, x.shape
-        self.dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        rows = xp.reshape(x, (prod(shape[:-1]), shape[-1]))
-        rows, weight = cast(xp, rows, self.reads), cast(xp, weight, self.reads)
-        y = gemm(xp, rows, weight, dtype=self.gives)
-        self.saved = (rows, weight, shape, self.end(y, bias))
-        result: Array = y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
-        return result
-
-    def end(self, y: Array, bias: Array | None) -> Array | None:
-        """Turn x W into the result, in place; return what `through` needs of it."""
-        if self.table is not None and (bias is not None or self.relu):
-            shift = self.xp.zeros((y.shape[1],), y.dtype) if bias is None else self.xp.ascontiguousarray(bias)
-            self.invoke(self.table.bias_relu if self.relu else self.table.bias_add, y, shift)
-        else:
-            self.finish(y, bias)
-        return y if self.relu else None
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        rows, weight, shape, kept = self.saved
+    def _weight_grad(self, rows: Array, grad: Array, dtype: np.dtype[Any] | None) -> Array:
+        """Return the gradient of W, in its dtype, computed where it belongs, if that place is known."""
         xp = self.xp
-        grad = xp.ascontiguousarray(xp.reshape(cast(xp, grad, self.reads), (len(rows), weight.shape[1])))
-        self.kept_bias = None
-        if kept is not None:
-            grad = self.through(grad, kept)
-        to_x = to_weight = to_bias = None
-        if self.needs[2]:
-            to_bias = self.bias_gradient(grad) if self.kept_bias is None else self.kept_bias
-        self.kept_bias = None
-        if self.needs[1]:
-            to_weight = self.weight_gradient(rows, grad)
-        if self.needs[0]:
-            to_x = cast(xp, gemm(xp, grad, weight.T), self.dtypes[0]).reshape(shape)
-        return to_x, to_weight, to_bias
-
-    def through(self, grad: Array, kept: Array) -> Array:
-        """Return the gradient of x W + b, given that of the result, and the result, which was kept."""
-        xp = self.xp
-        if self.table is not None:
-            return self.with_bias(self.table.relu_grad_bias, grad, kept)
-        result: Array = xp.empty(grad.shape, grad.dtype)
-        xp.greater(kept, 0, out=result, casting="unsafe")  # 0 and 1 in the gradient's dtype
-        return xp.multiply(grad, result, out=result)  # type: ignore[no-any-return]
-
-    def with_bias(self, kernel: Any, grad: Array, kept: Array) -> Array:
-        """Return what a kernel makes of the gradient and what was kept; it sums the bias's gradient, too."""
-        result: Array = self.xp.empty(grad.shape, grad.dtype)
-        if self.needs[2]:
-            self.kept_bias = self.place(2, grad.shape[1:])
-        self.invoke(kernel, grad, kept, result, self.kept_bias)
-        return result
-
-    def weight_gradient(self, rows: Array, grad: Array) -> Array:
-        """Return the gradient of W, in the dtype of W."""
+        if dtype is None:
+            place = self.into(1)
+            result: Array = xp.dot(rows.T, grad) if place is None else xp.dot(rows.T, grad, out=place)
+            return result
         place, add = self.sum_into(1)
         if place is None or not place.flags.c_contiguous:
-            return gemm(self.xp, rows.T, grad, dtype=self.dtypes[1])
-        return gemm(self.xp, rows.T, grad, out=place, add=add)
+            return gemm(xp, rows.T, grad, dtype=dtype)
+        return gemm(xp, rows.T, grad, out=place, add=add)
 
-    def bias_gradient(self, grad: Array) -> Array:
-        """Return the gradient of b, in the dtype of b."""
-        result = self.place(2, grad.shape[1:])
-        if self.table is not None:
-            self.invoke(self.table.column_sum, grad, result)
-        else:
-            self.xp.add.reduce(widened(self.xp, grad), axis=0, out=result)
-        return result
 
-    def place(self, i: int, shape: tuple[int, ...]) -> Array:
-        """Return where the gradient of input i is computed."""
-        place = self.into(i)
-        result: Array = self.xp.empty(shape, self.dtypes[i]) if place is None else place
-        return result
+class LinearReluFunction(LinearFunction):
+    """max(x W + b, 0)."""
+
+    __slots__ = ()
+
+    def activate(self, y: Array, bias: Array | None) -> Array | None:
+        """Turn x W into the result, in place; return it."""
+        self.kernels.bias_relu(self.xp, y, bias)
+        return y
+
+    def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
+        """Return the gradient of x W + b, given that of the result, and the result; write that of b."""
+        assert kept is not None
+        return self.kernels.relu_grad_bias(self.xp, grad, kept, to_bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -230,10 +142,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed precision).
         UsageError: for tf32 with NumPy's arrays.
     """
-    reads = check_linear("linear", x, weight, bias)
-    if is_plain(x, reads):
-        return Linear()(x, weight, bias)
-    return ProductLinear(reads, device_kernels(x.data))(x, weight, bias)
+    return LinearFunction(*linear_options(x, check_linear("linear", x, weight, bias)))(x, weight, bias)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -242,9 +151,7 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     Arguments and errors are those of `linear`.
     """
     reads = check_linear("linear", x, weight, None)
-    if is_plain(x, reads):
-        return Linear()(x, weight, None)
-    return ProductLinear(reads, device_kernels(x.data), gives=FLOAT32 if is_low(reads) else None)(x, weight, None)
+    return LinearFunction(*linear_options(x, reads), gives=FLOAT32 if is_low(reads) else None)(x, weight, None)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -252,18 +159,19 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in the last bits.)
     """
-    reads = check_linear("linear_relu", x, weight, bias)
-    if not is_plain(x, reads):
-        return ProductLinear(reads, device_kernels(x.data), relu=True)(x, weight, bias)
-    compiled = None if bias is None else kernels_for(x.data)
-    if compiled is not None:
-        return _CompiledLinearRelu(compiled)(x, weight, bias)
-    return Linear(relu=True)(x, weight, bias)
+    return LinearReluFunction(*linear_options(x, check_linear("linear_relu", x, weight, bias)))(x, weight, bias)
 
 
-def is_plain(x: Tensor, reads: np.dtype[Any]) -> bool:
-    """Return whether the library's own product serves: for NumPy's arrays, unless they are of half precision."""
-    return not is_low(reads) if type(x.data) is np.ndarray else not is_floating(reads)
+def linear_options(x: Tensor, reads: np.dtype[Any]) -> tuple[Kernels, np.dtype[Any] | None]:
+    """Return the kernels for a product, and the dtype in which it reads its inputs: what `LinearFunction` wants.
+
+    Args:
+        x: the product's first input.
+        reads: from `check_linear`.
+    """
+    kernels = kernels_for(x.data, reads)
+    is_plain = not is_low(reads) if type(x.data) is np.ndarray else not is_floating(reads)
+    return kernels, None if is_plain else reads
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> np.dtype[Any]:

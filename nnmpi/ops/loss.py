@@ -5,168 +5,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import FLOAT32, cast, device_kernels
-from nnmpi.backend.constants import ones, steps
-from nnmpi.backend.kernels.active import kernels_for
-from nnmpi.backend.pick import largest, pick
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import mixes, real
+from nnmpi.tensor.operand import mixes, require_floating
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
-if TYPE_CHECKING:
-    from nnmpi.backend.kernels.table import Kernels
-
 REDUCTIONS = ("mean", "sum", "none")
-FEW_CLASSES = 32
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 class CrossEntropy(Function):
     """-log softmax(logits)[label] per row, smoothed and masked; softmax and loss in one operation.
 
-    Few classes are laid out class by class, as NumPy is slow on short rows:
-
-        logits      (rows, classes)          powers, up to FEW_CLASSES    (classes, rows)
-                                             powers, for more classes     (rows, classes)
-
-    The gradient is softmax(logits) - target, so the powers and their sums are all that is saved.
+    Args:
+        reduction: one of REDUCTIONS.
+        ignore_index: labels of this value count for nothing; None for none.
+        smoothing: the share of each target that is spread evenly over all classes.
+        kernels: those for the logits.
     """
 
-    __slots__ = ("axis", "ignore_index", "reduction", "smoothing")
-
-    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
-        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
+    __slots__ = ("ignore_index", "kernels", "reduction", "smoothing")
 
     replayable = True
 
+    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float, kernels: Kernels) -> None:
+        self.reduction, self.ignore_index, self.smoothing, self.kernels = reduction, ignore_index, smoothing, kernels
+
     def forward(self, logits: Array, labels: Array) -> Array:
-        xp, classes, count = self.xp, logits.shape[-1], labels.size
-        rows = logits if logits.ndim == 2 else xp.reshape(logits, (count, classes))
-        labels, kept = labels if labels.ndim == 1 else xp.reshape(labels, (count,)), None
+        xp, classes = self.xp, logits.shape[-1]
+        rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
+        labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
+        losses, residuals = self.kernels.softmax_loss(xp, rows, labels, self.ignore_index, self.smoothing)
+        count: Any = labels.size  # of the labels that count
         if self.ignore_index is not None:
             kept = xp.not_equal(labels, self.ignore_index)
-            labels = xp.where(kept, labels, 0)
-        shifted, places = self._arranged(rows, labels)
-        target = pick(xp, shifted, places)
-        if self.smoothing:
-            mean = xp.multiply(xp.mean(shifted, axis=self.axis), self.smoothing)
-            target = xp.add(xp.multiply(target, 1 - self.smoothing), mean)
-        powers = xp.exp(shifted, out=shifted)
-        each = ones(xp, classes, powers.dtype)
-        sums = xp.dot(powers, each) if self.axis else xp.dot(each, powers)
-        losses = xp.subtract(xp.log(sums), target)
-        if kept is not None:
             count = xp.maximum(xp.add.reduce(kept, axis=0, dtype=losses.dtype), 1)
-            losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
-        self.saved = (powers, sums, places, kept, logits.shape, count)
-        return self._reduced(losses, count, logits.shape[:-1])
-
-    def _arranged(self, rows: Array, labels: Array) -> tuple[Array, Array]:
-        """Return the logits less the largest of their row, and the places of the labels in that array."""
-        xp, (count, classes) = self.xp, rows.shape
-        self.axis = 1 if classes > FEW_CLASSES else 0
-        if self.axis:
-            starts = steps(xp, count, classes)
-            shifted = xp.subtract(rows, largest(xp, xp.ascontiguousarray(rows), 1)[:, None])
-        else:
-            starts = steps(xp, count, 1)
-            labels = xp.multiply(labels, count, dtype="int64", casting="unsafe")
-            shifted = xp.empty((classes, count), rows.dtype)
-            xp.copyto(shifted, rows.T)
-            xp.subtract(shifted, largest(xp, shifted, 0), out=shifted)
-        return shifted, xp.add(starts, labels, dtype="int64", casting="unsafe")
-
-    def _reduced(self, losses: Array, count: Any, shape: tuple[int, ...]) -> Array:
+        self.saved = (residuals, logits.shape, logits.dtype, count)
         if self.reduction == "none":
-            return losses.reshape(shape)  # contiguous, so this is a view
-        return _averaged(self.xp, self.xp.add.reduce(losses, axis=0), count, self.reduction)
+            return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
+        return _averaged(xp, xp.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        powers, sums, places, kept, shape, count = self.saved
+        residuals, shape, dtype, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]  # one for all rows, or one for each
-        result: Array = xp.multiply(powers, self._beside(xp.divide(share, sums)))
-        hit = share
-        if self.smoothing:
-            hit = xp.multiply(share, 1 - self.smoothing)
-            xp.subtract(result, self._beside(xp.multiply(share, self.smoothing / shape[-1])), out=result)
-        xp.put(result, places, xp.subtract(pick(xp, result, places), hit))
-        if kept is not None:
-            xp.copyto(result, 0, where=self._beside(xp.logical_not(kept)))
-        result = result if self.axis else result.T
-        return result if len(shape) == 2 else result.reshape(shape), None  # a view in either case
-
-    def _beside(self, values: Array) -> Array:
-        """Return one value per row in the shape that stands beside `powers`."""
-        return values[:, None] if self.axis else values
-
-
-class _CompiledCrossEntropy(CrossEntropy):
-    """The same by a compiled kernel, losses and their gradients in one pass; all labels count, and none is smoothed."""
-
-    __slots__ = ("kernels",)
-
-    def __init__(self, reduction: str, kernels: Kernels) -> None:
-        super().__init__(reduction, None, 0.0)
-        self.kernels = kernels
-
-    def forward(self, logits: Array, labels: Array) -> Array:
-        xp, count, classes = self.xp, labels.size, logits.shape[-1]
-        rows = xp.reshape(xp.ascontiguousarray(logits), (count, classes))
-        places = xp.reshape(xp.ascontiguousarray(labels), (count,))
-        losses, gradients = xp.empty((count,), rows.dtype), xp.empty((count, classes), rows.dtype)
-        self.invoke(self.kernels.softmax_loss, rows, places, losses, gradients)
-        self.saved = (gradients, logits.shape, count)
-        return self._reduced(losses, count, logits.shape[:-1])
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        gradients, shape, count = self.saved
-        grad = _averaged(self.xp, grad, count, self.reduction)
-        share = self.xp.reshape(grad, (grad.size, 1))  # one for all rows, or one for each
-        return self.xp.multiply(gradients, share).reshape(shape), None
-
-
-class _DeviceCrossEntropy(CrossEntropy):
-    """The same by a device's kernel: losses and their gradients, in float32 or more, in one pass over the logits.
-
-    A label out of range, which nobody on the host sees, makes the loss NaN.
-    """
-
-    __slots__ = ("table",)
-
-    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float, table: Any) -> None:
-        super().__init__(reduction, ignore_index, smoothing)
-        self.table = table
-
-    def forward(self, logits: Array, labels: Array) -> Array:
-        xp, count, classes = self.xp, labels.size, logits.shape[-1]
-        rows = xp.ascontiguousarray(xp.reshape(logits, (count, classes)))
-        places = xp.ascontiguousarray(xp.reshape(labels, (count,)))
-        wide = FLOAT32 if is_low(logits.dtype) else logits.dtype
-        losses, gradients = xp.empty((count,), wide), xp.empty((count, classes), wide)
-        self.invoke(self.table.softmax_loss, rows, places, losses, gradients, self.ignore_index, self.smoothing)
-        total: Any = count
-        if self.ignore_index is not None:
-            kept = xp.not_equal(places, self.ignore_index)
-            total = xp.maximum(xp.add.reduce(kept, axis=0, dtype=wide), 1)
-        self.saved = (gradients, logits.shape, total, logits.dtype)
-        return self._reduced(losses, total, logits.shape[:-1])
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        gradients, shape, count, dtype = self.saved
-        xp = self.xp
-        grad = _averaged(xp, grad, count, self.reduction)
-        share = xp.reshape(grad, (grad.size, 1))  # one for all rows, or one for each
-        return cast(xp, xp.multiply(gradients, share), dtype).reshape(shape), None
+        to_rows = self.kernels.softmax_loss_grad(xp, share, residuals, self.smoothing, dtype)  # (rows, classes)
+        return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
 
 class SquaredError(Function):
@@ -246,13 +141,9 @@ def cross_entropy(
     """
     classes = logits.shape[-1] if logits.ndim else 0
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
-    table = device_kernels(real("cross_entropy", logits).data)
-    if table is not None:
-        return _DeviceCrossEntropy(reduction, ignore_index, float(label_smoothing), table)(logits, values)
-    compiled = kernels_for(logits.data)
-    if compiled is not None and ignore_index is None and label_smoothing == 0 and values.dtype == "int64":
-        return _CompiledCrossEntropy(reduction, compiled)(logits, values)
-    return widely(CrossEntropy(reduction, ignore_index, float(label_smoothing)), logits, values, narrow=False)
+    kernels = kernels_for(require_floating("cross_entropy", logits).data)
+    function = CrossEntropy(reduction, ignore_index, float(label_smoothing), kernels)
+    return with_kernels(kernels, function, logits, values, narrow=False)
 
 
 def checked_labels(
@@ -274,7 +165,8 @@ def checked_labels(
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
         raise ShapeError(f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}")
-    if device_kernels(logits.data) is None:
+    # on a device nobody waits to see the labels: a wrong one makes the loss NaN
+    if type(logits.data) is np.ndarray or not kernels_for(logits.data).is_device:
         perform(_check_labels, values, classes, ignore_index)
     return values
 
@@ -282,17 +174,27 @@ def checked_labels(
 def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the squared error (x - target)^2: its mean over all elements, its sum, or each one.
 
+    Args:
+        x: any shape, floating point.
+        target: of x's shape and dtype; a tensor, or an array that gets no gradient.
+        reduction: "mean" over all elements, "sum", or "none" for one loss for each.
+
     Raises:
         ShapeError: when the shapes differ (they are not broadcast: that hides mistakes).
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
     _check_reduction(reduction)
-    return widely(SquaredError(reduction), real("mse", x), _target("mse", x, target), narrow=False)
+    return in_float32(SquaredError(reduction), require_floating("mse", x), _target("mse", x, target), narrow=False)
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the logits.
+
+    Args:
+        logits: any shape, floating point.
+        target: in [0, 1], of the logits' shape and dtype; a tensor, or an array that gets no gradient.
+        reduction: "mean" over all elements, "sum", or "none" for one loss for each.
 
     Raises:
         ShapeError: when the shapes differ.
@@ -301,7 +203,9 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
     """
     _check_reduction(reduction)
     target = _target("binary_cross_entropy", logits, target)
-    return widely(BinaryCrossEntropy(reduction), real("binary_cross_entropy", logits), target, narrow=False)
+    return in_float32(
+        BinaryCrossEntropy(reduction), require_floating("binary_cross_entropy", logits), target, narrow=False
+    )
 
 
 def _check_reduction(reduction: str) -> None:

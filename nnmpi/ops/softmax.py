@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import device_kernels
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import ShapeError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class Softmax(Function):
-    """e^x / sum(e^x) along an axis."""
+class SoftmaxFunction(Function):
+    """e^x / sum(e^x) along an axis.
 
-    __slots__ = ("axis",)
+    Args:
+        axis: along which the results add up to 1.
+        kernels: those for x.
+    """
+
+    __slots__ = ("axis", "kernels")
 
     replayable = True
 
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
+    def __init__(self, axis: int, kernels: Kernels) -> None:
+        self.axis, self.kernels = axis, kernels
 
     def forward(self, x: Array) -> Array:
-        xp = self.xp
-        y: Array = xp.subtract(x, xp.max(x, axis=self.axis, keepdims=True))
-        xp.exp(y, out=y)
-        xp.divide(y, xp.sum(y, axis=self.axis, keepdims=True), out=y)
+        y = self.kernels.softmax(self.xp, x, self.axis)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,), xp = self.saved, self.xp
-        weighted = xp.multiply(grad, y)
-        total = xp.sum(weighted, axis=self.axis, keepdims=True)
-        return (xp.subtract(weighted, xp.multiply(y, total), out=weighted),)
-
-
-class _DeviceSoftmax(Function):
-    """The softmax along the last axis by a device's kernels."""
-
-    __slots__ = ("table",)
-
-    replayable = True
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-
-    def forward(self, x: Array) -> Array:
-        xp = self.xp
-        y: Array = xp.empty(x.shape, x.dtype)
-        self.invoke(self.table.softmax, xp.ascontiguousarray(x), 1.0, False, y)
-        self.saved = (y,)
-        return y
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,), xp = self.saved, self.xp
-        to_x = xp.empty(y.shape, y.dtype)
-        self.invoke(self.table.softmax_grad, xp.ascontiguousarray(grad), y, 1.0, False, to_x)
-        return (to_x,)
+        (y,) = self.saved
+        return (self.kernels.softmax_grad(self.xp, grad, y, self.axis),)
 
 
 class LogSoftmax(Function):
@@ -93,10 +68,9 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
         ShapeError: when x has no such axis, or no elements along it.
     """
     _check(x, axis)
-    table = device_kernels(real("softmax", x).data)
-    if table is not None and axis % x.ndim == x.ndim - 1:
-        return _DeviceSoftmax(table)(x)
-    return widely(Softmax(axis), x)
+    kernels = kernels_for(require_floating("softmax", x).data)
+    function = SoftmaxFunction(axis, kernels)
+    return with_kernels(kernels, function, x) if axis % x.ndim == x.ndim - 1 else in_float32(function, x)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -106,7 +80,7 @@ def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
         ShapeError: when x has no such axis, or no elements along it.
     """
     _check(x, axis)
-    return widely(LogSoftmax(axis), real("log_softmax", x))
+    return in_float32(LogSoftmax(axis), require_floating("log_softmax", x))
 
 
 def _check(x: Tensor, axis: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from nnmpi.backend.array import Array
-from nnmpi.optim.blocks import Block, block_kernels
+from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.checks import below_one, non_negative
 from nnmpi.optim.optimizer import Optimizer, decayed_gradient
 from nnmpi.optim.storage import Storage
@@ -45,7 +45,7 @@ class Adam(Optimizer):
         self.eps: Final = non_negative("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
-    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         beta1, beta2 = self.betas
         # m / c1 / (sqrt(v / c2) + eps)  =  m * (r / c1) / (sqrt(v) + eps * r)  with r = sqrt(c2): one pass less
         root = math.sqrt(1 - beta2**self.steps)
@@ -54,8 +54,8 @@ class Adam(Optimizer):
         for block in blocks:
             compiled = block_kernels(block)
             if compiled is not None:
-                decays = self._decays(block, lr)
-                compiled.adam(block.data, block.grad, *block.slots, rate, eps, beta1, beta2, *decays)
+                (m, v), (decay, kept) = block.slots, self._decays(block, lr)
+                compiled.adam(block.data, block.grad, m, v, rate, eps, beta1, beta2, decay, kept)
                 continue
             self._average(block, self._gradient(block, lr))
             xp, (m, v), change = block.xp, block.slots, block.scratch[1]
@@ -65,7 +65,7 @@ class Adam(Optimizer):
             xp.multiply(change, rate, out=change)
             xp.subtract(block.data, change, out=block.data)
 
-    def _average(self, block: Block, gradient: Array) -> None:
+    def _average(self, block: BufferBlock, gradient: Array) -> None:
         """Move m towards the gradient and v towards its square."""
         beta1, beta2 = self.betas
         xp, (m, v), change = block.xp, block.slots, block.scratch[1]
@@ -77,11 +77,11 @@ class Adam(Optimizer):
         xp.multiply(v, beta2, out=v)
         xp.add(v, change, out=v)
 
-    def _gradient(self, block: Block, lr: float) -> Array:
+    def _gradient(self, block: BufferBlock, lr: float) -> Array:
         """Return the gradient that enters the averages."""
         return decayed_gradient(block)
 
-    def _decays(self, block: Block, lr: float) -> tuple[float, float]:
+    def _decays(self, block: BufferBlock, lr: float) -> tuple[float, float]:
         """Return the decay that enters the gradient, and what the data are multiplied by."""
         return block.decay, 1.0
 
@@ -91,7 +91,11 @@ class AdamW(Adam):
 
         w = w * (1 - lr * weight_decay)         then Adam's update, without decay in its gradient
 
-    Every weight decays at the same rate, however large its gradients are. Arguments and errors are Adam's.
+    Every weight decays at the same rate, however large its gradients are.
+
+    Args:
+        storage, lr, betas, eps: see `Adam`; errors are its own, too.
+        weight_decay: the part of a weight that an update takes away, times lr; one number, or one for each group.
     """
 
     def __init__(
@@ -104,10 +108,10 @@ class AdamW(Adam):
     ) -> None:
         super().__init__(storage, lr, betas, eps, weight_decay)
 
-    def _gradient(self, block: Block, lr: float) -> Array:
+    def _gradient(self, block: BufferBlock, lr: float) -> Array:
         if block.decay:
             block.xp.multiply(block.data, 1 - lr * block.decay, out=block.data)
         return block.grad
 
-    def _decays(self, block: Block, lr: float) -> tuple[float, float]:
+    def _decays(self, block: BufferBlock, lr: float) -> tuple[float, float]:
         return 0.0, 1 - lr * block.decay

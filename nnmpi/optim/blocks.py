@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType, ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.active import kernels_for
-
-if TYPE_CHECKING:
-    from nnmpi.backend.kernels.table import Kernels
+from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels.updates import UpdateKernels
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
 # calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):
@@ -30,7 +28,7 @@ Index: TypeAlias = tuple[slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Block:
+class BufferBlock:
     """Views of the same elements of one buffer, its gradient and its state; all have one shape.
 
     Attributes:
@@ -56,10 +54,9 @@ class Block:
         object.__setattr__(self, "is_flat", all(array.ndim == 1 and array.flags.c_contiguous for array in arrays))
 
 
-def block_kernels(block: Block) -> Kernels | None:
-    """Return the compiled kernels, where they are switched on and work on this block."""
-    compiled: Kernels | None = kernels_for(block.data)
-    return compiled if compiled is not None and block.is_flat else None
+def block_kernels(block: BufferBlock) -> UpdateKernels | None:
+    """Return the updates that work on this block in one pass, or None."""
+    return kernels_for(block.data).updates if block.is_flat else None
 
 
 def block_elements(array: Array) -> int:
@@ -103,7 +100,7 @@ def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
         yield tuple(array[index] for array in arrays)
 
 
-class Scratch:
+class ScratchArrays:
     """Pairs of scratch arrays, one pair per library and dtype, each of one block's size."""
 
     def __init__(self, buffers: Sequence[Array]) -> None:

@@ -44,7 +44,7 @@ def at_most_one(name: str, value: float) -> float:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Return the value if it is not below `least`.
+    """Return the value if it is not below `least`; an error calls it `name`.
 
     Raises:
         UsageError: for a smaller value, or what is no number.

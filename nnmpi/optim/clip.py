@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.active import kernels_for
+from nnmpi.backend.cuda.kernels import DeviceKernels
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import block_elements, pieces
@@ -32,7 +33,7 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     of 1e30 or 1e-30 have their right norm. On a device all of it is added up in float64, and waited for once.
     """
     refuse("a gradient's norm")
-    if grads and all(type(grad) is not np.ndarray and kernels_for(grad) is not None for grad in grads):
+    if grads and all(kernels_for(grad).is_device for grad in grads):
         return _on_device(grads)
     with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
         total = float(sum(_squares(grad, grad.dtype) for grad in grads))
@@ -44,14 +45,28 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 def write_squares(grad: Array, out: Array) -> None:
     """Write the sum of one gradient's squares to (1,) float64, where the gradient lies; nothing is waited for.
 
-    The sum may have overflowed or underflowed: see `trusted`.
+    The sum may have overflowed or underflowed: `read_squares` takes care of that.
     """
-    kernels = kernels_for(grad)
-    add = getattr(kernels, "sum_of_squares", None)  # the kernels for a device have it
-    if add is not None and grad.flags.c_contiguous:
-        add(grad.reshape(-1), out)
+    kernels = _adds_in_float64(grad)
+    if kernels is not None:
+        kernels.sum_of_squares(grad.reshape(-1), out)
     else:
         namespace(grad).copyto(out, _squares(grad, grad.dtype))
+
+
+def read_squares(value: float, grad: Array) -> float:
+    """Return the sum of one gradient's squares, given the number that `write_squares` wrote.
+
+    Where a float32 sum has overflowed or underflowed, it is computed again in float64, and waited for. The kernels of a
+    device have added up in float64 at once: their 0 (of an empty shard, or of units that are all dead) is 0.
+    """
+    return value if trusted(value) or _adds_in_float64(grad) is not None else sum_of_squares([grad])
+
+
+def _adds_in_float64(grad: Array) -> DeviceKernels | None:
+    """Return the device's kernels, by which `write_squares` adds up in float64; None where it does not."""
+    kernels = kernels_for(grad)
+    return kernels if isinstance(kernels, DeviceKernels) and grad.flags.c_contiguous else None
 
 
 def _on_device(grads: Sequence[Array]) -> float:
@@ -59,7 +74,9 @@ def _on_device(grads: Sequence[Array]) -> float:
     total: Array = namespace(grads[0]).empty((1,), "float64")
     for i, grad in enumerate(grads):
         whole = grad if grad.flags.c_contiguous else namespace(grad).ascontiguousarray(grad)
-        kernels_for(grad).sum_of_squares(whole, total, i > 0)
+        kernels = kernels_for(grad)
+        assert isinstance(kernels, DeviceKernels)
+        kernels.sum_of_squares(whole, total, i > 0)
     return float(total[0])
 
 

@@ -28,6 +28,13 @@ def build(
 ) -> Optimizer:
     """Return the optimizer of that name; what is None keeps the optimizer's own default.
 
+    Args:
+        name: one of `NAMES`.
+        storage: the buffers that it updates.
+        lr, weight_decay: of any optimizer.
+        momentum, nesterov: of SGD.
+        betas, eps: of Adam and AdamW.
+
     Raises:
         UsageError: for an unknown name, an option that this optimizer has not (it would be ignored otherwise), a
             missing learning rate (sgd has no default), or a value out of range.

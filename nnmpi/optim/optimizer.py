@@ -15,7 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.optim.blocks import Block, Scratch, block_elements, pieces
+from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
 from nnmpi.optim.checks import non_negative
 from nnmpi.optim.storage import Storage, check
 
@@ -33,7 +33,13 @@ class Optimizer(ABC):
     def __init__(
         self, storage: Storage, lr: float, weight_decay: float | Mapping[str, float], slots: Sequence[str]
     ) -> None:
-        """Allocate the state, one array of zeros per buffer and name in `slots`, and cut everything into blocks.
+        """Allocate the state, and cut everything into blocks.
+
+        Args:
+            storage: the buffers and their gradients.
+            lr: the learning rate.
+            weight_decay: one number, or one for each group of the storage by name.
+            slots: the names of the state; each gets one array of zeros per buffer, like that buffer.
 
         Raises:
             UsageError: for a learning rate or weight decay that is negative or not finite, and for a weight decay
@@ -69,7 +75,7 @@ class Optimizer(ABC):
         if getattr(self.storage, "common", False):
             raise UsageError(
                 "the parameters stand once per node, and every rank would update them; let the Worker update them "
-                "(worker.step), or give it fused_update=False"
+                "(worker.step), or give it GradientExchange(fused_update=False)"
             )
         self.storage.finish_gradients()
         if getattr(self.storage, "moves", 0) != self._moves:
@@ -77,7 +83,7 @@ class Optimizer(ABC):
         self._require_same_arrays()
         self._go(lr, self._blocks, self.storage.frozen())
 
-    def update(self, blocks: Iterable[Block], frozen: Sequence[Array] = ()) -> None:
+    def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Array] = ()) -> None:
         """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
 
         For strategies that share out the blocks among ranks, or add up a block's gradient just before it is used.
@@ -91,8 +97,9 @@ class Optimizer(ABC):
         """
         self._go(non_negative("lr", self.lr), blocks, frozen)
 
-    def _go(self, lr: float, blocks: Iterable[Block], frozen: Sequence[Array]) -> None:
+    def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Array]) -> None:
         self.steps += 1
+        # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it is put back.
         kept = [(part, part.copy()) for part in frozen] if frozen else ()
         self._update(lr, blocks)
         for part, values in kept:  # decay and momentum move also what has no gradient
@@ -162,7 +169,7 @@ class Optimizer(ABC):
         return other
 
     @abstractmethod
-    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         """Update every block; `steps` already counts this update."""
 
     def cut(
@@ -170,7 +177,7 @@ class Optimizer(ABC):
         parts: Sequence[slice] | None = None,
         grads: Sequence[Array] | None = None,
         limit_bytes: int | None = None,
-    ) -> tuple[Block, ...]:
+    ) -> tuple[BufferBlock, ...]:
         """Return blocks of the buffers and their state.
 
         Args:
@@ -178,7 +185,7 @@ class Optimizer(ABC):
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
             limit_bytes: the longest block, if not what suits an ordinary update.
         """
-        scratch = Scratch(self._data)
+        scratch = ScratchArrays(self._data)
         grads = self._grads if grads is None else grads
         blocks = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
@@ -187,7 +194,7 @@ class Optimizer(ABC):
             elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
             for part, part_grad, *part_state in pieces(arrays, elements):
                 blocks.append(
-                    Block(
+                    BufferBlock(
                         xp=namespace(part),
                         data=part,
                         grad=part_grad,
@@ -205,7 +212,7 @@ class Optimizer(ABC):
                 raise UsageError("the storage's arrays were replaced; make a new optimizer after changing them")
 
 
-def decayed_gradient(block: Block) -> Array:
+def decayed_gradient(block: BufferBlock) -> Array:
     """Return gradient + decay * data (L2 regularisation), in the block's first scratch array if there is decay."""
     if block.decay == 0:
         return block.grad
@@ -215,7 +222,7 @@ def decayed_gradient(block: Block) -> Array:
     return result
 
 
-def factor(block: Block, value: float) -> Array | float:
+def factor(block: BufferBlock, value: float) -> Array | float:
     """Return a number for a block to be multiplied by: an array, if that is quicker for its library.
 
     NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's.

@@ -23,7 +23,7 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantRate:
     """The same rate at every step."""
 
     lr: float

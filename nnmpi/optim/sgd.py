@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.kernels.updates import UpdateKernels
 from nnmpi.errors import UsageError
-from nnmpi.optim.blocks import Block, block_kernels
+from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.checks import below_one
 from nnmpi.optim.optimizer import Optimizer, decayed_gradient, factor
 from nnmpi.optim.storage import Storage
-
-if TYPE_CHECKING:
-    from nnmpi.backend.kernels.table import Kernels
 
 
 class SGD(Optimizer):
@@ -52,7 +50,7 @@ class SGD(Optimizer):
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
-    def _update(self, lr: float, blocks: Iterable[Block]) -> None:
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         rate, dtype = None, None
         for block in blocks:
             grad, data = block.grad, block.data
@@ -70,14 +68,14 @@ class SGD(Optimizer):
             block.xp.multiply(direction, rate, out=change)
             block.xp.subtract(data, change, out=data)
 
-    def _compiled(self, compiled: Kernels, block: Block, lr: float) -> None:
+    def _compiled(self, compiled: UpdateKernels, block: BufferBlock, lr: float) -> None:
         if block.slots:
-            kept = (lr, self.momentum, block.decay, self.nesterov)
-            compiled.sgd_momentum(block.data, block.grad, *block.slots, *kept)
+            (momentum,), kept = block.slots, self.momentum
+            compiled.sgd_momentum(block.data, block.grad, momentum, lr, kept, block.decay, self.nesterov)
         else:
             compiled.sgd(block.data, block.grad, lr, block.decay)
 
-    def _direction(self, block: Block, gradient: Array) -> Array:
+    def _direction(self, block: BufferBlock, gradient: Array) -> Array:
         """Return what the learning rate multiplies, after adding the gradient to the momentum."""
         xp, (momentum,) = block.xp, block.slots
         xp.multiply(momentum, self.momentum, out=momentum)

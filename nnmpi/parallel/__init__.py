@@ -1,7 +1,24 @@
-"""Parallel strategies, one per file: each wraps a model and uses the group of its own axis."""
+"""Parallel strategies: what ranks share of a training, and what they exchange for it, each in a group of its own.
+
+    strategy                       where                what the ranks share, and what they exchange
+    data parallelism               data                 a batch; gradients are summed in buckets, maybe under backward
+      in a fixed order of sums     fixed_reduction      the same, with the same bits under every dp x pp
+      fused with the update        fused                the same, and the parameters, in memory of the node
+    model averaging                averaging            weights now and then (local SGD, gossip)
+    parameter servers              server/              gradients and weights, with servers, at each rank's own pace
+    pipeline parallelism           pipeline/            the layers one after the other; activations and their gradients
+    tensor parallelism             tensor, sharded/     each layer; activations before or after it
+
+    replication     for all strategies with replicas: is it the same model, give all ranks the same values
+    divergence      where the first value that is not finite comes from
+    shard_map, model_state      which rank has which slice of which array; arrays gathered for a checkpoint, and back
+
+Begin with data, then pipeline/executor, then tensor. A strategy imports no other one; `compose` puts them together.
+To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.
+"""
 
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.fused import FusedUpdate, house, unhouse
+from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
 from nnmpi.parallel.tensor import shard
 
-__all__ = ["DataParallel", "FusedUpdate", "house", "shard", "unhouse"]
+__all__ = ["DataParallel", "FusedUpdate", "attach_shared_parameters", "detach_shared_parameters", "shard"]

@@ -1,59 +1,102 @@
-"""What local SGD and gossip share: ranks with weights of their own, and the meetings at which these become equal."""
+"""Model averaging: each rank updates weights of its own, and the ranks average their weights now and then.
+
+    local SGD, every 3 steps        rank 0   step step step |mean| step step step |mean|
+                                    rank 1   step step step |mean| step step step |mean|      one all-reduce in 3 steps
+                                    rank 2   step step step |mean| step step step |mean|
+
+    gossip, ring                    rank 0   step <mix> step <mix>          with ranks 3 and 1
+                                    rank 1   step <mix> step <mix>          with ranks 0 and 2 ...
+    gossip, random                  rank 0   step <2> step <1> step         with another rank each time
+
+It is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of its own rows: the caller
+multiplies a gradient that was divided by the rows of the whole batch by (rows of the batch / own rows). Every rank must
+do the same steps. The weights must be equal at the start (see `replication.broadcast_state`).
+
+Averaging after every step is the synchronous run: for SGD the mean of the updated weights is the update by the mean
+gradient. With momentum this holds where all ranks have equally many rows: each rank's momentum counts by the rows that
+it has now, and not by those of the steps that it comes from. The less often the ranks average, the less they send and
+wait, and the further their weights drift apart.
+
+At a synchronization (`Averaging.synchronize`) all ranks get the same weights and the same state of the optimizer. It is
+there that a model is evaluated or saved.
+
+Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi, "Don't use large
+mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between synchronizations; Lian
+et al., "Can decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring; Boyd et al.,
+"Randomized gossip algorithms" (2006), for random pairs.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
 
 from nnmpi import timeline
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.algorithms.gossip import gossip
+from nnmpi.comm.algorithms.pairwise import pairwise
+from nnmpi.comm.backoff import sum_with_backoff, wait_with_backoff
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
+from nnmpi.comm.device.staged import Staged
+from nnmpi.comm.execution import Execution, Pending
 from nnmpi.comm.group import Group
+from nnmpi.comm.steps import Step
+from nnmpi.errors import UsageError
+from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.alike import check_alike
-from nnmpi.parallel.mean import average
+from nnmpi.parallel.replication import check_same_model
+from nnmpi.synchrony.neighbours import NEIGHBOURS, RING, matching
 from nnmpi.tensor.flat import FlatStorage
 
 
 class Averaging(ABC):
-    """Weights that differ from rank to rank between meetings. Making one is collective.
+    """Weights that differ from rank to rank between synchronizations. Making one is collective.
 
     Parameters that need no gradient are equal everywhere and stay as they are, bit for bit.
 
     Args:
         group: the ranks that train together.
         storage: the model's, with the same weights on all ranks.
-        optimizer: of that storage; its state is this rank's own between meetings.
+        optimizer: of that storage; its state is this rank's own between synchronizations.
 
     Attributes:
-        messages, bytes: what this rank has sent since `begin`, meetings not counted. A message that had to be cut
-            counts once; an all-reduce counts as one on a ring.
+        messages, bytes: what this rank has sent since `begin`, without synchronizations. A message that had to be cut
+            because of its length counts once; an all-reduce counts as one on a ring.
 
     Raises:
         CommError: on all ranks, when their models differ.
     """
 
     def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
-        check_alike(group, storage)
+        check_same_model(group, storage)
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
         self.messages = self.bytes = 0
-        self._done = 0  # steps since the ranks met
+        self._done = 0  # steps since the last synchronization
         self._released = False
 
     def begin(self) -> None:
-        """Begin to count anew, at a time when the weights are the same everywhere."""
+        """Set all counts to 0; the weights must be the same on all ranks then."""
         self.messages = self.bytes = self._done = 0
 
-    def age(self, step: int) -> int:
-        """Return for how many of this rank's own steps before this one its weights have not been those of all.
+    def steps_since_average(self, step: int) -> int:
+        """Return how many steps this rank has done since its weights were the same as on all other ranks.
 
-        With gossip they are so at meetings alone, whatever the step.
+        With gossip they are the same only at synchronizations, whatever the step.
+
+        Args:
+            step: the number of the step in the run, from 0.
         """
         return self._done
 
     @abstractmethod
-    def after(self, step: int, rows: int) -> None:
-        """Average as it is this step's turn, after this rank's own update. All ranks call it, after the same steps.
+    def after_step(self, step: int, rows: int) -> None:
+        """Average if and as this step asks for it, after this rank's own update. All ranks call it, after each step.
 
         Args:
             step: the number of the step in the run, from 0, the same on all ranks.
@@ -62,13 +105,13 @@ class Averaging(ABC):
 
     @abstractmethod
     def _weight(self) -> float:
-        """Return this rank's weight in the mean at a meeting; collective, and returns when all ranks have come."""
+        """Return this rank's weight in the mean at a synchronization; collective, returns when all ranks have come."""
 
-    def meet(self) -> float:
-        """Let all ranks have the same weights and the same state of the optimizer, bit for bit. Collective.
+    def synchronize(self) -> float:
+        """Give all ranks the same weights and the same state of the optimizer, bit for bit. Collective.
 
-        The weights become their mean, by rows with local SGD; the state becomes the plain mean, and its number of steps
-        the largest.
+        The weights become their mean, weighted by rows with local SGD. The state becomes the plain mean, and its number
+        of steps the largest.
 
         Returns:
             How far the ranks' weights were apart: the root of the mean over the ranks of |w_i - w|^2, divided by |w|,
@@ -76,7 +119,7 @@ class Averaging(ABC):
         """
         weight = self._weight()
         with timeline.span("meeting", "collective", timeline.REDUCE):
-            with put_back(self.storage):
+            with keep_frozen(self.storage):
                 spread = average(self.storage.data, self.group, weight)
             for arrays in self.optimizer.slots().values():
                 average(arrays, self.group, 1 / self.group.size)
@@ -91,10 +134,224 @@ class Averaging(ABC):
             self.group.free()
 
 
+class LocalSGD(Averaging):
+    """Averages the weights over all ranks every few steps, each rank's weighted by the rows that it has seen since.
+
+    Args:
+        every: an average is taken after step s if s + 1 is a multiple of it.
+
+    Raises:
+        UsageError: for less than 1.
+    """
+
+    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer, every: int) -> None:
+        if every < 1:
+            raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
+        super().__init__(group, storage, optimizer)
+        self.every = every
+        self._rows = 0  # since the last average
+
+    def begin(self) -> None:
+        """Begin to count anew; see `Averaging.begin`."""
+        super().begin()
+        self._rows = 0
+
+    def steps_since_average(self, step: int) -> int:
+        """Return the steps since the last average or synchronization; see `Averaging.steps_since_average`."""
+        return min(step % self.every, self._done)
+
+    def after_step(self, step: int, rows: int) -> None:
+        """Count the rows, and average when it is time; see `Averaging.after_step`."""
+        self._done += 1
+        self._rows += rows
+        if (step + 1) % self.every == 0:
+            self._average()
+
+    def synchronize(self) -> float:
+        """Average the weights by the rows since the last average, and the state; see `Averaging.synchronize`."""
+        disagreement = super().synchronize()
+        self._rows = 0
+        return disagreement
+
+    def _weight(self) -> float:
+        """Return this rank's share of the rows since the last average; equal shares where nobody had any."""
+        total = sum_with_backoff(self.group, [self._rows])[0]
+        return self._rows / total if total else 1 / self.group.size
+
+    def _average(self) -> None:
+        """Replace the weights by their mean over all ranks."""
+        if self.group.size > 1:
+            # Sleeps until the last rank has come. MPI would spin meanwhile, but is fastest once all are there.
+            weight = self._weight()
+            with keep_frozen(self.storage):
+                for array in self.storage.data:
+                    scale([array], weight)
+                    self.group.all_reduce(array, check=False)
+                    self._count(array.nbytes)
+        self._rows = 0
+
+    def _count(self, nbytes: int) -> None:
+        """Count an all-reduce as a ring would do it: 2 (N-1) messages from each rank, with an N-th of the array each.
+
+        MPI does not say what its own all-reduce does inside.
+        """
+        steps = 2 * (self.group.size - 1)
+        self.messages += steps
+        self.bytes += steps * nbytes // self.group.size
+
+
+class Gossip(Averaging):
+    """Averages the weights with one or two other ranks after each step.
+
+    These averages do not weight by rows, so that they keep the mean over all ranks as it is. `comm.algorithms.gossip`
+    and `pair` say which rank sends to which.
+
+    Args:
+        neighbours: "ring" for the two beside it each time, "random" for another partner at every step.
+        seed: of the run; keys the pairs.
+
+    Raises:
+        UsageError: for other neighbours, or a single rank.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        storage: FlatStorage,
+        optimizer: Optimizer,
+        neighbours: str = RING,
+        seed: int = 0,
+    ) -> None:
+        if neighbours not in NEIGHBOURS:
+            raise UsageError(f"gossip knows no neighbours {neighbours!r}; choose from: {', '.join(NEIGHBOURS)}")
+        if group.size < 2:
+            raise UsageError("gossip averages with other ranks, but there is only one; start at least 2")
+        super().__init__(group, storage, optimizer)
+        self.neighbours, self.seed = neighbours, seed
+        self._ring: list[Pending] = []  # kept from step to step: the partners and the arrays are the same
+        self._moves = -1
+
+    def after_step(self, step: int, rows: int) -> None:
+        """Average with this step's neighbours; see `Averaging.after_step`."""
+        self._done += 1
+        self._rebind()
+        steps = self._steps(step)
+        if not steps:
+            return
+        with keep_frozen(self.storage):
+            self._mix(steps)
+        self.messages += len(steps) * len(self.storage.data)
+        self.bytes += len(steps) * sum(array.nbytes for array in self.storage.data)
+
+    def release(self) -> None:
+        """Free MPI's requests and the communicator; see `Averaging.release`."""
+        self._forget()
+        super().release()
+
+    def _weight(self) -> float:
+        """Return equal weights, when all ranks have come."""
+        sum_with_backoff(self.group, [0.0])
+        return 1 / self.group.size
+
+    def _steps(self, step: int) -> tuple[Step, ...]:
+        """Return what this rank sends and receives at a step; nothing if it is the odd one out."""
+        rank, size = self.group.rank, self.group.size
+        if self.neighbours == RING:
+            return gossip(rank, size)
+        return pairwise(rank, size, matching(size, self.seed, step)[rank])
+
+    def _mix(self, steps: Sequence[Step]) -> None:
+        """Replace the weights by the average that the steps make; sleeps while other ranks are late."""
+        sums = self._ring or self._sums(steps)
+        for each in sums:
+            each.start()
+        wait_with_backoff(lambda: _poll(sums))
+        scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
+        if not self._ring:
+            for each in sums:
+                each.free()
+
+    def _sums(self, steps: Sequence[Step], persistent: bool = False) -> list[Pending]:
+        """Return the sums of all flat buffers; they may be under way at the same time."""
+        return [self._sum(steps, array, tag, persistent) for tag, array in enumerate(self.storage.data)]
+
+    def _sum(self, steps: Sequence[Step], array: Array, tag: int, persistent: bool) -> Pending:
+        comm = self.group.comm
+        if not is_device(array):
+            return Execution(steps, array, comm, tag, persistent=persistent)
+        bind = partial(Execution, steps, comm=comm, tag=tag, persistent=persistent)
+        return Staged(array, bind, NEIGHBOUR_AVERAGE.name, self.group.rank, self.group.size)
+
+    def _rebind(self) -> None:
+        """Bind the sums anew if the storage has moved to other arrays."""
+        if self._moves == self.storage.moves:
+            return
+        self._forget()
+        self._moves = self.storage.moves
+        if self.neighbours == RING:
+            self._ring = self._sums(self._steps(0), persistent=True)
+
+    def _forget(self) -> None:
+        for each in self._ring:
+            each.free()
+        self._ring = []
+
+
+def _poll(sums: Sequence[Pending]) -> bool:
+    """Let all go on, and return whether they are finished."""
+    return min([each.poll() for each in sums], default=True)
+
+
 @contextmanager
-def put_back(storage: FlatStorage) -> Iterator[None]:
-    """Let parameters that need no gradient have afterwards, bit for bit, the values that they have now."""
+def keep_frozen(storage: FlatStorage) -> Iterator[None]:
+    """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may be rounded."""
     kept = [(part, part.copy()) for part in storage.frozen()]
     yield
     for part, values in kept:
         part[...] = values
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How far the ranks' arrays were from their mean.
+
+    Attributes:
+        distance: root of the mean over the ranks of the squared distance from the mean.
+        length: of the mean.
+    """
+
+    distance: float
+    length: float
+
+    @property
+    def relative(self) -> float:
+        """The distance over the length; 0 where the mean is 0."""
+        return self.distance / self.length if self.length != 0 else 0.0
+
+
+def average(arrays: Iterable[Array], group: Group, weight: float) -> Disagreement:
+    """Replace each array by its weighted mean over the ranks, the same bits everywhere. Collective.
+
+    It computes rank 0's array plus the mean of the differences from it. So arrays that are equal already stay as they
+    are, bit for bit; a sum of N equal numbers divided by N need not be that number. This costs one more broadcast.
+
+    Args:
+        arrays: float32 or float64, any shape; the same number, shapes and dtypes on all ranks.
+        weight: of this rank; those of all ranks add up to 1.
+
+    Returns:
+        How far apart the arrays were, the same on all ranks.
+    """
+    squares = length = 0.0
+    for array in arrays:
+        own = namespace(array).ascontiguousarray(array).reshape(-1)
+        base = own.copy()
+        group.broadcast(base)
+        mean = own - base
+        mean *= weight
+        group.all_reduce(mean, check=False)
+        mean += base
+        squares += sum_of_squares([own - mean])
+        length += sum_of_squares([mean])
+        array[...] = mean.reshape(array.shape)
+    return Disagreement(sqrt(group.sum_floats([squares])[0] / group.size), sqrt(length))

@@ -11,7 +11,6 @@ while backward still runs (Li et al., "PyTorch Distributed: experiences on accel
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,15 +19,16 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import perform
+from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, SHARED
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.choose import SHARED_BYTES
-from nnmpi.comm.exchange import Exchange, Traffic, predict_traffic
+from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.parallel.alike import check_alike
+from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -42,25 +42,32 @@ class DataParallel:
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
-        allreduce: a name in `registry.NAMES`, such as "auto", "native" or "ring", for device arrays also "ipc" or
-            "nccl"; or one for each bucket.
-        bucket_bytes: the longest message, unless one parameter is longer; None for what suits (see `comm.exchange`).
-        overlap: whether buckets are summed while backward still runs, or all at its end; None for what pays: with
-            ranks on several nodes or arrays on a device, and not on one node's processors.
+        allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto", "native" or "ring", for
+            device arrays also "ipc" or "nccl"; or one name for each bucket.
+        bucket_bytes: how long a bucket may be, unless one parameter is longer; None to choose (see `comm.gradients`).
+        overlap: whether buckets are summed while backward still runs, or all at its end. None to choose: it pays with
+            ranks on several nodes and with arrays on a device, and not on the processors of one node.
         backend: where the model's arrays live; NumPy by default.
-        exchanged: whether gradients are summed here; otherwise each rank's own are left, for a strategy that sums and
-            uses them in one go (see `parallel.fused`).
-        hooked: whether this object runs the backward passes; otherwise somebody else does, and calls `reduce` and
-            `finish` (see `parallel.pipeline`).
-        joint: whether the ranks share each microbatch, and so its batch statistics.
+        sums_gradients: whether gradients are summed here; else each rank's own are left.
+        runs_backward: whether the caller uses `backward`; else it runs the backward passes, and calls `reduce` and
+            `finish`.
+        shares_batches: whether the ranks share each microbatch, so that batch normalization takes its statistics over
+            them; else a microbatch is one rank's.
 
-    With "shared", or "auto", the gradients move to memory that the ranks of a node share, if there is some.
+                                                            sums_gradients   runs_backward   shares_batches
+            plain                                           True             True            True
+            fused with the update, see `parallel.fused`     False            True            True
+            in a fixed order, see `fixed_reduction`         False            True            False
+            pipeline                                        True             False           True
+            pipeline, in a fixed order                      False            False           False
+
+    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if there is such memory.
 
     Attributes:
         exchange: what sums the gradients.
         released: whether `release` was called.
-        notice: why gradients do not lie in shared memory though they might, else empty.
-        traffic: what the communication of the last step was: gradients, and statistics of batch normalization.
+        notice: why gradients are not in shared memory although that was possible; else empty.
+        traffic: what the last step communicated: gradients, and statistics of batch normalization.
 
     Raises:
         CommError: on all ranks, when their models differ.
@@ -76,35 +83,38 @@ class DataParallel:
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         backend: Backend | None = None,
-        exchanged: bool = True,
-        hooked: bool = True,
-        joint: bool = True,
+        sums_gradients: bool = True,
+        runs_backward: bool = True,
+        shares_batches: bool = True,
     ) -> None:
         self.model, self.group = model, group
         self.storage = model.storage
         self.backend = numpy_backend() if backend is None else backend
-        if exchanged:
+        if sums_gradients:
             check_free(model)
-            check_alike(group, self.storage)
-        self._last: bool | None = None  # whether the microbatch on its way back is the last one; None between passes
-        self._summed = False  # the gradients are those of a step that is over
+            check_same_model(group, self.storage)
+        self._last: bool | None = None  # in a backward pass: whether it is the last microbatch's; None between passes
+        self._summed = False  # whether the gradients are the sums of a step that is over
         self._statistics = self.traffic = Traffic()
         self.released, self.notice = False, ""
-        self._shared: list[Array] = self._share_gradients(allreduce) if exchanged else []
-        buffers = self.storage.grads if exchanged else []
-        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if exchanged else []
+        self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
+        # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask whether there is one.
+        buffers = self.storage.grads if sums_gradients else []
+        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if sums_gradients else []
         try:
-            self.exchange = Exchange(group, buffers, spans, allreduce, bucket_bytes, overlap)
+            self.exchange = BucketExchange(group, buffers, spans, allreduce, bucket_bytes, overlap)
         except NnmpiError:  # on all ranks
             self._unshare_gradients()
             raise
-        share_state(model, group)
-        if group.size > 1 and hooked:
+        broadcast_state(model, group)
+        if group.size > 1 and runs_backward:
             for number, span in enumerate(self.storage.spans):
+                # Every parameter has the guard, since a stray pass may reach any of them. A hook is of use only where
+                # the sum of a gradient begins before the pass is over.
                 span.parameter.guard = self._check_pass
-                if exchanged and self.exchange.overlap:  # else nobody needs to know, and the tape is quicker
+                if sums_gradients and self.exchange.overlap:  # without hooks the tape is quicker
                     span.parameter.hook = self._hook(number)
-        if group.size > 1 and joint:
+        if group.size > 1 and shares_batches:
             for _, module in model.named_modules():
                 if isinstance(module, BatchNorm):
                     module.all_reduce = self._sum_statistics
@@ -115,15 +125,17 @@ class DataParallel:
         Args:
             loss_sum: the sum of the losses of this rank's samples.
             samples: the number of samples of all ranks (and of all microbatches) together.
-            last: False for all but the last of several microbatches, whose gradients are only added up.
+            last: whether the step's sum over the ranks begins with this pass; False for all but the last of several
+                microbatches, whose gradients are only added up on this rank.
             scale: what all gradients are multiplied by (see `optim.loss_scale`).
 
         Raises:
             UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`.
             CommError: when the pass before this one ended in an exception halfway.
         """
+        # The gradient of the mean: also in `Pipelined._seeds` and `LocalGradient`, and of the loss in `Worker._report`.
         seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
-        perform(self._begin, last)  # so that a compiled step does it again each time
+        perform(self._begin, last)  # `perform` records the call, so that a compiled step repeats it each time
         try:
             loss_sum.backward(seed)
         finally:
@@ -132,12 +144,15 @@ class DataParallel:
             perform(self.finish)
 
     def reduce(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage.
+        """Begin the sum of gradients that are final in this step.
+
+        Args:
+            numbers: their parameters' numbers in the storage.
 
         Raises:
             UsageError: after `release`.
         """
-        self.check_held()
+        self.check_not_released()
         for number in numbers:
             self.storage.spans[number].parameter.finish_gradient()
             self.exchange.ready(number)
@@ -148,7 +163,7 @@ class DataParallel:
         Raises:
             UsageError: after `release`.
         """
-        self.check_held()
+        self.check_not_released()
         self.storage.finish_gradients()
         self.exchange.finish()
         self._summed = True
@@ -156,12 +171,12 @@ class DataParallel:
         self._statistics = Traffic()
 
     def _begin(self, last: bool) -> None:
-        """Open a pass; refuse one whose gradients would be added to what is no sum of this step's."""
-        self.check_held()
+        """Begin a pass; refuse it if its gradients would be added to those of another step."""
+        self.check_not_released()
         if self.exchange.under_way:
             raise CommError(
-                "the backward pass before this one broke off with gradients on their way; release this DataParallel "
-                "and make a new one"
+                "the backward pass before this one ended in an exception while gradients were being summed; release "
+                "this DataParallel and make a new one"
             )
         if self._summed and any(span.parameter.grad is not None for span in self.storage.spans):
             raise UsageError(
@@ -171,7 +186,7 @@ class DataParallel:
         self._summed, self._last = False, last
 
     def _end(self) -> None:
-        """Close the pass, whether it has ended or broken off."""
+        """End a pass, whether it is complete or an exception has ended it."""
         self._last = None
 
     def check_equal(self) -> None:
@@ -180,18 +195,17 @@ class DataParallel:
         Raises:
             CommError: on all ranks, naming a parameter that differs and the ranks.
         """
-        digests = [_digest(self.backend.to_host(span.parameter.data)) for span in self.storage.spans]
-        everyone = self.group.gather(digests)
-        for number, span in enumerate(self.storage.spans):
-            different = [rank for rank, theirs in enumerate(everyone) if theirs[number] != everyone[0][number]]
-            if different:
-                raise CommError(
-                    f"the weights of {span.parameter.name} on rank {different[0]} are not those of rank 0 "
-                    f"({len(different)} of {self.group.size} ranks differ)"
-                )
+        digests = [digest(self.backend.to_host(span.parameter.data)) for span in self.storage.spans]
+        spans = self.storage.spans
+        require_equal(
+            self.group,
+            digests,
+            lambda number: f"the weights of {spans[number].parameter.name} differ between the ranks",
+            show=None,
+        )
 
     def release(self) -> None:
-        """Take the strategy off the model again: its hooks, the statistics over ranks, its communicator. Collective.
+        """Detach from the model: take off the hooks and the statistics over ranks, free the communicator. Collective.
 
         A second call does nothing.
         """
@@ -215,7 +229,7 @@ class DataParallel:
         return final
 
     def _check_pass(self) -> None:
-        """Refuse gradients of a pass that is not this object's."""
+        """Refuse a backward pass that was not begun by `backward`: its gradients would not be summed."""
         if self._last is None:
             raise UsageError(
                 "this model's gradients are to be summed over ranks: call parallel.backward(loss, samples) instead of "
@@ -223,9 +237,10 @@ class DataParallel:
             )
 
     def _share_gradients(self, allreduce: str | Sequence[str]) -> list[Array]:
-        """Return arrays in shared memory where the gradients now lie; none if that is no use.
+        """Move the gradients to shared memory and return its arrays; none if that would be of no use.
 
-        They are moved there although "auto" may not choose shared memory for a bucket: elsewhere it could not.
+        With "auto" they are moved although another algorithm may be chosen later: it can choose shared memory only if
+        the gradients are there.
         """
         names = {allreduce} if isinstance(allreduce, str) else set(allreduce)
         long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
@@ -249,7 +264,7 @@ class DataParallel:
         return arrays
 
     def _unshare_gradients(self) -> None:
-        """Let the gradients lie in this rank's own memory again, and give back what was shared; collective."""
+        """Move the gradients back to this rank's own memory, and free the shared memory; collective."""
         if not self._shared:
             return
         if any(grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)):
@@ -259,8 +274,8 @@ class DataParallel:
         self.group.memory().drop(self._shared)
         self._shared = []
 
-    def check_held(self) -> None:
-        """Refuse to go on after the end, when each rank would do so with gradients of its own.
+    def check_not_released(self) -> None:
+        """Refuse to go on after `release`, as each rank would do so with gradients of its own.
 
         Raises:
             UsageError: after `release`.
@@ -269,48 +284,10 @@ class DataParallel:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
 
     def _sum_statistics(self, array: Array) -> Array:
-        """Return the sum over the ranks of a small float64 array, which nobody else needs."""
+        """Return the sum over the ranks of a small float64 array, which may be overwritten."""
         begin = time.perf_counter()
         total: Array = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
         spent_s = time.perf_counter() - begin
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes, spent_s))
         return total
-
-
-def share_state(model: Module, group: Group) -> None:
-    """Give all ranks rank 0's parameters and buffers; collective."""
-    for array in [*model.storage.data, *(buffer.data for _, buffer in model.named_buffers())]:
-        if array.flags.c_contiguous:
-            group.broadcast(array)
-        else:
-            values = namespace(array).ascontiguousarray(array)
-            group.broadcast(values)
-            array[...] = values
-    if model.storage.common:
-        group.barrier()  # the parameters are the node's: nobody may write there before the last rank has
-
-
-def _digest(array: Array) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
-
-
-def check_free(model: Module) -> None:
-    """Refuse a model that has a strategy already, or of which some gradients would not be summed.
-
-    Raises:
-        UsageError: says which, and what to do.
-    """
-    stored = {id(span.parameter) for span in model.storage.spans}
-    strange = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
-    if strange:
-        raise UsageError(
-            f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
-            "model.initialize() again"
-        )
-    model.storage.finish_gradients()
-    parameters = [span.parameter for span in model.storage.spans]
-    if any(each.hook is not None or each.guard is not None for each in parameters):
-        raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
-    if model.storage.common:
-        raise UsageError("the model has a fused update already; call its worker's release() first")

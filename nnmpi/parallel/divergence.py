@@ -1,11 +1,14 @@
-"""Finding where a loss or gradient stopped being finite: which rank, which layer. Used once, before the run ends."""
+"""Finds where a loss or gradient stopped being finite: on which rank, in which layer.
+
+It computes the failed step again, and so may be slow: it runs once, and then the run ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import widened
+from nnmpi.backend.casting import to_float32
 from nnmpi.backend.precision import precision
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
@@ -17,7 +20,7 @@ from nnmpi.tensor.tensor import Tensor
 def finite(array: Array) -> bool:
     """Return whether all elements are finite."""
     xp = namespace(array)
-    return bool(xp.isfinite(widened(xp, array)).all())
+    return bool(xp.isfinite(to_float32(xp, array)).all())
 
 
 def explain(
@@ -25,10 +28,12 @@ def explain(
 ) -> DivergenceError:
     """Return the error that says where the first value that is not finite came from. Collective.
 
-    All ranks go forward, and all or none backward, whatever they find on the way: layers may communicate there.
+    All ranks do the forward pass, and all or none the backward pass, whatever they find: layers may communicate in it.
 
     Args:
-        x: this rank's input.
+        group: the ranks that computed the loss together.
+        model: in the state in which the step failed.
+        x: this rank's input, (batch, ...).
         loss: computes this rank's loss again, in the mode of the failed step.
         step: the update that failed, counted from 1.
         value: the global loss.
@@ -39,34 +44,35 @@ def explain(
         places = group.gather(_go_backward(model, again))
     for rank, place in enumerate(places):
         if place is not None:
-            return DivergenceError(tell_place(step, value, place, f"rank {rank}"))
+            return DivergenceError(nonfinite_message(step, value, place, f"rank {rank}"))
     return DivergenceError(
         f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "
         f"gradients are; lower the learning rate{_hint()}"
     )
 
 
-def find_place(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
+def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
     """Return where the first value that is not finite comes from, in words, or None if all are finite.
 
-    Not collective: for ranks that go on at their own pace. The gradients are those of this computation afterwards.
+    Not collective, for asynchronous ranks. Afterwards the model's gradients are those of this computation.
 
     Args:
-        x: the input.
+        model: in the state in which the step failed.
+        x: the input, (batch, ...).
         loss: computes the loss again, in the mode of the failed step and with its weights.
     """
     again, place = _go_forward(model, x, loss)
     return place or _go_backward(model, again)
 
 
-def tell_place(step: int, value: float, place: str | None, who: str) -> str:
-    """Return the sentence for a loss or gradient that is not finite and one worker's own.
+def nonfinite_message(step: int, value: float, place: str | None, who: str) -> str:
+    """Return the error message for a worker whose own loss or gradient is not finite.
 
     Args:
         step: the update that failed, counted from 1.
         value: the loss.
-        place: what `find_place` gave; None if all was finite when it was computed again.
-        who: whose it is: "rank 2", "worker 2".
+        place: what `locate_nonfinite` returned; None if all was finite when it was computed again.
+        who: the worker: "rank 2", "worker 2".
     """
     if place is None:
         what = f"step {step}: the loss is {value:g} or its gradient is not finite on {who}"
@@ -79,16 +85,18 @@ def tell_place(step: int, value: float, place: str | None, who: str) -> str:
 
 def _hint() -> str:
     """Return what else may help in the mode of the failed step."""
-    return "; float16 ends at 65504: --precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
+    return "; float16 ends at 65504: precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
 
 
 def explain_gradients(group: Group, model: Module, step: int, value: float, source: str) -> DivergenceError:
-    """Return the error that says which parameter's gradient, as it stands, is not finite. Collective.
+    """Return the error that says which parameter's present gradient is not finite. Collective.
 
     Args:
+        group: all ranks.
+        model: with the gradients of the failed step.
         step: the update that failed, counted from 1.
         value: the global loss.
-        source: what the gradients were summed over, in words.
+        source: what the gradients were summed over, in words, such as "microbatches and replicas".
     """
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
     weights = [name for name, p in model.named_parameters() if not finite(p.data)]

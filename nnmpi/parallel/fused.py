@@ -8,13 +8,13 @@
     state       | m0        | m1        | m2        |  of all
                   by rank 0   by rank 1   by rank 2
 
-The sum is used where it was computed, while it is in the cache, and never written to the other ranks; each rank does
-its share of the update, and touches that share of the optimizer's state alone. The new parameters are, bit for bit,
-those of a shared-memory all-reduce and an ordinary update (see `comm.sharing.shared`).
+Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does not send it to the
+other ranks. So it updates only its slice of the parameters, and needs only its slice of the optimizer's state. The new
+parameters are, bit for bit, those of a shared-memory all-reduce and an ordinary update (see `comm.sharing.shared_sum`).
 
-With the length of the gradient, which clipping and the check for divergence need, it takes two passes: `reduce`, then
-`update`. A few numbers more, such as the loss, are added up on the way: they need no message of their own. Over several
-nodes the ranks of the same number on their nodes add up their slices in between.
+Clipping and the check for divergence need the length of the gradient before the update. Then it takes two passes:
+`reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own. Over
+several nodes, the ranks with the same number on their nodes add up their slices in between.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
-from nnmpi.comm.execute import Execution
+from nnmpi.comm.execution import Execution
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared import own_slice
+from nnmpi.comm.sharing.shared_sum import own_slice
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.optim.blocks import Block
+from nnmpi.optim.blocks import BufferBlock
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.flat import FlatStorage
@@ -40,11 +40,11 @@ from nnmpi.tensor.flat import FlatStorage
 # Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
 # and 256 KiB take 411, 323 | 471, 367.
 BLOCK_BYTES = 256 * 1024
-NOTES = 8  # a sum of squares, and up to 7 numbers of the caller's
+NUMBERS = 8  # a sum of squares, and up to 7 numbers of the caller's
 
 
-def house(storage: FlatStorage, memory: SharedMemory) -> None:
-    """Move a model's parameters to arrays that stand once per node, and its gradients to shared ones. Collective.
+def attach_shared_parameters(storage: FlatStorage, memory: SharedMemory) -> None:
+    """Move a model's parameters to arrays that its node has once, and its gradients to shared ones. Collective.
 
     The parameters become those of the node's first rank.
 
@@ -64,8 +64,14 @@ def house(storage: FlatStorage, memory: SharedMemory) -> None:
     storage.common = True
 
 
-def unhouse(storage: FlatStorage, optimizer: Optimizer, memory: SharedMemory) -> None:
-    """Move a model and its optimizer's state back to memory that each rank has for itself. Collective."""
+def detach_shared_parameters(storage: FlatStorage, optimizer: Optimizer, memory: SharedMemory) -> None:
+    """Move a model and its optimizer's state back to memory that each rank has for itself. Collective.
+
+    Args:
+        storage: the model's.
+        optimizer: of that storage.
+        memory: the one that `attach_shared_parameters` was given.
+    """
     data = [array.copy() for array in storage.data]
     storage.move(data, [np.zeros_like(array) for array in storage.grads])
     storage.common = False
@@ -78,7 +84,8 @@ class FusedUpdate:
 
     Args:
         optimizer: over 1-D buffers that stand once per node (`SharedMemory.common`), with gradients that each rank
-            has for itself (`SharedMemory.allocate`); see `house`. Its state is moved to memory of the node.
+            has for itself (`SharedMemory.allocate`); see `attach_shared_parameters`. Its state is moved to memory of
+            the node.
         memory: of the group whose ranks take part.
         tag: of its barrier, see `SharedMemory.barrier_of`.
         block_bytes: how much of each buffer is summed and updated at a time.
@@ -97,12 +104,15 @@ class FusedUpdate:
     ) -> None:
         storage = optimizer.storage
         if not all(memory.holds(grad) for grad in storage.grads):
-            raise UsageError("a fused update needs gradients in shared memory; move the model there first: house()")
+            raise UsageError(
+                "a fused update needs gradients in shared memory; move the model there first: "
+                "attach_shared_parameters()"
+            )
         _check_nodes(memory)
         slots = [array for arrays in optimizer.slots().values() for array in arrays]
-        notes, *places = memory.common_all(
-            [(memory.size * NOTES, np.float64), *((array.size, array.dtype) for array in slots)]
-        )  # at once: to make an allocation takes the ranks longer than to fill it
+        numbers, *places = memory.common_all(
+            [(memory.size * NUMBERS, np.float64), *((array.size, array.dtype) for array in slots)]
+        )  # all in one allocation: making one takes the ranks longer than filling it
         following = iter(places)
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # every rank copies its state there; nobody may write before the last has
@@ -111,11 +121,12 @@ class FusedUpdate:
         self._parts = [memory.parts(grad) for grad in storage.grads]
         self._sums = [parts[0][own] for parts, own in zip(self._parts, self._own, strict=True)]
         self._blocks, self._others = self._cut(block_bytes)
-        self._spent = tuple(replace(block, is_spent=True) for block in self._blocks)  # nobody reads them after that
+        # `update` may overwrite its gradients: nothing reads them afterwards.
+        self._spent = tuple(replace(block, is_spent=True) for block in self._blocks)
         self._passes = _passes(self._blocks, self._others)
         self._across = self._bind_across(tag)
-        # One line of the cache for each rank: what only this one writes, and all read after a barrier.
-        self._notes = notes.reshape(memory.size, NOTES)
+        # One cache line for each rank, which writes it alone; all ranks read all of them after a barrier.
+        self._numbers = numbers.reshape(memory.size, NUMBERS)
         self._barrier = memory.barrier_of(tag)
         self.waited_s = 0.0
 
@@ -150,13 +161,16 @@ class FusedUpdate:
             CommError: when another rank does not come in time.
         """
         self.optimizer.storage.finish_gradients()
-        own, several = self._notes[self._memory.rank], bool(self._across)
+        # Columns 1.. are written before the first barrier and read before the second; column 0 is written between the
+        # two and read after the second. So two barriers are enough: whoever writes columns 1.. for the next update has
+        # passed the second one, before which all have read them, and column 0 waits for the next update's first.
+        own, several = self._numbers[self._memory.rank], bool(self._across)
         own[1 : 1 + len(numbers)] = numbers
-        self._barrier.run()
-        sums = self._memory.sum_floats(numbers) if several else self._notes[:, 1 : 1 + len(numbers)].sum(0).tolist()
+        self._barrier.run()  # all gradients are final
+        sums = self._memory.sum_floats(numbers) if several else self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
         own[0] = self._add()
         self._barrier.run()
-        return sqrt(sum(self._notes[:, 0].tolist())), sums
+        return sqrt(sum(self._numbers[:, 0].tolist())), sums
 
     def update(self, factor: float = 1.0) -> None:
         """Update the parameters from the gradients times a factor: the second half, after `reduce`.
@@ -174,18 +188,18 @@ class FusedUpdate:
     def _add(self) -> float:
         """Add up this rank's slices of all gradients, into the first rank's; return the sum of their squares."""
         total, add = 0.0, np.add
-        with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller sees it in the result, and acts on it
             for block, others in zip(self._blocks, self._others, strict=True):
                 grad = block.grad
                 for other in others:
                     add(grad, other, grad)
-                total += float(grad.dot(grad))  # while it is in the cache
+                total += float(grad.dot(grad))  # now, while the block is in the cache
         for execution in self._across:
             execution.run()
         return sum_of_squares(self._sums) if self._across or not trusted(total) else total
 
-    def _adding(self) -> Iterator[Block]:
-        """Yield this rank's blocks, each when its gradients have just been added up, where they stay in the cache."""
+    def _adding(self) -> Iterator[BufferBlock]:
+        """Yield this rank's blocks, each as soon as its gradients are added up, so that they are still in the cache."""
         add = np.add
         for block, pairs in self._passes:
             total = block.grad
@@ -193,7 +207,7 @@ class FusedUpdate:
                 add(first, second, total)
             yield block
 
-    def _cut(self, limit_bytes: int) -> tuple[tuple[Block, ...], list[tuple[Array, ...]]]:
+    def _cut(self, limit_bytes: int) -> tuple[tuple[BufferBlock, ...], list[tuple[Array, ...]]]:
         """Return this rank's blocks, with the first rank's gradients, and the other ranks' gradients for each."""
         first, *rest = (
             self.optimizer.cut(self._own, [parts[rank] for parts in self._parts], limit_bytes)
@@ -226,14 +240,21 @@ def _check_nodes(memory: SharedMemory) -> None:
     if len(counts) > 1:
         raise LayoutError(
             f"a fused update over several nodes needs as many ranks on each, not {counts[0]} and {counts[-1]}; start "
-            "as many on each, or leave it out"
+            "as many on each, or update without it"
         )
 
 
 def _passes(
-    blocks: Sequence[Block], others: Sequence[Sequence[Array]]
-) -> list[tuple[Block, list[tuple[Array, Array]]]]:
-    """Return each block with what is to be added up into its gradient; the gradients share memory, one of a kind."""
+    blocks: Sequence[BufferBlock], others: Sequence[Sequence[Array]]
+) -> list[tuple[BufferBlock, list[tuple[Array, Array]]]]:
+    """Return each block with the pairs of arrays that add up to its gradient.
+
+    All blocks of one dtype get their sum in the same array, which so stays in the cache.
+
+    Args:
+        blocks: of the first rank's gradients.
+        others: for each block the other ranks' gradients.
+    """
     longest: dict[str, Array] = {}
     for block in blocks:
         kind = str(block.grad.dtype)

@@ -1,45 +1,63 @@
-"""Tensor parallelism: layers of one model shared out over the ranks of a group, as a table says.
+"""Tensor parallelism: the ranks of a group share the layers of one model, as a table says.
 
     table {"1": COLUMN, "3": ROW}        Sequential(Flatten, Linear, ReLU, Linear)
 
-        x whole -> Flatten -> ColumnLinear -> features shared out -> ReLU -> RowLinear -> whole
+        x replicated -> Flatten -> ColumnLinear -> features cut -> ReLU -> RowLinear -> replicated
 
-`shard` goes through the model in the order of computation and keeps track of how the activation lies on the ranks (see
-`sharded.placement`). Each layer's rule says what takes its place and how its result lies; where a layer needs the
-activation otherwise, an exchange comes before it. What a layer needs of the other ranks is in the module that stands in
-its place, so the model can be cut into stages afterwards, anywhere. Parameters keep their names and the values that the
-whole model would draw; a part knows its `region`. What stays whole has the same bits on every rank, and so has its
-gradient.
+`shard` goes through the model in the order of computation and keeps track of how the activation is spread over the
+ranks (see `sharded.placement`). Each layer's rule (see `sharded.rules`) says what replaces it and how its result is
+spread. Where a layer needs the activation otherwise, an exchange comes before it:
+
+    Sequential    layer by layer, each from what the one before it leaves
+    Residual,     both branches; where they end differently, both are made whole before they are added
+    Stash, Pop
+    a layer       its rule
+    another       a custom module, whose forward is unknown: whole in, whole out, and inside just what the table says
+
+All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages afterwards, anywhere.
+An exchange before a residual block is put after the layer before the block, so that a pipeline can cut the block open.
+Parameters keep their names and the values that the whole model would draw; a part knows its `region`. What is
+replicated has the same bits on every rank, and so has its gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
+from nnmpi.nn.activation import Softmax
+from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, find
-from nnmpi.parallel.sharded.parts import Parts
-from nnmpi.parallel.sharded.placement import WHOLE, Placement
-from nnmpi.parallel.sharded.shapes import Shape
-from nnmpi.parallel.sharded.walk import Walk
+from nnmpi.nn.skip import Pop, Stash
+from nnmpi.parallel.sharded.collectives import gather
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistributed, RedistributedPop, Redistribution
+from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement
+from nnmpi.parallel.sharded.rules import RULES, Shape, assumed_placement, shape_after
 
 
 def shard(
     model: Module, group: Group, table: Table | None = None, sample: Shape | None = None, classes_apart: bool = False
 ) -> Placement:
-    """Replace a model's layers by this rank's parts of them, and return how the model's result lies on the ranks.
+    """Replace a model's layers by this rank's parts of them, and return the placement of the model's result.
 
     Not collective; initialize the model afterwards. On a group of one rank the model stays as it is.
 
     Args:
         model: not initialized; any tree of modules. Layers in a `Sequential` or `Residual` get their input as they
-            need it. In a module of another kind, whose forward nobody knows, each layer does just what the table says:
-            COLUMN takes a whole input and gives its features, ROW takes features and gives a whole result.
+            need it. In a custom module, whose forward is unknown, each layer does just what the table says: COLUMN
+            takes a whole input and returns this rank's features, ROW takes features and returns a whole result.
         group: the ranks that share each layer.
         table: full names of modules, or patterns -> `Sharding`; by default the model's own.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
-        classes_apart: whether the result of a last layer with Sharding.VOCAB stays shared out, for a loss that knows
-            it (see `sharded.cross_entropy`); otherwise the result is whole.
+        classes_apart: whether the result of a last layer with Sharding.VOCAB stays cut, for a loss that can take it
+            (see `sharded.cross_entropy`); otherwise the result is replicated.
 
     Raises:
         UsageError: when the model is initialized already.
@@ -50,15 +68,15 @@ def shard(
     table = model.sharding if table is None else table
     _check_table(model, table)
     if group.size == 1:
-        return WHOLE
+        return REPLICATED
     if not table:
         raise LayoutError(
             f"the model has no table that says how its layers are shared out over {group.size} ranks; give it "
             'one, such as model.sharding = {"0": nn.Sharding.COLUMN}, or leave tp at 1'
         )
-    parts = Parts(group)
-    placement = Walk(parts, table).model(model, sample, classes_apart)
-    parts.check(model)
+    sharder = ParameterSharder(group)
+    placement = ModelWalk(sharder, table).model(model, sample, classes_apart)
+    sharder.check(model)
     return placement
 
 
@@ -73,3 +91,243 @@ def _check_table(model: Module, table: Table) -> None:
             raise LayoutError(f"the table says {sharding!r} of {pattern!r}; use a Sharding, such as Sharding.COLUMN")
         if pattern not in used and not any(find({pattern: sharding}, name) for name in names):
             raise LayoutError(f"the table's {pattern!r} names no module; there are {', '.join(map(repr, names))}")
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """How an activation between two modules is spread over the ranks, and the shape of a whole sample of it."""
+
+    placement: Placement
+    shape: Shape | None
+
+
+@dataclass
+class ModelWalk:
+    """Goes through a model in the order of computation, and replaces its layers.
+
+    Args:
+        sharder: cuts parameters for this rank.
+        table: full names, or patterns -> `Sharding`.
+    """
+
+    sharder: ParameterSharder
+    table: Table
+    # What the table says of a module, by its id; the module is kept, so that no other object gets its id.
+    shardings: dict[int, tuple[Module, Sharding]] = field(default_factory=dict)
+    # What replaces a layer, by its id and the placement of its input.
+    replacements: dict[tuple[int, Placement], Placed] = field(default_factory=dict)
+
+    def model(self, model: Module, sample: Shape | None, classes_apart: bool) -> Placement:
+        """Shard the whole model, and return the placement of its result.
+
+        Args:
+            model, sample, classes_apart: see `shard`.
+        """
+        for name, module in model.named_modules():
+            found = find(self.table, name)
+            if found is not None:  # a module used in several places is found by any of its names
+                self.shardings.setdefault(id(module), (module, found[1]))
+        start = ActivationLayout(REPLICATED, None if sample is None else tuple(sample))
+        last = _last_layer(model)
+        module, end = self.replace(model, "", start)
+        if not end.placement.is_replicated and not (classes_apart and self._sharding(last) is Sharding.VOCAB):
+            module = self._replicate_after(module, end)
+            end = ActivationLayout(REPLICATED, end.shape)
+        if module is not model:
+            raise LayoutError("the model itself would have to be replaced; put it into a Sequential")
+        return end.placement
+
+    def replace(self, module: Module, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+        """Return what replaces a module, and how its result is spread.
+
+        Args:
+            module: a layer, a container or a custom module.
+            name: its full name in the model.
+            layout: of its input.
+        """
+        if type(module) is Sequential:
+            return module, self._sequence(module, name, layout)
+        if type(module) is Residual:
+            return self._residual(module, name, layout)
+        if type(module) in RULES:
+            placed, placement = self._layer(module, name, layout)
+            return placed, ActivationLayout(placement, shape_after(module, layout.shape))
+        return self._custom(module, name, layout)
+
+    def _layer(self, module: Module, name: str, layout: ActivationLayout) -> Placed:
+        """Return what replaces a layer; a layer used in several places has one replacement for all of them."""
+        context = LayerContext(name, layout.placement, layout.shape, self._sharding(module), self.sharder)
+        placed = RULES[type(module)](module, context)
+        if placed[0] is module:
+            return placed
+        elsewhere = [key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement]
+        if elsewhere and isinstance(module, BatchNorm | Dropout):
+            raise context.refuse(
+                "stands in several places of the model, where its input lies on the ranks in different ways; make a "
+                "layer for each place"
+            )
+        return self.replacements.setdefault((id(module), layout.placement), placed)
+
+    def _sequence(self, sequence: Sequential, name: str, layout: ActivationLayout) -> ActivationLayout:
+        kept: dict[str, ActivationLayout] = {}
+        for i, layer in enumerate(list(sequence.layers)):
+            inside = _join(name, str(i))
+            if isinstance(layer, Stash):
+                kept[layer.name] = layout
+            elif isinstance(layer, Pop):
+                layout = self._join_kept(sequence, i, layer, inside, layout, kept)
+            else:
+                if type(layer) is Residual and not self._branches_agree(layer, inside, layout):
+                    layout = self._replicate_before(sequence, i, layout, kept)
+                placed, layout = self.replace(layer, inside, layout)
+                sequence.layers[i] = placed
+        return layout
+
+    def _join_kept(
+        self,
+        sequence: Sequential,
+        i: int,
+        pop: Pop,
+        name: str,
+        layout: ActivationLayout,
+        kept: dict[str, ActivationLayout],
+    ) -> ActivationLayout:
+        """Give both inputs of a Pop the same placement: if they differ, both are made whole."""
+        if pop.name not in kept:
+            return layout  # the sequence refuses it when it runs
+        around = kept.pop(pop.name)
+        pop.shortcut, other = self._branch(pop.shortcut, _join(name, "shortcut"), around)
+        if other.placement != layout.placement:
+            if not other.placement.is_replicated:
+                pop.shortcut = self._replicate_after(pop.shortcut, other)
+            if not layout.placement.is_replicated:
+                sequence.layers[i] = RedistributedPop(pop, self._gather(layout))
+            layout = ActivationLayout(REPLICATED, layout.shape)
+        return layout
+
+    def _residual(self, block: Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+        if not self._branches_agree(block, name, layout):
+            _, end = self._residual(block, name, ActivationLayout(REPLICATED, layout.shape))
+            return Redistributed(block, before=self._gather(layout)), end
+        block.body, body = self.replace(block.body, _join(name, "body"), layout)
+        block.shortcut, around = self._branch(block.shortcut, _join(name, "shortcut"), layout)
+        if body.placement == around.placement:
+            return block, body
+        if not body.placement.is_replicated:
+            block.body = self._replicate_after(block.body, body)
+        if not around.placement.is_replicated:
+            block.shortcut = self._replicate_after(block.shortcut, around)
+        return block, ActivationLayout(REPLICATED, body.shape)
+
+    def _branch(
+        self, module: Module | None, name: str, layout: ActivationLayout
+    ) -> tuple[Module | None, ActivationLayout]:
+        return (None, layout) if module is None else self.replace(module, name, layout)
+
+    def _custom(self, module: Module, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+        """Shard what the table names in a custom module, whose forward is unknown; whole in, whole out."""
+        _check_custom(module, name, {child: self._sharding(child) for _, child in module.children()})
+        for child_name, child in list(module.children()):
+            inside = _join(name, child_name)
+            if type(child) in RULES:
+                sharding = self._sharding(child)
+                if sharding is None:
+                    continue
+                placed, _ = self._layer(child, inside, ActivationLayout(assumed_placement(child, sharding), None))
+            else:
+                placed, end = self.replace(child, inside, ActivationLayout(REPLICATED, None))
+                placed = placed if end.placement.is_replicated else self._replicate_after(placed, end)
+            if placed is not child:
+                module.set_child(child_name, placed)
+        result = ActivationLayout(REPLICATED, None)
+        return module if layout.placement.is_replicated else Redistributed(module, before=self._gather(layout)), result
+
+    def _branches_agree(self, block: Residual, name: str, layout: ActivationLayout) -> bool:
+        """Return whether both branches of a block, from such an input, end with the same placement.
+
+        From a replicated input they can always be made to.
+        """
+        if layout.placement.is_replicated:
+            return True
+        shortcut = layout
+        try:
+            body = self._predict(block.body, _join(name, "body"), layout)
+            if block.shortcut is not None:
+                shortcut = self._predict(block.shortcut, _join(name, "shortcut"), layout)
+        except LayoutError:
+            return False
+        return body.placement == shortcut.placement
+
+    def _predict(self, module: Module, name: str, layout: ActivationLayout) -> ActivationLayout:
+        """Return how a module's result would be spread, without changing anything."""
+        if type(module) in RULES:
+            context = LayerContext(
+                name, layout.placement, layout.shape, self._sharding(module), ParameterSharder(self.sharder.group)
+            )
+            return ActivationLayout(RULES[type(module)](module, context)[1], shape_after(module, layout.shape))
+        if type(module) is Residual:
+            end = self._predict(module.body, _join(name, "body"), layout)
+            return end if self._branches_agree(module, name, layout) else ActivationLayout(REPLICATED, end.shape)
+        if type(module) is not Sequential or any(isinstance(layer, Stash | Pop) for layer in module.layers):
+            return ActivationLayout(REPLICATED, None)
+        for number, layer in module.children():
+            layout = self._predict(layer, _join(name, number), layout)
+        return layout
+
+    def _replicate_before(
+        self, sequence: Sequential, i: int, layout: ActivationLayout, kept: dict[str, ActivationLayout]
+    ) -> ActivationLayout:
+        """Make whole what comes to layer i of a sequence, by an exchange after the layer before it.
+
+        Where there is no such layer, the activation stays as it is, and the exchange comes before layer i later.
+        """
+        whole = ActivationLayout(REPLICATED, layout.shape)
+        before = i - 1
+        while before >= 0 and isinstance(sequence.layers[before], Stash):
+            before -= 1
+        if layout.placement.is_replicated or before < 0 or isinstance(sequence.layers[before], Pop):
+            return layout
+        for stash in sequence.layers[before + 1 : i]:
+            kept[stash.name] = whole  # all of these are stashes
+        sequence.layers[before] = self._replicate_after(sequence.layers[before], layout)
+        return whole
+
+    def _replicate_after(self, module: Module | None, layout: ActivationLayout) -> Module:
+        """Return the module with an exchange that makes its result, which is spread as `layout` says, whole."""
+        if module is None:
+            return Redistribution(self._gather(layout))
+        if type(module) is Sequential and module.layers and not isinstance(module.layers[-1], Stash | Pop):
+            module.layers[-1] = self._replicate_after(module.layers[-1], layout)
+            return module
+        return Redistributed(module, after=self._gather(layout))
+
+    def _gather(self, layout: ActivationLayout) -> Callable[[Any], Any]:
+        layout.placement.check_known(self.sharder.group.size)
+        return partial(gather, group=self.sharder.group, placement=layout.placement)
+
+    def _sharding(self, module: Module) -> Sharding | None:
+        found = self.shardings.get(id(module))
+        return None if found is None else found[1]
+
+
+def _check_custom(module: Module, name: str, shardings: Mapping[Module, Sharding | None]) -> None:
+    """Refuse dropout and softmax in a custom module with cut layers: they may get a part, and take it for the whole."""
+    cuts = any(sharding in (Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB) for sharding in shardings.values())
+    for child_name, child in module.children():
+        if cuts and isinstance(child, Dropout | Softmax) and shardings[child] is not Sharding.REPLICATED:
+            raise LayoutError(
+                f"layer {_join(name, child_name)!r} is a {type(child).__name__} beside layers that are cut, in a "
+                "module whose forward nobody knows; say Sharding.REPLICATED of it if what comes to it is whole, or "
+                "else put it into a Sequential with the layers before it"
+            )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _last_layer(module: Module) -> Module:
+    """Return the last layer of a sequence, also of nested ones."""
+    while type(module) is Sequential and module.layers:
+        module = module.layers[-1]
+    return module

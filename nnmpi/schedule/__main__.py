@@ -15,12 +15,10 @@ from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.picture import draw
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
-from nnmpi.schedule.render import render
+from nnmpi.schedule.render import draw, events, render
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import Costs, Simulation, simulate
-from nnmpi.schedule.trace import events
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from nnmpi.timeline import to_chrome, write_chrome
 
 
@@ -50,11 +48,11 @@ def main(words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
+def _costs(given: argparse.Namespace, schedule: Schedule) -> InstructionCosts:
     """Return the costs that the options describe; the times of a rank's stages add up to what was given for them."""
     share = 1e-3 / schedule.virtual
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
-    return Costs.even(
+    return InstructionCosts.even(
         schedule.stages,
         forward_s=given.forward_ms * share,
         backward_s=backward_ms * share,

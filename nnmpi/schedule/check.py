@@ -10,19 +10,91 @@
 The ranks' programs are enough for all of it: no clock is needed, since programs and messages are the only order.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
-from nnmpi.schedule.instruction import BACKWARD, SENDS, TRANSFERS, Instruction, Kind
+from nnmpi.errors import ScheduleError
+from nnmpi.schedule.engine import RankProgress, Run
+from nnmpi.schedule.instruction import (
+    BACKWARD,
+    SENDS,
+    TRANSFERS,
+    Channel,
+    Instruction,
+    Kind,
+    Message,
+    message_of,
+    parts,
+)
 from nnmpi.schedule.live import peak_activations
-from nnmpi.schedule.message import Channel, Message, message_of
-from nnmpi.schedule.places import Places
-from nnmpi.schedule.play import Play, Player
 from nnmpi.schedule.schedule import Schedule
 
 Buffers: TypeAlias = Callable[[Instruction], Hashable]
 """Names the buffer that an instruction writes: a receive what comes, F its output, B and I the input's gradient."""
+
+
+_AROUND = 3  # items shown on each side of a fault
+
+
+class Position(NamedTuple):
+    """An item of a rank's program."""
+
+    rank: int
+    at: int
+
+
+class Positions:
+    """Where each instruction stands in the programs, and how a fault there is shown.
+
+    Args:
+        schedule: any programs, right or wrong.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.all: defaultdict[Instruction, list[Position]] = defaultdict(list)
+        for rank, program in enumerate(schedule.programs):
+            for index, item in enumerate(program):
+                for one in parts(item):
+                    self.all[one].append(Position(rank, index))
+
+    def __contains__(self, one: Instruction) -> bool:
+        """Whether an instruction stands anywhere."""
+        return one in self.all
+
+    def __getitem__(self, one: Instruction) -> Position:
+        """Return the first place of an instruction that stands somewhere."""
+        return self.all[one][0]
+
+    def fail(self, sentence: str, marked: Iterable[Position]) -> NoReturn:
+        """Raise the fault with its sentence, and the programs around the marked positions.
+
+            1B0 stands before 1F0, whose result it needs
+
+            rank 0   0F0 0SEND_ACT0 0RECV_GRAD0 0B0
+            rank 1   1RECV_ACT0 >1B0< 1F0 1SEND_GRAD0
+
+        Raises:
+            ScheduleError: always.
+        """
+        raise ScheduleError(f"{self.schedule.name}: {sentence}\n\n{self._around(sorted(set(marked)))}")
+
+    def _around(self, marked: list[Position]) -> str:
+        """Return a line for each rank, around its marked positions; around where the others are if it has none."""
+        lines = []
+        for rank, program in enumerate(self.schedule.programs):
+            own = {place.at for place in marked if place.rank == rank}
+            near = own or {place.at for place in marked} or {0}
+            shown: list[str] = []
+            for at, item in enumerate(program):
+                if any(abs(at - each) <= _AROUND for each in near):
+                    shown.append(f">{item}<" if at in own else str(item))
+                elif shown[-1:] != ["..."]:
+                    shown.append("...")
+            lines.append(f"rank {rank:<3} {' '.join(shown)}")
+        return "\n".join(lines)
 
 
 def own_buffers(one: Instruction) -> Hashable:
@@ -50,56 +122,56 @@ def check(schedule: Schedule, buffers: Buffers = own_buffers) -> Checked:
         buffers: where results are written; by default each has a buffer of its own.
 
     Raises:
-        ScheduleError: says what is wrong, and shows the programs with the place marked.
+        ScheduleError: says what is wrong, and shows the programs with the fault marked.
     """
-    places = Places(schedule)
-    _check_work(schedule, places)
-    _check_order(schedule, places)
-    _check_channels(schedule, places)
-    _check_buffers(schedule, places, buffers)
+    positions = Positions(schedule)
+    _check_work(schedule, positions)
+    _check_order(schedule, positions)
+    _check_channels(schedule, positions)
+    _check_buffers(schedule, positions, buffers)
     for rendezvous in (False, True):
-        _check_progress(schedule, places, rendezvous)
+        _check_progress(schedule, positions, rendezvous)
     return Checked(
         tuple(peak_activations(schedule, rank) for rank in range(schedule.ranks)),
-        sum(one.kind in SENDS for one in places.all),
+        sum(one.kind in SENDS for one in positions.all),
     )
 
 
 # ---- each unit once ----
 
 
-def _check_work(schedule: Schedule, places: Places) -> None:
+def _check_work(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that are missing, doubled, on a strange rank, or of no use."""
-    wanted = set(_wanted(schedule, places))
-    for one, found in places.all.items():
+    wanted = set(_wanted(schedule, positions))
+    for one, found in positions.all.items():
         if one not in wanted:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-            places.fail(f"{one} has no place in a schedule of {size}", found)
+            positions.fail(f"{one} has no place in a schedule of {size}", found)
         for place in found:
             if place.rank != schedule.rank_of(one.stage):
                 home = f"stage {one.stage} lives on rank {schedule.rank_of(one.stage)}"
-                places.fail(f"{one} stands on rank {place.rank}, but {home}", [place])
+                positions.fail(f"{one} stands on rank {place.rank}, but {home}", [place])
         if len(found) > 1:
-            places.fail(f"{one} is done {len(found)} times; everything is done once", found)
-    for one in sorted(wanted - places.all.keys(), key=str):
+            positions.fail(f"{one} is done {len(found)} times; everything is done once", found)
+    for one in sorted(wanted - positions.all.keys(), key=str):
         rank = schedule.rank_of(one.stage)
         if one.kind in TRANSFERS:
             message = message_of(one)
             other = message.receive if one.kind in SENDS else message.send
-            places.fail(f"{one} is missing on rank {rank}: {other} has no partner", places.all.get(other, []))
-        places.fail(f"{one} is missing on rank {rank}", [])
+            positions.fail(f"{one} is missing on rank {rank}: {other} has no partner", positions.all.get(other, []))
+        positions.fail(f"{one} is missing on rank {rank}", [])
 
 
-def _wanted(schedule: Schedule, places: Places) -> Iterator[Instruction]:
+def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
     """Yield all that a schedule must have; whether backwards are halved, and when updates are, is its choice."""
     trains = schedule.trains
-    is_async = any(one.kind is Kind.STEP and one.microbatch is not None for one in places.all)
+    is_async = any(one.kind is Kind.STEP and one.microbatch is not None for one in positions.all)
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
             yield Kind.F.at(stage, m)
             if trains:
-                is_whole = Kind.B.at(stage, m) in places
-                is_halved = Kind.I.at(stage, m) in places or Kind.W.at(stage, m) in places
+                is_whole = Kind.B.at(stage, m) in positions
+                is_halved = Kind.I.at(stage, m) in positions or Kind.W.at(stage, m) in positions
                 kinds = (Kind.I, Kind.W) if is_halved and not is_whole else (Kind.B,)
                 yield from (kind.at(stage, m) for kind in kinds)
             if schedule.is_cut(stage):
@@ -120,13 +192,15 @@ def _messages(stage: int, microbatch: int, trains: bool) -> Iterator[Message]:
 # ---- order ----
 
 
-def _check_order(schedule: Schedule, places: Places) -> None:
+def _check_order(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that stand before what they need."""
     for rank in range(schedule.ranks):
         for one in schedule.instructions(rank):
             for needed in _needs(schedule, one):
-                if needed in places and places[needed].at >= places[one].at:
-                    places.fail(f"{one} does not stand behind {needed}, which it needs", [places[one], places[needed]])
+                if needed in positions and positions[needed].at >= positions[one].at:
+                    positions.fail(
+                        f"{one} does not stand behind {needed}, which it needs", [positions[one], positions[needed]]
+                    )
 
 
 def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
@@ -152,7 +226,7 @@ def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
         yield Kind.REDUCE.at(stage, m)
 
 
-def _check_channels(schedule: Schedule, places: Places) -> None:
+def _check_channels(schedule: Schedule, positions: Positions) -> None:
     """Refuse messages that are received in another order than they are sent."""
     ends: tuple[dict[Channel, list[Message]], ...] = ({}, {})
     for rank in range(schedule.ranks):
@@ -166,13 +240,13 @@ def _check_channels(schedule: Schedule, places: Places) -> None:
             if out != into:
                 where = f"message {number} from rank {channel[0]} to rank {channel[1]}"
                 sentence = f"{where} is sent by {out.send}, but received by {into.receive}; both ends need one order"
-                places.fail(sentence, [places[out.send], places[into.receive]])
+                positions.fail(sentence, [positions[out.send], positions[into.receive]])
 
 
 # ---- buffers ----
 
 
-def _check_buffers(schedule: Schedule, places: Places, buffers: Buffers) -> None:
+def _check_buffers(schedule: Schedule, positions: Positions, buffers: Buffers) -> None:
     """Refuse a result that is written where something lies that is still to be read."""
     for rank in range(schedule.ranks):
         held: dict[Hashable, tuple[Instruction, Instruction]] = {}  # buffer -> who wrote it last, who reads it last
@@ -182,14 +256,14 @@ def _check_buffers(schedule: Schedule, places: Places, buffers: Buffers) -> None
             buffer = buffers(one)
             if buffer in held:
                 before, reader = held[buffer]
-                if places[reader].at >= places[one].at:
+                if positions[reader].at >= positions[one].at:
                     sentence = (
                         f"{one} overwrites the buffer in which the result of {before} lies, before {reader} has read "
                         "it; give each microbatch a buffer of its own"
                     )
-                    places.fail(sentence, [places[before], places[one], places[reader]])
-            readers = [reader for reader in _reads(schedule, one) if reader in places]
-            held[buffer] = one, max(readers, key=lambda reader: places[reader].at, default=one)
+                    positions.fail(sentence, [positions[before], positions[one], positions[reader]])
+            readers = [reader for reader in _reads(schedule, one) if reader in positions]
+            held[buffer] = one, max(readers, key=lambda reader: positions[reader].at, default=one)
 
 
 _READERS = {
@@ -213,25 +287,25 @@ def _reads(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
 # ---- deadlock ----
 
 
-def _check_progress(schedule: Schedule, places: Places, rendezvous: bool) -> None:
+def _check_progress(schedule: Schedule, positions: Positions, rendezvous: bool) -> None:
     """Refuse ranks that wait for one another for ever."""
-    play = Play(schedule, lambda one: 0.0, rendezvous)
-    if not play.stuck:
+    run = Run(schedule, lambda one: 0.0, rendezvous)
+    if not run.stuck:
         return
-    circle: list[Player] = []
-    player = play.stuck[0]
-    while player not in circle:
-        circle.append(player)
-        player = play.players[_partner(play, player, schedule.ranks)]
-    circle = circle[circle.index(player) :]
-    told = [f"rank {each.rank} in {play.waiting(each)[0]}" for each in circle]
+    circle: list[RankProgress] = []
+    progress = run.stuck[0]
+    while progress not in circle:
+        circle.append(progress)
+        progress = run.ranks[_partner(run, progress, schedule.ranks)]
+    circle = circle[circle.index(progress) :]
+    told = [f"rank {each.rank} in {run.waiting(each)[0]}" for each in circle]
     how = "when sends wait for their receivers" if rendezvous else "even when sends are buffered"
-    marked = [places[one] for each in circle for one in play.waiting(each)[:1]]
-    places.fail(f"deadlock {how}: {', '.join(told)}: each waits for the next, the last for the first", marked)
+    marked = [positions[one] for each in circle for one in run.waiting(each)[:1]]
+    positions.fail(f"deadlock {how}: {', '.join(told)}: each waits for the next, the last for the first", marked)
 
 
-def _partner(play: Play, player: Player, ranks: int) -> int:
+def _partner(run: Run, progress: RankProgress, ranks: int) -> int:
     """Return the rank that a stuck rank waits for first."""
-    waiting = play.waiting(player)[0]
+    waiting = run.waiting(progress)[0]
     sender, receiver, _ = message_of(waiting).channel(ranks)
     return receiver if waiting.kind in SENDS else sender

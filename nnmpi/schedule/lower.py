@@ -9,18 +9,28 @@ A receive stands right before its use, a send right after its result: nothing is
 `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and sends that wait for their receiver: two
 neighbours send to each other.
 
-In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used. If its sender has
-to wait until then, all the advantage is lost, or all ranks wait for ever. There `receive_early` puts receives where
-their messages are sent.
+In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used. A send that blocks
+would stall its sender until the late receive: the advantage is lost, or all ranks wait for ever. There `receive_early`
+posts each receive when its message is sent.
 """
 
 from collections.abc import Iterator
 
-from nnmpi.schedule.instruction import BACKWARD, RECEIVES, SENDS, TRANSFERS, Instruction, Item, Kind, Together, parts
-from nnmpi.schedule.message import message_of
-from nnmpi.schedule.play import Play
+from nnmpi.schedule.engine import Run
+from nnmpi.schedule.instruction import (
+    BACKWARD,
+    PAPER_UNITS,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Instruction,
+    Item,
+    Kind,
+    Together,
+    message_of,
+    parts,
+)
 from nnmpi.schedule.schedule import Program, Schedule
-from nnmpi.schedule.units import PAPERS
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -50,10 +60,10 @@ def receive_early(schedule: Schedule) -> Schedule:
         schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
             why.
     """
-    play = Play(schedule, lambda one: float(PAPERS.get(one.kind, 0)), rendezvous=False)
-    if play.stuck:
+    run = Run(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), rendezvous=False)
+    if run.stuck:
         return schedule
-    begin_s = {span.instruction: span.begin_s for span in play.spans}
+    begin_s = {span.instruction: span.begin_s for span in run.spans}
     return schedule.having([_received_early(schedule, rank, begin_s) for rank in range(schedule.ranks)])
 
 
@@ -71,9 +81,13 @@ def fuse(schedule: Schedule) -> Schedule:
 
 
 def _is_met(schedule: Schedule) -> bool:
-    """Whether, in unit time, it does not matter that sends wait for their receivers."""
-    eager, held = (Play(schedule, lambda one: float(PAPERS.get(one.kind, 0)), each) for each in (False, True))
-    return not held.stuck and max(p.clock_s for p in held.players) == max(p.clock_s for p in eager.players)
+    """Whether, in unit time, it does not matter that sends wait for their receivers.
+
+    It does not if all ranks are through as early as when no send waits: receives need not be posted earlier then. The
+    times are sums and maxima of whole numbers, which floats hold exactly, so they may be compared by ==.
+    """
+    eager, held = (Run(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), each) for each in (False, True))
+    return not held.stuck and max(p.clock_s for p in held.ranks) == max(p.clock_s for p in eager.ranks)
 
 
 def _with_transfers(schedule: Schedule, rank: int) -> Iterator[Item]:

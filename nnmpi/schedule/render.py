@@ -1,18 +1,26 @@
-"""Pictures of schedules in text: ranks down, time across, in each cell what is computed.
+"""Pictures of schedules: in text (`render`), as a PNG (`draw`), and as a trace for Perfetto (`events`).
+
+In text ranks go down and time across, and each cell says what is computed.
 
 Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as in the figures of
 the papers, since a backward multiplies twice as many matrices; messages, reductions and updates take none. A cell is
-as wide as the time that it takes. (`units.EQUAL` gives a backward one as well.)
+as wide as the time that it takes. (`instruction.EQUAL_UNITS` gives a backward one as well.)
 """
 
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from nnmpi.errors import ScheduleError
-from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind
-from nnmpi.schedule.play import Play
+from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.schedule.engine import Run, TimedInstruction
+from nnmpi.schedule.instruction import COMPUTE, PAPER_UNITS, RECEIVES, SENDS, Instruction, Kind, message_of
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.units import PAPERS
+from nnmpi.schedule.simulate import Simulation
+from nnmpi.timeline import COMPUTE as COMPUTE_TRACK
+from nnmpi.timeline import RECEIVE, REDUCE, SEND, TraceEvent
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
 
@@ -26,7 +34,7 @@ class _Cell(NamedTuple):
     mark: str
 
 
-def render(schedule: Schedule, units: Mapping[Kind, int] = PAPERS) -> str:
+def render(schedule: Schedule, units: Mapping[Kind, int] = PAPER_UNITS) -> str:
     """Return the grid of a lowered schedule, and a legend.
 
         time    0  1  2  3  4  5  6  7  8
@@ -41,11 +49,11 @@ def render(schedule: Schedule, units: Mapping[Kind, int] = PAPERS) -> str:
     Raises:
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
-    play = Play(schedule, lambda one: float(units.get(one.kind, 0)), rendezvous=False)
-    if play.stuck:
-        raise ScheduleError(f"rank {play.stuck[0].rank} waits for ever; check the schedule before it is drawn")
-    columns = int(max(player.clock_s for player in play.players))
-    begins = {span.instruction: int(span.begin_s) for span in play.spans if span.instruction.kind in COMPUTE}
+    run = Run(schedule, lambda one: float(units.get(one.kind, 0)), rendezvous=False)
+    if run.stuck:
+        raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")
+    columns = int(max(progress.clock_s for progress in run.ranks))
+    begins = {span.instruction: int(span.begin_s) for span in run.spans if span.instruction.kind in COMPUTE}
     rows = [
         [_Cell(begins[one], units[one.kind], label, mark) for one, label, mark in _labels(schedule, rank)]
         for rank in range(schedule.ranks)
@@ -97,3 +105,96 @@ def _legend(schedule: Schedule, units: Mapping[Kind, int]) -> str:
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
     wide = f"; a backward takes {units[Kind.B]}" if Kind.B in used else ""
     return f"{'    '.join(told)}\nA column is the time of one forward of a stage{wide}."
+
+
+# ---- as a PNG ----
+
+_COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
+    {
+        Kind.F: ("forward", "#4c78a8"),
+        Kind.B: ("backward", "#72b7b2"),
+        Kind.I: ("backward to the input", "#72b7b2"),
+        Kind.W: ("backward to the weights", "#b5cf6b"),
+        Kind.REDUCE: ("sum over replicas", "#f2cf5b"),
+        Kind.STEP: ("update", "#e45756"),
+    }
+)
+_CHARACTERS = 200  # that fit across the picture, so that a label can be left out where its bar is too narrow
+
+
+def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
+    """Draw a simulated run into a PNG file.
+
+    Args:
+        schedule: what was run.
+        simulation: when what happened.
+        file: the picture; one that is there is replaced.
+
+    Raises:
+        UsageError: without matplotlib.
+        OSError: when the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("a picture in a PNG file needs matplotlib; install it (pip install 'nnmpi[plot]')")
+    figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
+    figure = figure_type(figsize=(11.0, 1.6 + 0.45 * schedule.ranks), layout="constrained")
+    title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches: bubble "
+    axes = figure.add_subplot(xlabel="ms (modelled)", title=f"{title}{100 * simulation.bubble:.1f} %")
+    named: set[str] = set()
+    for span in simulation.spans:
+        if span.instruction.kind not in _COLOURS or span.end_s == span.begin_s:
+            continue
+        one = span.instruction
+        name, colour = _COLOURS[one.kind]
+        height, row = (0.16, span.rank + 0.42) if one.kind is Kind.REDUCE else (0.64, float(span.rank))
+        begin_ms, long_ms = 1e3 * span.begin_s, 1e3 * (span.end_s - span.begin_s)
+        label = "" if name in named else name
+        axes.barh(row, long_ms, height, begin_ms, color=colour, edgecolor="white", linewidth=0.5, label=label or None)
+        named.add(name)
+        text = f"{one.stage}:{one.microbatch}" if schedule.virtual > 1 else str(one.microbatch)
+        if one.microbatch is not None and long_ms / simulation.makespan_s / 1e3 * _CHARACTERS >= len(text):
+            axes.text(begin_ms + long_ms / 2, row, text, ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(_COLOURS), fontsize=8, frameon=False)
+    figure.savefig(file, format="png", dpi=120)
+
+
+# ---- as a trace: the picture that a measured run has, too ----
+
+_CATEGORIES: Mapping[Kind, tuple[str, str]] = MappingProxyType(
+    {
+        Kind.F: ("forward", COMPUTE_TRACK),
+        Kind.B: ("backward", COMPUTE_TRACK),
+        Kind.I: ("backward", COMPUTE_TRACK),
+        Kind.W: ("backward", COMPUTE_TRACK),
+        Kind.STEP: ("update", COMPUTE_TRACK),
+        Kind.REDUCE: ("reduce", REDUCE),
+        Kind.SEND_ACT: ("send", SEND),
+        Kind.SEND_GRAD: ("send", SEND),
+        Kind.RECV_ACT: ("receive", RECEIVE),
+        Kind.RECV_GRAD: ("receive", RECEIVE),
+    }
+)
+
+
+def events(simulation: Simulation) -> dict[int, list[TraceEvent]]:
+    """Return each rank's events: rank -> what it did, a receive with the waiting for it, messages as arrows."""
+    found: dict[int, list[TraceEvent]] = {rank: [] for rank in range(len(simulation.busy_s))}
+    for span in simulation.spans:
+        found[span.rank].append(event(span))
+    return found
+
+
+def event(span: TimedInstruction) -> TraceEvent:
+    """Return a span as an event."""
+    one = span.instruction
+    category, track = _CATEGORIES[one.kind]
+    about = {"stage": one.stage} | ({} if one.microbatch is None else {"microbatch": one.microbatch})
+    sends, takes = (_name(one) if one.kind in ends else "" for ends in (SENDS, RECEIVES))
+    return TraceEvent(str(one), category, track, span.begin_s, span.end_s, about, sends, takes)
+
+
+def _name(transfer: Instruction) -> str:
+    """Return a message's name, the same at both its ends."""
+    return str(message_of(transfer).send)

@@ -1,6 +1,6 @@
 """How long a schedule takes, from what its parts take: modelled costs, or measured ones.
 
-The model is `play`'s: a rank does one thing at a time, a message takes its time and holds nobody up (or, with
+The model is that of `engine`: a rank does one thing at a time, a message takes its time and holds nobody up (or, with
 `rendezvous`, holds its sender until it is over), and reductions run beside. Ranks do not disturb one another.
 """
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.schedule.engine import Run, TimedInstruction
 from nnmpi.schedule.instruction import COMPUTE, SENDS, Instruction, Kind
 from nnmpi.schedule.live import peak_activations, staleness, weight_versions
-from nnmpi.schedule.play import Play, Span
 from nnmpi.schedule.schedule import Schedule
 
 _BUSY = COMPUTE | {Kind.STEP}
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class InstructionCosts:
     """What each instruction takes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Costs:
         reduce_s: float = 0.0,
         step_s: float = 0.0,
         rendezvous: bool = False,
-    ) -> "Costs":
+    ) -> "InstructionCosts":
         """Return the costs of stages that are all alike.
 
         Args:
@@ -72,7 +72,9 @@ class Costs:
         return cls({kind: (seconds,) * stages for kind, seconds in each.items()}, rendezvous)
 
     @classmethod
-    def measured(cls, stages: int, samples: Iterable[tuple[Instruction, float]], rendezvous: bool = False) -> "Costs":
+    def measured(
+        cls, stages: int, samples: Iterable[tuple[Instruction, float]], rendezvous: bool = False
+    ) -> "InstructionCosts":
         """Return the median of what each stage was measured to take for each kind of instruction.
 
         Where only whole backwards were measured their halves are taken to be equal, and where only the halves were,
@@ -115,7 +117,7 @@ class Simulation:
         messages: how many there were.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[TimedInstruction, ...]
     makespan_s: float
     busy_s: tuple[float, ...]
     waiting_s: tuple[float, ...]
@@ -131,7 +133,7 @@ class Simulation:
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: InstructionCosts) -> Simulation:
     """Return what happens when a lowered schedule is run.
 
     Raises:
@@ -141,17 +143,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     counts = {len(times) for times in costs.seconds.values()}
     if counts and counts != {schedule.stages}:
         raise UsageError(f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}")
-    play = Play(schedule, costs.of, costs.rendezvous)
-    if play.stuck:
-        player = play.stuck[0]
-        raise ScheduleError(f"rank {player.rank} waits for ever in its item {player.at}; check the schedule first")
-    spans = sorted(play.spans, key=lambda span: span.rank)
+    run = Run(schedule, costs.of, costs.rendezvous)
+    if run.stuck:
+        progress = run.stuck[0]
+        raise ScheduleError(f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule first")
+    spans = sorted(run.spans, key=lambda span: span.rank)
     ranks, stages = range(schedule.ranks), range(schedule.stages)
     return Simulation(
         spans=tuple(spans),
         makespan_s=max((span.end_s for span in spans), default=0.0),
         busy_s=tuple(_total(spans, rank) for rank in ranks),
-        waiting_s=tuple(player.waited_s for player in play.players),
+        waiting_s=tuple(progress.waited_s for progress in run.ranks),
         peak_activations=tuple(peak_activations(schedule, rank) for rank in ranks),
         staleness=tuple(staleness(schedule, stage) for stage in stages),
         weight_versions=tuple(weight_versions(schedule, stage) for stage in stages),
@@ -159,6 +161,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     )
 
 
-def _total(spans: Iterable[Span], rank: int) -> float:
+def _total(spans: Iterable[TimedInstruction], rank: int) -> float:
     """Return how long a rank computed."""
     return sum(span.end_s - span.begin_s for span in spans if span.rank == rank and span.instruction.kind in _BUSY)

@@ -109,6 +109,6 @@ def parse_network(text: str) -> LinkSpeed:
 
 def _refusal(text: str) -> UsageError:
     return UsageError(
-        f"--network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "
+        f"network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "
         "alpha_us=50,gbit=10"
     )

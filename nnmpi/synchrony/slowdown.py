@@ -31,11 +31,11 @@ class Straggler:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if not 1 <= self.factor < math.inf:  # false for NaN, too
-            raise UsageError(f"--straggler has the factor {self.factor:g}; give a finite number of at least 1")
+            raise UsageError(f"a straggler has the factor {self.factor:g}; give a finite number of at least 1")
         if not 0 < self.probability <= 1:
-            raise UsageError(f"--straggler has the probability {self.probability:g}; give a number above 0, at most 1")
+            raise UsageError(f"a straggler has the probability {self.probability:g}; give a number above 0, at most 1")
         if self.rank is not None and self.rank < 0:
-            raise UsageError(f"--straggler slows rank {self.rank} down; ranks are numbered from 0")
+            raise UsageError(f"a straggler has the rank {self.rank}; ranks are numbered from 0")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Slowdown:
         ranks = [rule.rank for rule in rules if rule.rank is not None]
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice:
-            raise UsageError(f"--straggler names rank {twice[0]} twice; give it one factor")
+            raise UsageError(f"two stragglers have the rank {twice[0]}; give it one factor")
         return cls(tuple(rules), seed)
 
     def factor(self, rank: int, step: int) -> float:
@@ -86,7 +86,7 @@ class Slowdown:
                 one = f"the only one is rank {ranks[0]}"
                 several = f"these are ranks {ranks[0]} to {ranks[-1]}"
                 raise UsageError(
-                    f"--straggler slows rank {rule.rank} down, which is none of the workers; "
+                    f"a straggler has the rank {rule.rank}, which is none of the workers; "
                     f"{one if len(ranks) == 1 else several}"
                 )
 
@@ -110,17 +110,17 @@ def _parse(text: str) -> Straggler:
         elif key in ("rank", "factor", "probability") and equals and key not in values:
             values[key] = value
         else:
-            raise UsageError(f"--straggler {text.strip()!r} has {entry.strip()!r}, which means nothing; give {_FORMS}")
+            raise UsageError(f"straggler {text.strip()!r} has {entry.strip()!r}, which means nothing; give {_FORMS}")
     expected = {"factor", "probability"} if random else {"factor", "rank"}
     if values.keys() != expected:
-        raise UsageError(f"--straggler {text.strip()!r} is not of the form {_FORMS}")
+        raise UsageError(f"straggler {text.strip()!r} is not of the form {_FORMS}")
     factor = _number(values["factor"], text)
     if random:
         return Straggler(factor, probability=_number(values["probability"], text))
     try:
         rank = int(values["rank"])
     except ValueError:
-        raise UsageError(f"--straggler {text.strip()!r}: the rank {values['rank']!r} is no whole number") from None
+        raise UsageError(f"straggler {text.strip()!r}: the rank {values['rank']!r} is no whole number") from None
     return Straggler(factor, rank)
 
 
@@ -128,4 +128,4 @@ def _number(value: str, text: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise UsageError(f"--straggler {text.strip()!r}: {value!r} is no number") from None
+        raise UsageError(f"straggler {text.strip()!r}: {value!r} is no number") from None

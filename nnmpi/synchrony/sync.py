@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nnmpi.errors import UsageError
-from nnmpi.synchrony.pairs import NEIGHBOURS, RING
+from nnmpi.synchrony.neighbours import NEIGHBOURS, RING
 
 MODES = ("bsp", "asp", "ssp", "local", "gossip")
 
@@ -47,36 +47,36 @@ class Sync:
 
     def __post_init__(self) -> None:
         """Check that the settings make sense by themselves."""
-        _choose("--sync", self.mode, MODES)
-        _choose("--neighbours", self.neighbours, NEIGHBOURS)
-        _at_least("--staleness", self.staleness, 0)
-        _at_least("--local-steps", self.local_steps, 1)
-        _at_least("--servers", self.servers, 0)
-        _at_least("--backup", self.backup, 0)
-        self._check_used("--staleness", self.staleness, self.staleness != DEFAULT_STALENESS, "ssp")
-        self._check_used("--local-steps", self.local_steps, self.local_steps != DEFAULT_LOCAL_STEPS, "local")
-        self._check_used("--neighbours", self.neighbours, self.neighbours != RING, "gossip")
-        self._check_used("--backup", self.backup, self.backup > 0, "bsp")
-        self._check_used("--staleness-lr", "", self.adapt, "asp", "ssp")
-        self._check_used("--servers", self.servers, self.servers > 0, "bsp", "asp", "ssp")
-        self._check_used("--dedicated-servers", "", self.dedicated, "bsp", "asp", "ssp")
+        _choose("mode", self.mode, MODES)
+        _choose("neighbours", self.neighbours, NEIGHBOURS)
+        _at_least("staleness", self.staleness, 0)
+        _at_least("local_steps", self.local_steps, 1)
+        _at_least("servers", self.servers, 0)
+        _at_least("backup", self.backup, 0)
+        self._check_used(f"staleness {self.staleness}", self.staleness != DEFAULT_STALENESS, "ssp")
+        self._check_used(f"local_steps {self.local_steps}", self.local_steps != DEFAULT_LOCAL_STEPS, "local")
+        self._check_used(f"neighbours {self.neighbours}", self.neighbours != RING, "gossip")
+        self._check_used(f"backup {self.backup}", self.backup > 0, "bsp")
+        self._check_used("adapt", self.adapt, "asp", "ssp")
+        self._check_used(f"servers {self.servers}", self.servers > 0, "bsp", "asp", "ssp")
+        self._check_used("dedicated", self.dedicated, "bsp", "asp", "ssp")
         if self.backup and self.servers > 1:
             raise UsageError(
-                f"--backup {self.backup} with --servers {self.servers}: which gradients come too late is decided at "
-                "one place; give --servers 1"
+                f"backup {self.backup} with servers {self.servers}: which gradients come too late is decided at "
+                "one place; give servers 1"
             )
-        if self.dedicated and not self.served:
-            raise UsageError("--dedicated-servers with --sync bsp needs servers; give --servers 1 or more, too")
+        if self.dedicated and not self.uses_servers:
+            raise UsageError("dedicated servers with bsp: there are none; give servers 1 or more, too")
 
     @property
-    def served(self) -> bool:
+    def uses_servers(self) -> bool:
         """Whether gradients and weights go through servers."""
         return self.mode in ("asp", "ssp") or (self.mode == "bsp" and (self.servers > 0 or self.backup > 0))
 
     @property
-    def relaxed(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether it is anything but an all-reduce in each step."""
-        return self.mode != "bsp" or self.served
+        return self.mode != "bsp" or self.uses_servers
 
     @property
     def bound(self) -> int | None:
@@ -86,7 +86,7 @@ class Sync:
     @property
     def server_count(self) -> int:
         """How many servers there are."""
-        return max(1, self.servers) if self.served else 0
+        return max(1, self.servers) if self.uses_servers else 0
 
     def server_ranks(self, ranks: int) -> range:
         """Return which of the ranks are servers."""
@@ -109,22 +109,22 @@ class Sync:
         """
         if self.server_count > ranks:
             raise UsageError(
-                f"--servers {self.servers} on {_count(ranks, 'rank')}: every server is a rank of its own; give at most "
+                f"servers {self.servers} on {_count(ranks, 'rank')}: every server is a rank of its own; give at most "
                 f"{ranks}, or start more ranks"
             )
         workers = len(self.worker_ranks(ranks))
         if workers == 0:
             raise UsageError(
-                f"--dedicated-servers with {_count(self.server_count, 'server')} on {_count(ranks, 'rank')} leaves "
+                f"with {_count(self.server_count, 'dedicated server')} on {_count(ranks, 'rank')} there is "
                 "nobody to compute; start more ranks, or let the servers compute as well"
             )
         if self.backup >= workers:
             raise UsageError(
-                f"--backup {self.backup} with {_count(workers, 'worker')}: at least one gradient of each batch must "
+                f"backup {self.backup} with {_count(workers, 'worker')}: at least one gradient of each batch must "
                 f"be waited for; {_at_most(workers - 1, 'start more ranks')}"
             )
         if self.mode == "gossip" and ranks == 1:
-            raise UsageError("--sync gossip on one rank has no neighbours to average with; start at least 2 ranks")
+            raise UsageError("gossip on one rank has no neighbours to average with; start at least 2 ranks")
 
     def describe(self, ranks: int) -> str:
         """Return it in words, for the head of a run on so many ranks."""
@@ -133,7 +133,7 @@ class Sync:
         if self.mode == "gossip":
             where = "on a ring" if self.neighbours == RING else "in random pairs"
             return f"gossip, the weights averaged with neighbours {where}"
-        if not self.served:
+        if not self.uses_servers:
             return "bsp, the gradients summed by all-reduce"
         rule = self.mode
         if self.mode == "ssp":
@@ -152,21 +152,20 @@ class Sync:
         doing = "do nothing else" if self.dedicated else "compute too"
         return f"{count} servers (ranks 0 to {count - 1}), which {doing}"
 
-    def _check_used(self, option: str, value: object, given: bool, *modes: str) -> None:
+    def _check_used(self, setting: str, given: bool, *modes: str) -> None:
         """Refuse a setting that this mode would not use."""
         if given and self.mode not in modes:
-            what = f"{option} {value}".rstrip()
-            raise UsageError(f"{what} is for --sync {' or '.join(modes)}, not {self.mode}; leave it out")
+            raise UsageError(f"{setting} is for {' or '.join(modes)}, not {self.mode}; leave it out")
 
 
-def _choose(option: str, value: str, choices: tuple[str, ...]) -> None:
+def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UsageError(f"{option} {value!r} does not exist; choose from: {', '.join(choices)}")
+        raise UsageError(f"{name} {value!r} does not exist; choose from: {', '.join(choices)}")
 
 
-def _at_least(option: str, value: int, least: int) -> None:
+def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise UsageError(f"{option} is {value}; give at least {least}")
+        raise UsageError(f"{name} is {value}; give at least {least}")
 
 
 def _at_most(most: int, otherwise: str) -> str:

@@ -1,4 +1,13 @@
-"""Automatic differentiation: Tensor, Function, the tape, flat storage, and the gradient check."""
+"""Automatic differentiation: Tensor, Function, the tape, flat storage, and the gradient check.
+
+To read, in this order: tape (how gradients travel back), function (what an operation is), tensor (what users hold),
+then any operation: elementwise, arithmetic, reduce, matmul, shape, index. parameter and flat say where a model's values
+lie, variable what of a tensor the tape knows, operand what may stand beside what, convert how half precision is raised,
+replayed how a recorded step runs again.
+
+To add an operation: a `Function` with forward and backward and a function that calls it, here or in `ops`; `check`
+compares its gradient with differences.
+"""
 
 from nnmpi.tensor.arithmetic import maximum, minimum, where
 from nnmpi.tensor.check import GradientError, check_gradients

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import DtypeError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import check_broadcast, operands, real, unbroadcast
+from nnmpi.tensor.operand import check_broadcast, operands, require_floating, unbroadcast
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _apply(function: Function, a: Any, b: Any) -> Tensor:
     """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32 and back would."""
     if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
         return function(a, b)
-    return widely(function, a, b)
+    return in_float32(function, a, b)
 
 
 def add(a: Any, b: Any) -> Tensor:
@@ -199,26 +199,26 @@ def divide(a: Any, b: Any) -> Tensor:
     """
     for x in (a, b):
         if isinstance(x, Variable):
-            real("divide", x)
-    return widely(Divide(), *operands("divide", a, b))
+            require_floating("divide", x)
+    return in_float32(Divide(), *operands("divide", a, b))
 
 
 def power(a: Any, b: Any) -> Tensor:
     """Return a ** b, a or b being a number or a tensor."""
     for x in (a, b):
         if isinstance(x, Variable):
-            real("power", x)
-    return widely(Power(), *operands("power", a, b))
+            require_floating("power", x)
+    return in_float32(Power(), *operands("power", a, b))
 
 
 def maximum(a: Any, b: Any) -> Tensor:
     """Return the larger of a and b, elementwise; equal elements share the gradient."""
-    return widely(Extremum(largest=True), *operands("maximum", a, b))
+    return in_float32(Extremum(largest=True), *operands("maximum", a, b))
 
 
 def minimum(a: Any, b: Any) -> Tensor:
     """Return the smaller of a and b, elementwise; equal elements share the gradient."""
-    return widely(Extremum(largest=False), *operands("minimum", a, b))
+    return in_float32(Extremum(largest=False), *operands("minimum", a, b))
 
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -233,4 +233,4 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
         raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
     a, b = operands("where", a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
-    return widely(Where(), values, a, b)
+    return in_float32(Where(), values, a, b)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.casting import FLOAT32, cast, widened
+from nnmpi.backend.casting import FLOAT32, cast, to_float32
+from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.precision import is_low
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.variable import Variable
@@ -39,7 +40,7 @@ def converted(x: Any, dtype: np.dtype[Any]) -> Any:
     return x if x.data.dtype == dtype else AsType(dtype)(x)
 
 
-def widely(function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
+def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
     """Apply an operation in float32 to tensors of float16 or bfloat16, and round its result to their dtype once.
 
         float16, bfloat16   --AsType-->  float32  --operation-->  float32  --AsType-->  float16, bfloat16
@@ -61,8 +62,23 @@ def widely(function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
     return rounded
 
 
+def with_kernels(kernels: Kernels, function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
+    """Apply an operation that computes by these kernels: `in_float32`, unless they read lower precision themselves.
+
+    Args:
+        kernels: those that the function was made with.
+        function: the operation.
+        inputs, narrow: as for `in_float32`.
+    """
+    if not kernels.is_device:
+        for x in inputs:
+            if isinstance(x, Variable) and is_low(x.data.dtype):
+                return in_float32(function, *inputs, narrow=narrow)
+    return function(*inputs)
+
+
 def _raised(x: Any) -> Any:
     """Return float16 and bfloat16 as float32, and anything else as it is."""
     if isinstance(x, Variable):
         return converted(x, FLOAT32) if is_low(x.data.dtype) else x
-    return widened(namespace(x), x) if is_array(x) else x
+    return to_float32(namespace(x), x) if is_array(x) else x

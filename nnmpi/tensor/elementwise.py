@@ -9,9 +9,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import dtype_named, is_floating
 from nnmpi.errors import DtypeError, UsageError
-from nnmpi.tensor.convert import AsType, widely
+from nnmpi.tensor.convert import AsType, in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import operands, real
+from nnmpi.tensor.operand import operands, require_floating
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -114,7 +114,7 @@ class Cos(Function):
         return (self.xp.multiply(self.xp.negative(grad), self.xp.sin(self.saved[0])),)
 
 
-class Tanh(Function):
+class TanhFunction(Function):
     """tanh x"""
 
     replayable = True
@@ -150,42 +150,42 @@ class Clip(Function):
 
 def negate(x: Tensor) -> Tensor:
     """Return -x."""
-    return widely(Negate(), x)
+    return in_float32(Negate(), x)
 
 
 def exp(x: Tensor) -> Tensor:
     """Return e to the power of x, elementwise."""
-    return widely(Exp(), real("exp", x))
+    return in_float32(Exp(), require_floating("exp", x))
 
 
 def log(x: Tensor) -> Tensor:
     """Return the natural logarithm, elementwise."""
-    return widely(Log(), real("log", x))
+    return in_float32(Log(), require_floating("log", x))
 
 
 def sqrt(x: Tensor) -> Tensor:
     """Return the square root, elementwise."""
-    return widely(Sqrt(), real("sqrt", x))
+    return in_float32(Sqrt(), require_floating("sqrt", x))
 
 
 def absolute(x: Tensor) -> Tensor:
     """Return |x|, elementwise; the derivative at 0 is 0."""
-    return widely(Absolute(), x)
+    return in_float32(Absolute(), x)
 
 
 def sin(x: Tensor) -> Tensor:
     """Return sin x, elementwise."""
-    return widely(Sin(), real("sin", x))
+    return in_float32(Sin(), require_floating("sin", x))
 
 
 def cos(x: Tensor) -> Tensor:
     """Return cos x, elementwise."""
-    return widely(Cos(), real("cos", x))
+    return in_float32(Cos(), require_floating("cos", x))
 
 
 def tanh(x: Tensor) -> Tensor:
     """Return tanh x, elementwise."""
-    return widely(Tanh(), real("tanh", x))
+    return in_float32(TanhFunction(), require_floating("tanh", x))
 
 
 def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
@@ -200,7 +200,7 @@ def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tens
     if low is not None and high is not None and low > high:
         raise UsageError(f"clip with low {low} above high {high} leaves nothing")
     bounds = [None if bound is None else operands("clip", x, bound)[1] for bound in (low, high)]
-    return widely(Clip(*bounds), x)
+    return in_float32(Clip(*bounds), x)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:

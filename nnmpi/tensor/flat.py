@@ -78,7 +78,7 @@ class FlatStorage:
             buffer = self.groups.index(label)
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
-            lengths[buffer] = -(-(start + parameter.size) // step) * step
+            lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment
         for length in lengths:
             self.data.append(allocate(length, dtype))
             self.grads.append(allocate(length, dtype))
@@ -150,6 +150,8 @@ class FlatStorage:
 
     def _finish(self) -> None:
         for parameter, data, buffer in self._views:
+            # An update goes to the flat arrays. If somebody has rebound parameter.data, the model would compute with
+            # one array and the optimizer train another, without a word.
             if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} lies in this storage no more: its model was initialized again (then make "

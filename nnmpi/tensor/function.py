@@ -116,6 +116,8 @@ class Function:
             GraphError: when no input is a tensor, or this object stands in a graph already.
             DeviceError: when some inputs are in the host's memory, and others on a device.
         """
+        # This runs once per operation of every step, so it is one loop without helpers: what a small network's step
+        # takes beside the arithmetic is spent here.
         recording, first, recorded = _recording.get(), None, False
         values: list[Any] = []
         needs: list[bool] = []
@@ -141,6 +143,7 @@ class Function:
             if mixed is None:
                 raise
             raise mixed from error
+        # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is built on it.
         result: Tensor = first.blank()  # type: ignore[attr-defined]
         result.data = data if type(data) is np.ndarray else np.asarray(data) if isinstance(data, _SCALAR) else data
         if recorder is not None:
@@ -148,7 +151,7 @@ class Function:
         if recorded:
             self._record(inputs, result)
         else:
-            self.saved = ()
+            self.saved = ()  # no backward pass will come: let go of the inputs at once
         return result
 
     def invoke(self, function: Callable[..., Any], *args: Any) -> None:
@@ -218,7 +221,8 @@ class Function:
                 if tape is None:
                     tape = x.tape
                 elif tape is not x.tape:
-                    tape = join(tape, x.tape)
+                    tape = join(tape, x.tape)  # two graphs meet in this operation
+        # No tape: all inputs are leaves, and a new graph begins. Else it is the inputs' tape, or what took it over.
         tape = Tape() if tape is None else tape if tape.joined is None else tape.find()
         if hooked:
             tape.hooked = True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, ShapeError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.variable import Variable
 
@@ -79,7 +79,7 @@ def getitem(x: Tensor, key: Any) -> Tensor:
     parts = tuple(_plain(part) for part in parts)
     try:
         function = GetItem(parts if isinstance(key, tuple) else parts[0])
-        return function(x) if function.basic else widely(function, x)
+        return function(x) if function.basic else in_float32(function, x)
     except IndexError as error:
         raise ShapeError(f"index {key!r} does not fit shape {x.data.shape}: {error}") from None
 
@@ -100,7 +100,7 @@ def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
     if places.ndim != ndim or not -ndim <= axis < ndim:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} by {places.shape} along axis {axis} does not fit")
     try:
-        return widely(TakeAlongAxis(axis % ndim), x, places)
+        return in_float32(TakeAlongAxis(axis % ndim), x, places)
     except (IndexError, ValueError) as error:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} along axis {axis}: {error}") from None
 

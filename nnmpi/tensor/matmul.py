@@ -36,13 +36,15 @@ class MatMul(Function):
         rows = a[None, :] if a.ndim == 1 else a
         columns = b[:, None] if b.ndim == 1 else b
         if a.ndim == 1:
-            grad = grad[..., None, :] if b.ndim > 1 else grad[None]
+            grad = grad[..., None, :] if b.ndim > 1 else grad[None]  # (..., 1, m)
         if b.ndim == 1:
-            grad = grad[..., None]
+            grad = grad[..., None]  # (..., n, 1)
         to_a = to_b = None
         if self.needs[0]:
+            # (..., n, m) @ (..., m, k) -> (..., n, k); stacks that were broadcast forward are summed here
             to_a = xp.reshape(unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape)
         if self.needs[1]:
+            # (..., k, n) @ (..., n, m) -> (..., k, m)
             to_b = xp.reshape(unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape)
         return to_a, to_b
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import FLOAT32, cast, widened
+from nnmpi.backend.casting import FLOAT32, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.convert import converted
@@ -17,6 +17,10 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
 
     Python numbers (and NumPy's scalars) take the other operand's dtype; arrays must have the same dtype, or be masks.
     In a mode of mixed precision (see `backend.precision`) the lower one is raised to float32 beside float32.
+
+    Args:
+        name: of the operation, for errors.
+        a, b: tensors, arrays or numbers.
 
     Raises:
         DtypeError: where the result would get another dtype than the operands, such as float32 with float64.
@@ -51,7 +55,7 @@ def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
             raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
 
 
-def real(name: str, x: Variable) -> Variable:
+def require_floating(name: str, x: Variable) -> Variable:
     """Return x if its values are floating point.
 
     Raises:
@@ -74,7 +78,7 @@ def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
     if grad.shape == shape:
         return grad
     if is_low(grad.dtype):
-        return cast(xp, unbroadcast(xp, widened(xp, grad), shape), grad.dtype)
+        return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
     extra = grad.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     result: Array = xp.reshape(xp.add.reduce(grad, axis=axes), shape)

@@ -10,12 +10,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import widened
+from nnmpi.backend.casting import to_float32
 from nnmpi.backend.precision import precision
 from nnmpi.errors import ShapeError
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import require_floating
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -85,7 +85,7 @@ class Mean(_Reduction):
 
 
 class Variance(_Reduction):
-    """The variance over axes, with n - correction in the denominator."""
+    """The variance over `axes`, which stay as axes of length 1 with `keepdims`; the denominator is n - correction."""
 
     __slots__ = ("correction",)
 
@@ -116,7 +116,7 @@ class Variance(_Reduction):
 
 
 class Largest(_Reduction):
-    """The largest (or, negated, smallest) element over axes; elements that tie share the gradient evenly."""
+    """The largest element over `axes`, or the smallest without `largest`; ties share the gradient evenly."""
 
     __slots__ = ("largest",)
 
@@ -149,39 +149,50 @@ def _narrow() -> bool:
 
 
 def total(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the sum over the given axes (all of them by default)."""
-    return widely(Sum(_axes(axis, x.data.ndim), keepdims), x, narrow=_narrow())
+    """Return the sum over the given axes.
+
+    Args:
+        x: any shape; half precision is summed in float32.
+        axis: one axis or several, all of them by default.
+        keepdims: whether the axes stay, with length 1.
+    """
+    return in_float32(Sum(_axes(axis, x.data.ndim), keepdims), x, narrow=_narrow())
 
 
 def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the mean over the given axes (all of them by default).
+    """Return the mean over the given axes; arguments are those of `total`.
 
     Raises:
         ShapeError: when there is nothing to average.
     """
-    return widely(Mean(_axes(axis, x.data.ndim), keepdims), real("mean", x), narrow=_narrow())
+    return in_float32(Mean(_axes(axis, x.data.ndim), keepdims), require_floating("mean", x), narrow=_narrow())
 
 
 def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
-    """Return the variance over the given axes; correction 1 gives the unbiased estimate.
+    """Return the variance over the given axes; the other arguments are those of `total`.
+
+    Args:
+        correction: what is taken off the number of elements in the denominator; 1 gives the unbiased estimate.
 
     Raises:
         ShapeError: when there are not more elements than `correction`.
     """
-    return widely(Variance(_axes(axis, x.data.ndim), keepdims, correction), real("variance", x), narrow=_narrow())
+    return in_float32(
+        Variance(_axes(axis, x.data.ndim), keepdims, correction), require_floating("variance", x), narrow=_narrow()
+    )
 
 
 def largest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the largest element over the given axes; ties share the gradient evenly."""
-    return widely(Largest(_axes(axis, x.data.ndim), keepdims, largest=True), x)
+    """Return the largest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
+    return in_float32(Largest(_axes(axis, x.data.ndim), keepdims, largest=True), x)
 
 
 def smallest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the smallest element over the given axes; ties share the gradient evenly."""
-    return widely(Largest(_axes(axis, x.data.ndim), keepdims, largest=False), x)
+    """Return the smallest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
+    return in_float32(Largest(_axes(axis, x.data.ndim), keepdims, largest=False), x)
 
 
 def argmax(x: Tensor, axis: int | None = None) -> Any:
     """Return the index array of the first largest element; not differentiable."""
-    values = widened(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
+    values = to_float32(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
     return values.argmax(axis=axis)

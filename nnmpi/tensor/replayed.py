@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 
 def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: list[Any]) -> Array:
-    """Return the result of an operation's forward pass, noted."""
+    """Return the result of an operation's forward pass, after noting it for the replay.
+
+    Args:
+        recorder: of the step that is recorded.
+        node: the operation.
+        inputs: its inputs as it was called with them: variables, arrays, None.
+        values: the same as arrays, which `forward` takes.
+    """
     for x in inputs:
         if isinstance(x, Variable) and x.node is None and x not in recorder.made:
             recorder.saw(x)
@@ -38,7 +45,13 @@ def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: li
 
 
 def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | None, ...]:
-    """Return the gradients of an operation's inputs, noted."""
+    """Return the gradients of an operation's inputs, after noting that for the replay.
+
+    Args:
+        recorder: of the step that is recorded.
+        node: the operation, after its forward pass.
+        grad: the gradient of its result, of the result's shape.
+    """
     if node.replayable:
         return node.backward(grad)
     known = [grad, *(getattr(edge, "buffer", None) for edge in node.edges or ())]

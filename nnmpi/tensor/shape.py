@@ -120,7 +120,7 @@ class Pad(Function):
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
 
 
-class Flip(Function):
+class FlipFunction(Function):
     """x reversed along axes."""
 
     __slots__ = ("axes",)
@@ -166,7 +166,7 @@ def transpose(x: Tensor, *axes: int | Sequence[int]) -> Tensor:
 
 
 def swapaxes(x: Tensor, a: int, b: int) -> Tensor:
-    """Return x with two axes exchanged.
+    """Return x with its axes a and b exchanged.
 
     Raises:
         ShapeError: when x has no such axis.
@@ -250,7 +250,12 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """Return x with a border: widths gives (before, after) for every axis.
+    """Return x with a border.
+
+    Args:
+        x: any shape.
+        widths: (before, after) for every axis, in elements.
+        value: of the border's elements.
 
     Raises:
         ShapeError: when there is not one non-negative pair per axis.
@@ -269,7 +274,7 @@ def flip(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
     _check_axes(x, *axes)
-    return Flip(axes)(x)
+    return FlipFunction(axes)(x)
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class Tape:
         tape = self
         while tape.joined is not None:
             if tape.joined.joined is not None:
-                tape.joined = tape.joined.joined
+                tape.joined = tape.joined.joined  # shorten the way for the next one who asks (path halving)
             tape = tape.joined
         return tape
 
@@ -102,7 +102,7 @@ def join(one: Tape, other: Tape) -> Tape:
     if one is other:
         return one
     if len(one.nodes) < len(other.nodes):
-        one, other = other, one
+        one, other = other, one  # copy the shorter list: each operation is then moved at most log2(n) times in all
     one.nodes.extend(other.nodes)
     one.hooked = one.hooked or other.hooked
     other.nodes, other.joined = [], one
@@ -126,13 +126,14 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     recorder = active()
     plain: Any = np if type(seed) is np.ndarray else namespace(seed)
     xp = plain if recorder is None else recorder.module(plain)
-    if root.node is None or root.tape is None:
+    if root.node is None or root.tape is None:  # a leaf: there is nothing to walk along
         root.add_grad(seed, xp)
         if root.hook is not None:
             perform(root.hook, root)
         return
     tape = root.tape.find()
     nodes = tape.nodes
+    # The loss is nearly always the newest operation; younger ones belong to other results and are left alone.
     last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
@@ -144,7 +145,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         for i in range(last, -1, -1):
             node = nodes[i]
             grad = node.grad
-            if grad is not None:
+            if grad is not None:  # None: the root does not depend on this operation, or only through what needs none
                 node.grad = None
                 if deferred is not None:
                     grads = deferred.backward(node, grad)
@@ -156,8 +157,9 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
             if finals is not None:
-                _tell(finals.get(node, ()))  # also where an operation above passed no gradient on to this one
+                _call_hooks(finals.get(node, ()))  # also where an operation above passed no gradient on to this one
     except BaseException:
+        # Half-done sums must not be found, and added to, by a later pass over the same graph.
         for node in nodes[: last + 1]:
             node.grad = None
         raise
@@ -167,8 +169,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             tape.nodes = [node for node in unused if node.edges is not None]
 
 
-def _tell(leaves: Iterable[Variable]) -> None:
-    """Tell those who wait for them that these leaves' gradients are final."""
+def _call_hooks(leaves: Iterable[Variable]) -> None:
+    """Call the hooks of leaves whose gradients are final now."""
     for leaf in leaves:
         if leaf.hook is not None and leaf.grad is not None:
             perform(leaf.hook, leaf)
@@ -183,6 +185,8 @@ def _position(nodes: list[Function], node: Function) -> int:
 
 def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
     """Return, per operation, the leaves whose gradient is final once it has run backward (nodes[-1] is the root)."""
+    # Walking back, the last operation to add to a leaf's gradient is the first one that used the leaf. Operations that
+    # the root does not depend on run no backward and do not count.
     reached = {nodes[-1]}
     first_use: dict[Variable, Function] = {}
     for node in reversed(nodes):

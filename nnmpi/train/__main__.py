@@ -2,7 +2,7 @@
 
 import sys
 
-from nnmpi.backend.heap import keep_freed_memory
+from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.start import start
 
 if __name__ == "__main__":

@@ -1,38 +1,47 @@
-"""From a configuration to the parts of a run: model, optimizer, schedule and worker."""
+"""From a configuration to what a run works with: data, model, optimizer, schedule and worker.
 
-from collections.abc import Sequence
+`set_up` does it all, in the order in which things depend on one another; the other functions are its steps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO
-from nnmpi.comm.buckets import plan_buckets
-from nnmpi.comm.exchange import bucket_limit, overlaps
+from nnmpi.comm.fitting.measure import find_fit
+from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
+from nnmpi.compose.arrange import arrange, find_mesh
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
+from nnmpi.compose.segment import Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
+from nnmpi.errors import UsageError
+from nnmpi.mesh import Mesh
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.schedule import Constant, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
 from nnmpi.tensor.flat import FlatStorage
-from nnmpi.train.config import Config, ModelConfig, OptimizationConfig
+from nnmpi.train.checkpoint import LastCheckpoint
+from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
+from nnmpi.train.context import Extent, RunContext
+from nnmpi.train.custom_model import build_custom_model, is_custom
 from nnmpi.train.device import explained
-from nnmpi.train.inputs import Inputs
-from nnmpi.train.own import build_own, is_own
-from nnmpi.train.parallel import ParallelConfig
-from nnmpi.train.report import Extent
-from nnmpi.train.switch import decided
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.inputs import Inputs, load_inputs
 
 BYTES_PER_MIB = 2**20
 MS_PER_S = 1000
@@ -40,13 +49,18 @@ TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
-    """Return the model for samples of this shape, without values yet.
+    """Return the model, uninitialized.
+
+    Args:
+        config: which model, with which layers.
+        sample_shape: of one sample, such as (28, 28, 1).
+        classes: how many the data set has.
 
     Raises:
         UsageError: when the model does not take such samples, or the user's own cannot be built.
     """
-    if is_own(config.model):
-        return build_own(config.model, sample_shape, classes)
+    if is_custom(config.model):
+        return build_custom_model(config.model, sample_shape, classes)
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, config.dropout)
     if config.model == "cnn":
@@ -67,10 +81,15 @@ def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) 
     """Return the learning rate as a function of the step.
 
     What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees nothing of it.
+
+    Args:
+        config: the options of the learning rate.
+        extent: how long the run is.
+        batch_size: rows of a global batch, for linear scaling.
     """
     lr = linear_scaling(config.lr, batch_size, config.base_batch) if config.lr_scaling == "linear" else config.lr
     warmup = round(config.warmup_epochs * extent.train_batches)
-    after: Schedule = Constant(lr)
+    after: Schedule = ConstantRate(lr)
     if config.schedule == "step":
         every = max(1, round(config.step_epochs * extent.train_batches))
         after = StepDecay(lr, every, config.step_factor)
@@ -127,14 +146,19 @@ def build_worker(
     """Return the worker with an initialized model and its optimizer. Collective.
 
     Args:
-        layout: how the model is spread over the ranks; None for all of it on each.
+        config: every option.
+        group: all ranks of the run.
+        inputs: the data, whose samples say what shape the model takes.
+        backend: where this rank computes.
         algorithms: the all-reduce of each bucket, in the place of "auto", when a run goes on that had chosen them.
+        layout: how the model is spread over the ranks; None for all of it on each.
 
     Raises:
         UsageError: on all ranks, when the model does not take the data set's samples.
         DeviceError: on all ranks, when one has not enough memory for it.
     """
     options, parallel = config.optimization, config.parallel
+    numerics = Numerics(config.run.precision, options.clip)
     with agreed(group), explained(backend, TOO_LARGE):
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     where = None
@@ -151,6 +175,8 @@ def build_worker(
     overlap = decided(parallel.overlap)
     bucket_bytes = None if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
     allreduce: str | Sequence[str] = parallel.allreduce
+    # A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout or limit the
+    # buckets are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
     if algorithms and allreduce == AUTO and not fused:
         replicas = group if where is None else where.mesh.dp
         limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)
@@ -162,32 +188,36 @@ def build_worker(
         group,
         loss=sum_cross_entropy(where, options.label_smoothing),
         evaluation_loss=sum_cross_entropy(where),
-        allreduce=allreduce,
-        bucket_bytes=bucket_bytes,
-        overlap=overlap,
-        fused_update=fused,
-        check=parallel.check_weights,
-        clip=options.clip,
+        exchange=GradientExchange(allreduce, bucket_bytes, overlap, fused, parallel.check_weights),
+        numerics=numerics,
         seed=config.run.seed,
         backend=backend,
         arrangement=where,
-        precision=config.run.precision,
     )
 
 
-def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend) -> RelaxedWorker | VirtualWorker:
+def build_asynchronous(
+    config: Config, group: Group, inputs: Inputs, backend: Backend
+) -> AsynchronousWorker | VirtualWorker:
     """Return the worker of a run whose ranks need not be in step, or of one in virtual time. Collective.
+
+    Args:
+        config: every option.
+        group: all ranks of the run.
+        inputs: the data, whose samples say what shape the model takes.
+        backend: where this rank computes.
 
     Raises:
         UsageError, DeviceError: as in `build_worker`; and for what this number of ranks cannot do.
     """
     options, sync = config.optimization, config.sync
+    numerics = Numerics(config.run.precision, options.clip)
     with agreed(group), explained(backend, TOO_LARGE):
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
         optimizer = build_optimizer(options, model.storage)
     losses = sum_cross_entropy(None, options.label_smoothing), sum_cross_entropy(None)
-    pace = build_pace(config)
+    throttle = build_throttle(config)
     if sync.virtual_workers:
         return VirtualWorker(
             model,
@@ -196,32 +226,148 @@ def build_relaxed(config: Config, group: Group, inputs: Inputs, backend: Backend
             sync.rule,
             sync.virtual_workers,
             *losses,
-            clip=options.clip,
+            numerics=numerics,
             seed=config.run.seed,
             backend=backend,
-            pace=pace,
+            throttle=throttle,
             network=sync.links,
-            precision=config.run.precision,
         )
-    return RelaxedWorker(
+    return AsynchronousWorker(
         model,
         optimizer,
         group,
         sync.rule,
         *losses,
-        clip=options.clip,
+        numerics=numerics,
         seed=config.run.seed,
         backend=backend,
-        pace=pace,
-        precision=config.run.precision,
+        throttle=throttle,
     )
 
 
-def build_pace(config: Config) -> Pace:
+def build_throttle(config: Config) -> Throttle:
     """Return how slow the ranks are on purpose."""
-    return Pace(config.sync.pace_ms / MS_PER_S, config.sync.slowdown(config.run.seed))
+    return Throttle(config.sync.pace_ms / MS_PER_S, config.sync.slowdown(config.run.seed))
 
 
 def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
     spans = [(span.buffer, span.start, span.stop) for span in storage.spans]
     return len(plan_buckets(spans, [grad.dtype.itemsize for grad in storage.grads], bucket_bytes))
+
+
+def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
+    """Return the layout that was asked for and the mesh that it means here. Collective.
+
+    Raises:
+        LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go together.
+    """
+    with agreed(group):
+        layout = build_layout(config.parallel, config.optimization.optimizer, config.optimization.momentum)
+    mesh = find_mesh(group, layout)
+    idle = config.parallel.describe_idle()
+    resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
+    if idle is not None and mesh.pp == 1 and not resuming:
+        raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
+    if config.run.convolution == "tuned" and mesh.tp > 1:
+        raise UsageError(
+            f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute "
+            "alike could then differ in the last bits; use --convolution cudnn"
+        )
+    return layout, mesh
+
+
+def check_sync(config: Config, group: Group) -> None:
+    """Check that this number of ranks can do what the options say about synchrony.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    sync, rule = config.sync, config.sync.rule
+    if sync.virtual_workers and group.size > 1:
+        raise UsageError(
+            f"--virtual-workers {sync.virtual_workers} plays all workers in one process, but there are {group.size} "
+            "ranks; start it without mpirun"
+        )
+    ranks = sync.ranks(group.size)
+    rule.check(ranks)
+    sync.slowdown(config.run.seed).check(rule.worker_ranks(ranks))
+
+
+def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
+    """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
+    return mesh.pp > 1 or mesh.tp > 1 or layout.fixed or layout.memory_limit is not None
+
+
+def settle(context: RunContext) -> Config:
+    """Return the configuration with the number of microbatches that was derived from the layout.
+
+    It goes into config.json, since a run that goes on in another layout must cut its batches as before.
+    """
+    config, worker = context.config, context.worker
+    if (
+        not isinstance(worker, Worker)
+        or worker.arrangement is None
+        or not worker.arrangement.stages
+        or config.optimization.grad_accum > 1
+    ):
+        return config
+    microbatches = context.inputs.train_loader.microbatches
+    return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
+
+
+def set_up(
+    config: Config,
+    group: Group,
+    backend: Backend,
+    folder: RunFolder,
+    last: LastCheckpoint | None,
+    say: Callable[[str], None],
+    local_rank: int,
+) -> tuple[RunContext, list[str]]:
+    """Load the data, build everything, and return it with notices to print. Collective.
+
+    Args:
+        folder: where the run will write; it is not touched here.
+        last: the checkpoint that the run goes on from: its choices of algorithms and cuts hold again.
+        say: called with a sentence when a download begins.
+        local_rank: this rank's number on its node.
+
+    Raises:
+        UsageError: on all ranks, for options that do not fit the data or the number of ranks.
+        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot do it.
+    """
+    layout, mesh = find_layout(config, group)
+    check_sync(config, group)
+    replica = (mesh.coordinates(group.rank).d, mesh.dp)
+    inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
+    with agreed(group):
+        extent = build_extent(config.optimization, inputs)
+        schedule = build_schedule(config.optimization, extent, inputs.batch_size)
+    if config.sync.uses_asynchronous_loop:
+        asynchronous = build_asynchronous(config, group, inputs, backend)
+        return RunContext(config, group, backend, inputs, asynchronous, schedule, extent, folder), []
+    notices = _take_fit(config, group)
+    algorithms = None if last is None else last.algorithms(mesh, group.rank)
+    cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
+    if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
+        layout = replace(layout, split=cuts)
+    wanted = layout if needs_arrangement(layout, mesh) else None
+    worker = build_worker(config, group, inputs, backend, algorithms, wanted)
+    throttle = build_throttle(config)
+    return RunContext(config, group, backend, inputs, worker, schedule, extent, folder, throttle), notices
+
+
+def _take_fit(config: Config, group: Group) -> list[str]:
+    """Give the group the fitted cost model that was asked for; return lines to print. Collective.
+
+    A run that goes on may do so with other ranks, for which the fit that it began with does not hold.
+    """
+    if config.parallel.fit == "none" or group.size == 1:
+        return []
+    try:
+        group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))
+    except UsageError as error:
+        if config.run.resume is None:
+            raise
+        return [f"going on without a fit: {error}"]
+    return []

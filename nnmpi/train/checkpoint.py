@@ -1,148 +1,254 @@
-"""Checkpoints: folders of safetensors and JSON that are whole or absent.
+"""Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed.
 
-    checkpoints/
-      step-00000120/  model.safetensors  optimizer.safetensors  state.json
-      step-00000180/  ...
-      latest          the name of the newest one, written last
+    save        the worker's arrays and state.json into a new checkpoint
+    find        the last good checkpoint of a run's folder, verified
+    restore     the worker's arrays and the loop's state from what was found
 
-A checkpoint is written under a temporary name (see `draft`), every file is brought to disk, and then the folder is
-renamed: a kill at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the other two
-files, and the SHA-256 of its own values, so that damage is found before a weight is used. No pickle anywhere.
+What lies in a checkpoint's folder, and how it stays whole, is in `checkpoint_files`.
+
+Arrays go between rank 0's file and the ranks' parts of them one at a time (see `parallel.model_state`), so that a
+checkpoint fits a layout that no single rank's memory would hold, and any layout reads what any other has written.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
-from nnmpi.train.files import sha256
-from nnmpi.train.tensors import TensorFile
+from nnmpi.mesh import Coordinates, Mesh
+from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.train.checkpoint_files import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    Checkpoint,
+    CheckpointWriter,
+    check_folder,
+    load_checkpoint,
+)
+from nnmpi.train.context import AnyWorker
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.run_state import RunState, check_stored
+from nnmpi.train.tensor_file import TensorFile
 
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-LATEST_FILE = "latest"
-PREFIX = "step-"
-FORMAT = 1  # of state.json; a change that older programs would misread raises it
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Everything that a run needs to go on. Arrays are whole, whatever the layout of the run that wrote them.
+class LastCheckpoint:
+    """A run's last good checkpoint, found and verified once.
 
     Attributes:
-        model: parameters and buffers by full name; read when they are asked for.
-        optimizer: state arrays by "slot/full.parameter.name"; read when they are asked for.
-        state: JSON values: step, epoch, batch, seed, the optimizer's scalars and what the loop adds.
+        values: what state.json holds.
+        folder: where it lies, on rank 0's node.
+        notices: lines to print about it.
+        checkpoint: the arrays, on rank 0 alone.
     """
 
-    model: TensorFile
-    optimizer: TensorFile
-    state: Mapping[str, Any]
+    values: Mapping[str, Any]
+    folder: Path
+    notices: tuple[str, ...]
+    checkpoint: Checkpoint | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The layout of the run that wrote it."""
+        return Mesh(**self.values["layout"])
+
+    def algorithms(self, mesh: Mesh, rank: int) -> list[str] | None:
+        """Return the all-reduce that the run had chosen for each bucket of this rank.
+
+        Another algorithm would add in another order, and the run would not go on bit for bit. None on another mesh,
+        where no choice can be kept, and after a fused update, which has none.
+        """
+        if self.mesh.shape != mesh.shape:
+            return None
+        algorithms: Mapping[str, list[str]] = self.values["algorithms"]
+        return algorithms.get(_part(mesh.coordinates(rank))) or None
+
+    def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
+        """Return how many links of the model's chain each stage had; None with another number of stages."""
+        cuts: list[int] = self.values["cuts"]
+        return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
 
-def check_folder(folder: Path) -> None:
-    """Check that a run can go on from what is here and write more, before it does work that could not be kept.
+def save(
+    worker: AnyWorker, state: RunState, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int
+) -> None:
+    """Write a checkpoint of this state. Collective.
 
-    A folder that is not there yet is fine.
+    Args:
+        worker: whose arrays are written.
+        state: where the run stands.
+        folder: of the run.
+        recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
+        group: all ranks of the run.
+        keep: how many checkpoints stay on the disk.
 
     Raises:
-        CheckpointError: when it is no folder, may not be read or written, or has a folder as `latest`.
+        CheckpointError: on all ranks, when it cannot be written; older ones are intact.
     """
-    latest, ways = folder / LATEST_FILE, "let this user read and write it, or copy the run to where that is so"
-    try:
-        if not os.path.lexists(folder):
-            return
-        if not folder.is_dir():  # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
-            raise CheckpointError(f"{folder} is not a folder; put the run's checkpoints there, or move it away")
-        os.scandir(folder).close()  # glob finds nothing where it may not look, and says so to nobody
-        if latest.is_dir():
-            raise CheckpointError(f"{latest} is a folder and not a file with a name; remove it to go on")
-        refused = None if os.access(folder, os.W_OK) else "it may not be written"
-    except OSError as error:
-        refused = error.strerror or str(error)
-    if refused:
-        raise CheckpointError(f"{folder} cannot be used ({refused}); {ways}")
+    writer = CheckpointWriter(folder.checkpoints, state.step)  # used on rank 0 alone
 
-
-def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path, list[str]] | None:
-    """Return the checkpoint that `latest` names, its folder, and notices; or None where there is none yet.
-
-    Where that one is damaged the newest good one is taken, and a notice says so.
-
-    Raises:
-        CheckpointError: when there are checkpoints and none of them is whole.
-    """
-    notices: list[str] = []
-    for candidate in _candidates(folder):
+    def explained(work: Callable[..., T], *args: Any) -> T:
         try:
-            return read_checkpoint(candidate), candidate, notices
-        except CheckpointError as error:
-            notices.append(f"{error}; an older checkpoint is used instead")
-    if notices:
-        raise CheckpointError(f"no checkpoint in {folder} is whole: {notices[0].rpartition(';')[0]}")
-    return None
+            return work(*args)
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint of step {state.step} can be written into {folder.checkpoints} "
+                f"({error.strerror or error}); older ones are intact"
+            ) from None
+
+    try:
+        on_root(group, partial(explained, recorder.sync))
+        on_root(group, partial(explained, writer.begin))
+        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), worker.state(), strict=True):
+            specs = arrays.specs()
+            on_root(group, partial(explained, writer.open, name, specs))
+            arrays.gather(partial(explained, writer.write))
+        on_root(group, partial(explained, writer.finish, _values(worker, state, group), keep))
+    finally:
+        if group.is_root:
+            writer.discard()
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in this folder.
+def find(folder: RunFolder, group: Group) -> LastCheckpoint | None:
+    """Return the run's last good checkpoint; None where there is none yet. Collective.
 
     Raises:
-        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the message names it.
+        CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the folder cannot be used.
     """
-    file = folder / STATE_FILE
-    try:
-        state = json.loads(file.read_text())
-        found, files = state.pop("sha256"), state["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
-    if found != digest(state):
-        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
-    try:
-        _verify(folder, files)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror or error})") from None
-    except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
-    del state["format"], state["files"]
-    return Checkpoint(TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE), state)
+    found: list[Checkpoint] = []  # on rank 0
+
+    def read() -> list[Any] | None:
+        check_folder(folder.checkpoints)
+        loaded = load_checkpoint(folder.checkpoints)
+        if loaded is None:
+            return None
+        checkpoint, place, notices = loaded
+        check_stored(checkpoint.state, place / STATE_FILE)
+        found.append(checkpoint)
+        return [dict(checkpoint.state), str(place), [*notices, f"resuming from {place}"]]
+
+    answer: list[Any] | None = on_root(group, read)
+    if answer is None:
+        return None
+    values, place, notices = answer
+    return LastCheckpoint(values, Path(place), tuple(notices), found[0] if found else None)
 
 
-def digest(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of JSON values, however they are laid out in a file."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def restore(
+    worker: AnyWorker, last: LastCheckpoint | None, folder: RunFolder, samples: int
+) -> tuple[RunState, list[str]]:
+    """Give the worker what `find` found; return the state, and lines to print. Collective.
+
+    Args:
+        worker: which gets the arrays; without a checkpoint it stays as it is.
+        last: what was found; None stands for a run that has no checkpoint yet, and begins.
+        folder: of the run, for the message.
+        samples: rows of the training set.
+
+    Raises:
+        CheckpointError: on all ranks, when it does not fit the model or the data; nothing is changed then.
+    """
+    if last is None:
+        return RunState(samples=samples), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
+    if last.values["samples"] != samples:
+        raise CheckpointError(
+            f"{last.folder} is of a run with {last.values['samples']} training samples, but the data set now gives "
+            f"{samples}; resume with the data that it began with, or start a new run with another --out"
+        )
+    state, scalars = RunState.from_json(last.values), last.values["optimizer"]
+    arrays = worker.state()
+    sources = [_source(None)] * 2
+    if last.checkpoint is not None:
+        sources = [_source(last.checkpoint.model), _source(last.checkpoint.optimizer)]
+    for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
+        each.check(specs, file)
+    for each, source in zip(arrays, sources, strict=True):
+        each.scatter(*source)
+    worker.optimizer.steps = scalars["steps"]
+    if isinstance(worker, Worker) and worker.scaling is not None and "loss_scale" in scalars:  # else it begins anew
+        worker.scaling.load(scalars["loss_scale"])
+    if not isinstance(worker, VirtualWorker):  # the run was one in virtual time, but is none any more
+        state = replace(state, virtual=None)
+    return state, [*last.notices, *_moved(last, worker)]
 
 
-def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check sizes first (cheap, finds a cut file), then the sums."""
-    for name in (MODEL_FILE, OPTIMIZER_FILE):
-        file, wanted = folder / name, files.get(name)
-        if wanted is None:
-            raise CheckpointError(f"{folder / STATE_FILE} says nothing of {name}")
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != wanted["bytes"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {wanted['bytes']}")
-        if sha256(file) != wanted["sha256"]:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {STATE_FILE}")
+def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
+    """Return what `ModelState.scatter` takes: on rank 0 how to read the file, what is in it, and its name."""
+    if file is None:
+        return dict[str, Array]().__getitem__, None, None
+    return file.__getitem__, file.specs, file.file
 
 
-def steps(folder: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not among them."""
-    return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
+def _values(worker: AnyWorker, state: RunState, group: Group) -> dict[str, Any]:
+    """Return what state.json holds. Collective."""
+    return {
+        **state.to_json(),
+        "seed": worker.seed,
+        "ranks": group.size,
+        "layout": dict(zip(("dp", "pp", "tp"), _mesh(worker).shape, strict=True)),
+        "optimizer": {"steps": worker.optimizer.steps, **_scaling(worker)},
+        "fixed": _is_fixed(worker),
+        "algorithms": _algorithms(worker, group),
+        "cuts": [len(cut) for cut in arrangement.cuts] if (arrangement := _arrangement(worker)) else [],
+    }
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Return the folders to try: what `latest` names first, then from the newest on."""
-    found = steps(folder)
-    try:
-        named = folder / (folder / LATEST_FILE).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return found
-    return [named, *(each for each in found if each != named)] if named in found else found
+def _scaling(worker: AnyWorker) -> dict[str, Any]:
+    """Return the loss scale of a run that has one."""
+    scaling = worker.scaling if isinstance(worker, Worker) else None
+    return {} if scaling is None else {"loss_scale": scaling.state()}
+
+
+def _part(place: Coordinates) -> str:
+    """Return the name of the part of the model that the ranks of a data-parallel group have."""
+    return f"p{place.p} t{place.t}"
+
+
+def _algorithms(worker: AnyWorker, group: Group) -> dict[str, list[str]]:
+    """Return the all-reduce of each bucket by part of the model, for each has buckets of its own. Collective."""
+    if not isinstance(worker, Worker):
+        return {}
+    everyones = group.gather([choice.algorithm for choice in worker.parallel.exchange.choices])
+    mesh = _mesh(worker)
+    # Several ranks have the same part, and the last of them in this order stays: that is the lowest rank.
+    return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
+
+
+def _moved(last: LastCheckpoint, worker: AnyWorker) -> list[str]:
+    """Return a line where a run goes on with another layout: which, and whether its results stay equal to the bit."""
+    before, now = last.mesh, _mesh(worker)
+    if before.shape == now.shape:
+        return []
+    plain = before.dp == before.size and now.dp == now.size
+    words = (f"{before.size} rank{'s' * (before.size > 1)}", f"{now.size}") if plain else (str(before), str(now))
+    if not isinstance(worker, Worker):
+        return [f"the run had {words[0]} and goes on with {words[1]}"]
+    fixed = last.values.get("fixed", False) and _is_fixed(worker)
+    return [f"the run had {words[0]} and goes on with {words[1]}: equal {'bit for bit' if fixed else 'up to rounding'}"]
+
+
+def _arrangement(worker: AnyWorker) -> Arrangement | None:
+    return worker.arrangement if isinstance(worker, Worker) else None
+
+
+def _is_fixed(worker: AnyWorker) -> bool:
+    """Return whether sums are taken in an order that does not depend on the layout."""
+    arrangement = _arrangement(worker)
+    return arrangement is not None and arrangement.layout.fixed
+
+
+def _mesh(worker: AnyWorker) -> Mesh:
+    arrangement = _arrangement(worker)
+    return Mesh(dp=worker.group.size) if arrangement is None else arrangement.mesh.mesh

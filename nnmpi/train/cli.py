@@ -1,22 +1,49 @@
 """The command: from the words on the command line to a trained network. Every rank calls `main`.
 
+Options come in layers, and the stronger one wins: defaults < resumed run < file < command line. Every check happens
+once, on the values that will be used.
+
 Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook that `comm.start`
 installs prints what all ranks raise once, and lets all of them end with the same status.
 """
 
-from collections.abc import Sequence
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import HelpAsked
+from nnmpi.command import HelpAsked, read_words
+from nnmpi.data.catalogue import NAMES
+from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
-from nnmpi.train.folder import default_folder
-from nnmpi.train.options import assemble, flatten
-from nnmpi.train.parse import parse
-from nnmpi.train.progress import Console
-from nnmpi.train.root import on_root
+from nnmpi.train.folder import CONFIG_FILE, default_folder
+from nnmpi.train.log import Console
+from nnmpi.train.options import all_options, assemble, check, flatten
 from nnmpi.train.session import run
+
+PROGRAM = "python -m nnmpi.train"
+DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
+
+Without options: a small convolutional network on the bundled digits."""
+
+# What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
+FIXED = (
+    *("model", "hidden", "activation", "dropout", "dataset", "test_fraction", "normalize", "partition"),
+    *("batch_size", "optimizer", "dtype", "seed"),
+)
+
+# What belongs to another option, and is left out when a run goes on with another value of that one.
+DETAILS = {
+    "sync": (
+        *("staleness", "local_steps", "servers", "dedicated_servers", "backup", "neighbours", "staleness_lr"),
+        "sync_warmup_epochs",
+    ),
+    "virtual_workers": ("network",),
+}
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -35,21 +62,113 @@ def main(words: Sequence[str], group: Group) -> None:
 def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:
     """Return what rank 0 reads from the words and files, on every rank; None after printing the help. Collective.
 
+    Args:
+        words: of the command line, without the program; only rank 0's count.
+        group: all ranks of the run.
+        console: prints the help.
+
     Raises:
         UsageError: on all ranks, when the options are wrong.
     """
-    answer: dict[str, Any] = on_root(group, lambda: _read(words))
+
+    def read() -> dict[str, Any]:
+        try:
+            config = parse(words)
+        except HelpAsked as asked:
+            return {"help": str(asked)}
+        out = config.run.resume or config.run.out or default_folder(config)
+        return flatten(replace(config, run=replace(config.run, out=out)))
+
+    answer: dict[str, Any] = on_root(group, read)
     if "help" in answer:
         console.say(answer["help"])
         return None
     return assemble(answer)
 
 
-def _read(words: Sequence[str]) -> dict[str, Any]:
-    """Return the options as JSON values with the run's folder settled, or the help."""
+def parse(words: Sequence[str]) -> Config:
+    """Return the configuration for these command-line words.
+
+    With --resume the run's own config.json is the layer above the defaults and `run.resume` is the run's folder.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
+    """
+    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
+    in_file = read_file(given["config"]) if given.get("config") else {}
+    resumed = read_run(given["resume"]) if given.get("resume") else {}
+    stronger = in_file | given
+    outdated = {detail for name, details in DETAILS.items() if name in stronger for detail in details}
+    kept = {name: value for name, value in resumed.items() if name not in outdated}
+    config = assemble(kept | stronger)
+    _refuse_changes(config, resumed)
+    return config
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the options that a run was started with, from its folder.
+
+    Raises:
+        UsageError: when the folder holds no run, or its config.json cannot be read.
+    """
+    file = folder / CONFIG_FILE
     try:
-        config = parse(words)
-    except HelpAsked as asked:
-        return {"help": str(asked)}
-    out = config.run.resume or config.run.out or default_folder(config)
-    return flatten(replace(config, run=replace(config.run, out=out)))
+        there = file.is_file()
+    except OSError as error:  # in a folder that may not be entered
+        reason = error.strerror or error
+        raise UsageError(f"--resume {folder} cannot be read ({reason}); give the folder of a run that can") from None
+    if not there:
+        raise UsageError(f"--resume {folder}: there is no run ({file} is missing); give the folder of a run")
+    try:
+        flat = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(flat, dict):
+        raise UsageError(f"{file} cannot be read: it holds no options by name")
+    values = check(flat, str(file))
+    return {name: value for name, value in values.items() if name not in ("out", "resume", "config")}
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Return the options in a TOML file.
+
+    Raises:
+        UsageError: when it cannot be read, or holds what is no option or belongs on the command line.
+    """
+    try:
+        if file.exists() and not file.is_file():  # /dev/zero has no end, and a pipe may have none
+            raise UsageError(f"--config {file} is not an ordinary file; give a TOML file")
+        flat = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {file} is not TOML: {error}") from None
+    for name in ("config", "resume"):
+        if name in flat:
+            raise UsageError(f"{file}: {name} belongs on the command line, not into a file")
+    return check(flat, str(file))
+
+
+def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
+    """Refuse options that a resumed run cannot change."""
+    given = flatten(config)
+    for name in FIXED:
+        before = resumed.get(name, given[name])
+        before = list(before) if isinstance(before, tuple) else before
+        if before != given[name] and not (name == "dataset" and _is_moved(str(before), given[name])):
+            flag = all_options()[name].flag
+            raise UsageError(
+                f"--resume {given['resume']}: the run has {flag} {_show(before)}, which cannot become "
+                f"{_show(given[name])}; leave {flag} out, or start a new run with another --out"
+            )
+
+
+def _is_moved(before: str, now: str) -> bool:
+    """Return whether both are paths of a file with the same name: data may lie elsewhere when a run goes on."""
+    return not {before, now} & {*NAMES} and Path(before).name == Path(now).name
+
+
+def _show(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

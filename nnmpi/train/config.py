@@ -1,17 +1,297 @@
 """What a run is: one frozen section per subject, each checked when it is made.
 
-The fields are the options of the command line (`options.py` builds them from here), so a field's docstring is the
-option's help, and every name must be unique over all sections. `None` stands for "not given".
+The fields are the options of the command line (see `nnmpi.command`), so a field's docstring is the option's help, and
+every name must be unique over all sections. `None` stands for "not given".
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nnmpi.train.checks import LONG, at_least_one, fraction, not_negative, positive, require
-from nnmpi.train.own import MODELS, is_own
-from nnmpi.train.parallel import ParallelConfig
-from nnmpi.train.synchrony import SyncConfig
+from nnmpi.comm.units import parse_bytes
+from nnmpi.command import Switch
+from nnmpi.errors import UsageError
+from nnmpi.synchrony.network import LinkSpeed, parse_network
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
+from nnmpi.train.custom_model import MODELS, is_custom
+
+LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise a UsageError with this sentence unless the condition holds."""
+    if not holds:
+        raise UsageError(sentence)
+
+
+def positive(option: str, value: float, limit: float = math.inf) -> None:
+    """Refuse a value that is not above 0 and below the limit, NaN too.
+
+    Args:
+        option: how the option is written, for the message.
+        value: what was given.
+        limit: the first number that is too large.
+
+    Raises:
+        UsageError: naming the option, the value and what would work.
+    """
+    bound = "a finite number above 0" if limit == math.inf else f"a number above 0 and below {limit:g}"
+    require(0 < value < limit, f"{option} is {value}; give {bound}")
+
+
+def not_negative(option: str, value: float, limit: float = math.inf) -> None:
+    """Refuse a value that is not 0 or above and below the limit, NaN too.
+
+    Args:
+        option: how the option is written, for the message.
+        value: what was given.
+        limit: the first number that is too large.
+
+    Raises:
+        UsageError: naming the option, the value and what would work.
+    """
+    bound = "0 or a finite number above it" if limit == math.inf else f"a number from 0 up to, not including, {limit:g}"
+    require(0 <= value < limit, f"{option} is {value}; give {bound}")
+
+
+def fraction(option: str, value: float) -> None:
+    """Refuse a value outside [0, 1)."""
+    require(0 <= value < 1, f"{option} is {value}; give a number from 0 up to, not including, 1")
+
+
+def at_least_one(option: str, value: int) -> None:
+    """Refuse counts below 1."""
+    require(value >= 1, f"{option} is {value}; give a whole number, 1 or more")
+
+
+def decided(switch: Switch) -> bool | None:
+    """Return True for on, False for off, None for auto."""
+    return {"auto": None, "on": True, "off": False}[switch]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is laid out over the ranks."""
+
+    dp: int | Literal["auto"] = "auto"
+    """Replicas that share each batch; dp x pp x tp must be the number of MPI ranks, and auto is what is missing."""
+    pp: int | Literal["auto"] = "auto"
+    """Ranks in each pipeline, which have the layers one after the other (auto: what is missing, else 1)."""
+    tp: int | Literal["auto"] = "auto"
+    """Ranks that share out each layer (auto: what is missing, else 1)."""
+    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = "1f1b"
+    """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date."""
+    virtual_stages: int = 1
+    """For --pipeline interleaved: stages on each rank."""
+    microbatches: int | None = None
+    """Parts in which a batch goes through the pipeline (default: 4 for each of its ranks; with --reduction fixed 16,
+    whatever the layout)."""
+    split: str = "auto"
+    """Where the pipeline is cut: auto balances measured times; or the number of links in each stage, such as 5,4,3."""
+    recompute: Literal["never", "always", "except-last"] = "never"
+    """Keep only the input of each stage, and compute its activations again for the backward pass: less memory."""
+    reduction: Literal["fast", "fixed"] = "fast"
+    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
+    such layout gives the same bits, for the same number of --microbatches."""
+    memory_limit: str | None = None
+    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
+    everything there."""
+    allreduce: Literal[
+        "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"
+    ] = "auto"
+    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
+    fitted model predicts to be fastest, or what suits the size. With a CUDA device: ipc reads the device memory of a
+    node's other ranks, nccl is NVIDIA's library, with one rank for each GPU."""
+    fit: str = "kept"
+    """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
+    if there is one, or "none"."""
+    bucket_mb: float | None = None
+    """Gradients travel in buckets of this many MiB (default: 4 with overlap, else all in one)."""
+    overlap: Switch = "auto"
+    """Sum the first buckets while the backward pass still computes the others (auto: with ranks on several nodes, or on
+    a device)."""
+    fused_update: Switch = "auto"
+    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it
+    (auto: on one node, for replicas of a whole model, unless options above say how gradients travel)."""
+    check_weights: bool = False
+    """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
+
+    def __post_init__(self) -> None:
+        """Check the values; whether they fit the number of ranks is checked when that is known."""
+        for option, ranks in (("--dp", self.dp), ("--pp", self.pp), ("--tp", self.tp)):
+            if ranks != "auto":
+                at_least_one(option, ranks)
+        at_least_one("--virtual-stages", self.virtual_stages)
+        if self.microbatches is not None:
+            at_least_one("--microbatches", self.microbatches)
+        _ = (self.links, self.memory_limit_bytes)  # each raises for words that it cannot read
+        require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
+        if self.bucket_mb is not None:
+            positive("--bucket-mb", self.bucket_mb, LONG)
+        if self.fused_update == "on":
+            idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
+            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
+            require(not idle, sentence)
+
+    @property
+    def links(self) -> Literal["auto"] | tuple[int, ...]:
+        """The number of links in each stage."""
+        if self.split == "auto":
+            return "auto"
+        words = self.split.replace(",", " ").split()
+        fits = bool(words) and all(word.isdecimal() and int(word) > 0 for word in words)
+        require(fits, f"--split is {self.split!r}; give auto, or numbers of links such as 5,4,3")
+        return tuple(map(int, words))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The memory limit as a number."""
+        if self.memory_limit is None:
+            return None
+        try:
+            nbytes = parse_bytes(self.memory_limit)
+        except UsageError as error:
+            raise UsageError(f"--memory-limit: {error}") from None
+        except OverflowError:
+            raise UsageError("--memory-limit has too many digits; give a number of bytes such as 512MiB") from None
+        require(nbytes >= 1, f"--memory-limit is {self.memory_limit}; give at least 1 byte, such as 512MiB")
+        return nbytes
+
+    def describe_idle(self) -> str | None:
+        """Return the first given option that means something in a pipeline alone; None if there is none."""
+        given = {
+            "--pipeline": self.pipeline != "1f1b",
+            "--virtual-stages": self.virtual_stages != 1,
+            "--split": self.split != "auto",
+            "--recompute": self.recompute != "never",
+        }
+        return next((option for option, is_given in given.items() if is_given), None)
+
+
+MOST_VIRTUAL_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Whether ranks wait for one another."""
+
+    sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
+    """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest; local: every
+    --local-steps steps, to average weights; gossip: each for its neighbours, to average weights."""
+    staleness: int | None = None
+    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp)."""
+    local_steps: int | None = None
+    """For --sync local: steps that each worker does alone between two averages (default: 8)."""
+    servers: int | None = None
+    """How many ranks hold the weights and the optimizer's state, and take gradients: the first ones (default: 1 for asp
+    and ssp; with bsp gradients are summed by all-reduce)."""
+    dedicated_servers: bool = False
+    """The servers do nothing else; otherwise they are workers as well."""
+    backup: int = 0
+    """For --sync bsp: how many of a batch's gradients are not waited for; those that come late are dropped."""
+    neighbours: Literal["ring", "random"] = "ring"
+    """For --sync gossip: the two on a ring of all ranks, or one at random, another in each step."""
+    staleness_lr: bool = False
+    """For --sync asp and ssp: gradients that are staler than usual count less."""
+    sync_warmup_epochs: int = 0
+    """Epochs at the beginning in which the workers stay in step."""
+    straggler: str = ""
+    """Ranks that are slowed down: "rank=2,factor=3"; or all by chance: "random,probability=0.25,factor=3"; several
+    separated by semicolons."""
+    pace_ms: float = 0.0
+    """Every step takes at least this many milliseconds, as on a slower machine; with --virtual-workers, exactly."""
+    virtual_workers: int = 0
+    """Play this many workers in one process, in virtual time: the same curve on any machine."""
+    network: str = ""
+    """For --virtual-workers: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
+
+    def __post_init__(self) -> None:
+        """Check the values; whether they fit the number of ranks is checked when that is known."""
+        not_negative("--sync-warmup-epochs", self.sync_warmup_epochs)
+        not_negative("--pace-ms", self.pace_ms, LONG)
+        not_negative("--virtual-workers", self.virtual_workers, MOST_VIRTUAL_WORKERS)
+        if self.servers is not None:
+            at_least_one("--servers", self.servers)
+        for option, given, modes in (  # the rule checks those whose names and defaults are its own, too
+            (f"--staleness {self.staleness}", self.staleness is not None, ("ssp",)),
+            (f"--local-steps {self.local_steps}", self.local_steps is not None, ("local",)),
+            ("--staleness-lr", self.staleness_lr, ("asp", "ssp")),
+            ("--dedicated-servers", self.dedicated_servers, ("bsp", "asp", "ssp")),
+        ):
+            known = " or ".join(modes)
+            require(not given or self.sync in modes, f"{option} is for --sync {known}, not {self.sync}; leave it out")
+        _ = (self.rule, self.slowdown(0), self.links)  # each raises for words that it cannot read
+        asynchronous = self.rule.asynchronous
+        require(
+            asynchronous or not self.sync_warmup_epochs,
+            "--sync-warmup-epochs does nothing for --sync bsp; leave it out",
+        )
+        virtual = self.virtual_workers > 0
+        require(
+            virtual or not self.network, "--network is for --virtual-workers; messages between ranks take their time"
+        )
+        require(
+            not virtual or self.pace_ms > 0, "--virtual-workers needs the time of a step; give --pace-ms, such as 10"
+        )
+
+    @property
+    def rule(self) -> Sync:
+        """The rule of synchronization that the options make together."""
+        return Sync(
+            self.sync,
+            DEFAULT_STALENESS if self.staleness is None else self.staleness,
+            DEFAULT_LOCAL_STEPS if self.local_steps is None else self.local_steps,
+            self.servers or 0,
+            self.dedicated_servers,
+            self.backup,
+            self.neighbours,
+            self.staleness_lr,
+        )
+
+    def ranks(self, size: int) -> int:
+        """Return how many ranks the rule is for: those of the job, or those that virtual workers stand for."""
+        return self.rule.ranks_of(self.virtual_workers) if self.virtual_workers else size
+
+    @property
+    def links(self) -> LinkSpeed:
+        """The network of virtual time."""
+        return parse_network(self.network) if self.network else LinkSpeed()
+
+    @property
+    def uses_asynchronous_loop(self) -> bool:
+        """Whether ranks meet only now and then; virtual workers count as such, whatever their rule is."""
+        return self.rule.asynchronous or self.virtual_workers > 0
+
+    def slowdown(self, seed: int) -> Slowdown:
+        """Return which ranks are slowed down, and by how much."""
+        return Slowdown.parse(self.straggler, seed)
+
+    def check(self, parallel: ParallelConfig) -> None:
+        """Refuse options that need replicas in step where they are not.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        if not self.uses_asynchronous_loop:
+            return
+        what = f"--virtual-workers {self.virtual_workers}" if self.virtual_workers else f"--sync {self.sync}"
+        if self.servers and not self.virtual_workers:
+            what += f" with --servers {self.servers}"
+        plain = ParallelConfig()
+        for option, given, why in (
+            ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
+            ("--tp", parallel.tp not in ("auto", 1), "every worker has the whole model"),
+            ("--fused-update", parallel.fused_update == "on", "weights are not updated in step"),
+            ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
+            ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
+            ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
+            ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
+            ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
+            ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),
+        ):
+            require(not given, f"{option} does not go with {what}: {why}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -31,7 +311,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
         known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
-        require(self.model in MODELS or is_own(self.model), f"--model is {self.model}; {known}")
+        require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         fraction("--dropout", self.dropout)

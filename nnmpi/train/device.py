@@ -6,13 +6,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nnmpi.backend.cudnn import chosen, describe, use_convolution
+from nnmpi.backend.device_errors import REMEDY
 from nnmpi.backend.gemm import gemm_notice
 from nnmpi.backend.memory import gib
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.select import select
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError
+
+# The options that do what REMEDY says.
+REMEDY_OPTIONS = (
+    "lower --batch-size, raise --grad-accum, use --recompute or --precision bf16, or spread the model over more ranks "
+    "with --tp or --pp"
+)
 
 
 def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | None = None) -> Backend:
@@ -21,6 +28,8 @@ def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | No
     Where "auto" finds a device on some nodes alone, all ranks take NumPy.
 
     Args:
+        name: auto, numpy or cupy.
+        group: all ranks of the run.
         local_rank: this rank's number on its node.
         limit_bytes: what a rank's arrays may take of a device's memory, if less than that.
 
@@ -55,27 +64,34 @@ def check_compiled(jit: bool, backend: Backend) -> None:
         )
 
 
-def check_convolution(way: str, backend: Backend) -> None:
-    """Refuse a way of computing convolutions that does not work here.
+def check_convolution(algorithm: str, backend: Backend) -> None:
+    """Refuse an algorithm for convolutions that does not work here.
+
+    Args:
+        algorithm: as `--convolution` names it.
+        backend: where this rank computes.
 
     Raises:
         UsageError: where there is no device.
         DeviceError: where cuDNN is not to be had.
     """
     if backend.is_device:
-        with use_convolution(way):
+        with use_convolution(algorithm):
             chosen(backend.xp)
-    elif way != "auto":
+    elif algorithm != "auto":
         raise UsageError(
-            f"--convolution {way} belongs to a CUDA device, and this run is on the CPU ({backend.reason}); leave it out"
+            f"--convolution {algorithm} belongs to a CUDA device, and this run is on the CPU ({backend.reason}); "
+            "leave it out"
         )
 
 
 def describe_device(backend: Backend, group: Group, precision: str) -> list[str]:
-    """Return how ranks share devices and their memory, what computes slowly, and what chose the backend. Collective.
+    """Return lines on how ranks share devices and memory, what computes slowly, and why this backend. Collective.
 
     Args:
-        precision: of products.
+        backend: where this rank computes.
+        group: all ranks of the run.
+        precision: what products read, such as "bf16".
     """
     places = group.gather([platform.node(), backend.card])
     lines = [f"chosen: {backend.reason}"] if backend.reason else []
@@ -97,7 +113,7 @@ def describe_device(backend: Backend, group: Group, precision: str) -> list[str]
 
 
 def device_use(backend: Backend) -> dict[str, float]:
-    """Return what a record of training tells of a device's memory, as this rank sees it; nothing on the host."""
+    """Return what a record of training says about a device's memory, as this rank sees it; nothing on the host."""
     return {"device_peak_bytes": backend.memory().peak_bytes} if backend.is_device else {}
 
 
@@ -108,6 +124,7 @@ def explained(
     """Turn an error of the device, or of memory, into a sentence.
 
     Args:
+        backend: knows its library's errors.
         words: the sentence where the host's memory was too little.
 
     Raises:
@@ -118,9 +135,9 @@ def explained(
     except NnmpiError:
         raise
     except Exception as error:
-        told = backend.explain(error)
-        if told is None and isinstance(error, MemoryError):
-            told = DeviceError(words.format(error))
-        if told is None:
+        explanation = backend.explain(error)
+        if explanation is None and isinstance(error, MemoryError):
+            explanation = DeviceError(words.format(error))
+        if explanation is None:
             raise
-        raise told from error
+        raise DeviceError(str(explanation).replace(REMEDY, REMEDY_OPTIONS)) from error

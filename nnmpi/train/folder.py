@@ -1,27 +1,131 @@
-"""The folder of a run: what lies where, and who may write into it.
+"""The folder of a run: what lies where, who may write into it, and how files are written so that a kill costs nothing.
 
 runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
-  checkpoints/        see checkpoint.py
+  checkpoints/        see checkpoint_files.py
   curves/             PNG files, with the plot extra
   tensorboard/        event files, with the tensorboard extra
 """
 
+import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.train.config import Config
-from nnmpi.train.files import replace_durably
-from nnmpi.train.metrics import METRICS_FILE, truncate_metrics
+from nnmpi.train.custom_model import short_name
 from nnmpi.train.options import flatten
-from nnmpi.train.own import short_name
-from nnmpi.train.parse import CONFIG_FILE
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a new file and wait until the disk has it; the name may be seen half-written, so use it inside a folder
+    that nobody reads yet.
+
+    Raises:
+        OSError: when the disk is full or not writable.
+    """
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_durably(file: Path, content: bytes) -> None:
+    """Give the file this content at once: readers see the old or the new one, also after a crash.
+
+    Raises:
+        OSError: when the disk is full or not writable; the old content then stays and nothing is left beside it.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write_durably(temporary, content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's names."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sha256(file: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+POLL_S = 0.1
+
+
+class FolderLock(AbstractContextManager["FolderLock"]):
+    """Holds a folder from `take` to the end of its block.
+
+    The lock is the system's (flock) on the folder itself, so it leaves no file and ends with its process, however that
+    ends. Where the file system has no such locks (NFS refuses them for folders) the run goes on without.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
+        """Do nothing yet.
+
+        Args:
+            patience_s: how long to wait for a job that is just being killed.
+        """
+        self._folder, self._patience_s = folder, patience_s
+        self._handle: int | None = None
+
+    def take(self) -> None:
+        """Take the lock of the folder, which exists.
+
+        Raises:
+            UsageError: when the folder cannot be read, or another process keeps the lock.
+        """
+        try:
+            self._handle = os.open(self._folder, os.O_RDONLY)
+        except OSError as error:
+            raise UsageError(f"{self._folder} cannot be read ({error.strerror}); give a folder that can") from None
+        deadline_s = time.monotonic() + self._patience_s
+        while not self._try():
+            if time.monotonic() > deadline_s:
+                raise UsageError(
+                    f"{self._folder} is in use by another job; wait for its end or stop it, or give another --out"
+                )
+            time.sleep(POLL_S)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _try(self) -> bool:
+        """Return whether the lock is held now, or cannot be had on this system."""
+        assert self._handle is not None
+        try:
+            import fcntl
+
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except (ImportError, OSError):  # Windows; a file system without locks
+            return True
+        return True
 
 
 @dataclass(frozen=True)
@@ -99,19 +203,6 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
-
-    def cut(self, step: int) -> None:
-        """Remove the metrics after this step, so that a run that goes on from it writes each step once.
-
-        Raises:
-            CheckpointError: when metrics.jsonl is damaged or cannot be written.
-        """
-        try:
-            truncate_metrics(self.metrics, step)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.metrics} is damaged or cannot be written ({error}); move it away to go on without it"
-            ) from None
 
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:

@@ -7,22 +7,20 @@ from importlib.metadata import version
 import threadpoolctl
 
 from nnmpi.backend.blas import find_older
-from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.library import load_mpi
+from nnmpi.comm.start import load_mpi
 from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.worker import Worker
 from nnmpi.train.config import Config, OptimizationConfig
+from nnmpi.train.context import AnyWorker, RunContext
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
-from nnmpi.train.parts import AnyWorker
-from nnmpi.train.report import Extent
 
 
-def header(
-    config: Config, group: Group, inputs: Inputs, backend: Backend, extent: Extent, worker: AnyWorker
-) -> list[str]:
+def header(context: RunContext) -> list[str]:
     """Return the header. Collective: the ranks tell their nodes."""
+    config, group, backend, worker = context.config, context.group, context.backend, context.worker
+    inputs, extent = context.inputs, context.extent
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
@@ -90,7 +88,13 @@ def blas() -> str:
 
 
 def count(n: int, singular: str, plural: str = "") -> str:
-    """Return "1 rank", "2 ranks"."""
+    """Return a number with its noun: "1 rank", "2 ranks".
+
+    Args:
+        n: the number.
+        singular: the noun for 1.
+        plural: the noun for others; empty for the singular with an s.
+    """
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
@@ -126,7 +130,7 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     warmup = sync.sync_warmup_epochs
     begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
     return [
-        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.in_segments else []),
+        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.uses_asynchronous_loop else []),
         *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
     ]
 

@@ -1,9 +1,10 @@
 """The data of a run: prepared once per node, loaded by every rank, and cut into batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.data.catalogue import DOWNLOADED, load, prepare
 from nnmpi.data.dataset import Dataset
@@ -40,6 +41,8 @@ def load_inputs(
     """Return the inputs of this rank, after the first rank of each node has downloaded what is missing. Collective.
 
     Args:
+        config: every option.
+        group: all ranks of the run.
         local_rank: this rank's number on its node.
         say: called with a sentence when a transfer begins.
         replica: which of how many replicas of the model this rank belongs to.
@@ -50,15 +53,18 @@ def load_inputs(
         DataError: for files that cannot be had or are damaged.
     """
     data, run = config.data, config.run
+    where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
     downloads = data.dataset in DOWNLOADED and data.data_dir is None
-    with agreed(group):
+    with agreed(group), _prefixed(where):
         if local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
-        train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
+        with _prefixed(where):
+            train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
-        check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
+        with _prefixed("--partition"):
+            check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
         parts = count_microbatches(config, stages, batch_size)
         after = [Normalize.fit(train)] if data.normalize else []
         changes = [*augmentations(data, train), *after]
@@ -83,8 +89,22 @@ def load_inputs(
         )
 
 
+@contextmanager
+def _prefixed(options: str) -> Iterator[None]:
+    """Begin the sentence of a UsageError with the options that it is about: data/ does not know their names."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{options}: {error}") from None
+
+
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
-    """Return in how many parts a batch is worked on.
+    """Return in how many microbatches a batch is worked on.
+
+    Args:
+        config: every option.
+        stages: ranks of the pipeline; 1 without one.
+        batch_size: rows of a global batch.
 
     Raises:
         UsageError: when they are more than the batch's samples.

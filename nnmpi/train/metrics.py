@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ..., "hidden_s": ...,
-     "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
+     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ..., "wait_s": ...,
+     "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "runtime": ...,
      "samples_per_second": ..., "steps_per_second": ...}
     {"kind": "test", ...}     as eval, once, at the end
@@ -13,7 +13,8 @@
 
 Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as well: what was summed over the ranks. While
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
-`predicted_sync_s` (null without a fit). `epoch` counts passes over the data, with its fraction.
+`predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for other stages. `epoch` counts
+passes over the data, with its fraction.
 
 A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
 staleness is the number of updates that its weights have seen between being read and being updated with it; with local
@@ -29,30 +30,38 @@ its length. `messages` and `bytes` are per step, over all ranks.
 With --precision fp16, train records have "loss_scale", what the gradients of the last step were multiplied by on their
 way, and "skipped_steps": how many updates of the run were left out, as a gradient was beyond the range of float16.
 
+With --pipeline pipedream, train records have "staleness": by how many updates the weights of a microbatch's forward
+were older than those that its gradient changed, as a mean over the last step.
+
 On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
 
 In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.
 """
 
+import importlib
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import isfinite
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
-from nnmpi.train.files import replace_durably
+from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.train.folder import RunFolder, replace_durably
 
-METRICS_FILE = "metrics.jsonl"
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
 
 
-class Metrics:
-    """The open file of one run; a context manager."""
+class MetricsFile:
+    """The open metrics.jsonl of one run; records are appended."""
 
     def __init__(self, file: Path) -> None:
-        """Open the file to append to it."""
         self._stream: IO[str] = file.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -92,23 +101,148 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return records
 
 
-def truncate_metrics(file: Path, step: int) -> int:
-    """Remove what lies after `step`, and what is told at the end, which will be again; return the lines removed.
+def cut_metrics(file: Path, step: int) -> int:
+    """Remove the records after this step, so that a run that goes on from it writes each step once.
+
+    What is reported at the end of a run goes too, since it will be reported again. Returns the number of lines removed.
 
     Raises:
-        OSError: when the file cannot be read or written.
+        CheckpointError: when the file is damaged or cannot be written.
     """
     if not file.exists():
         return 0
-    records = read_metrics(file)
-    kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
-    replace_durably(file, _lines(kept))
-    return len(records) - len(kept)
+    try:
+        records = read_metrics(file)
+        kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
+        replace_durably(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        return len(records) - len(kept)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged or cannot be written ({error}); move it away to go on without it"
+        ) from None
 
 
 def _no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _lines(records: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
+SKIPPED = ("kind", "global_step", "epoch")
+
+
+class EventFile:
+    """Writes every number of a metrics record as a scalar KIND/KEY at its step."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Take down where a new event file will be; a viewer drops what older files hold from `first_step` on."""
+        self._folder, self._first_step = folder, first_step
+        self._writer: Any = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add the record's numbers; what is no number, or not a finite one, is left out.
+
+        The first call opens the file: tensorboardX loads all of PyTorch where it finds it, which takes seconds in which
+        the other ranks would wait for the first step.
+
+        Raises:
+            ImportError: without tensorboardX.
+        """
+        if self._writer is None:
+            module = importlib.import_module("tensorboardX")
+            self._writer = module.SummaryWriter(str(self._folder), purge_step=self._first_step or None)
+        for key, value in record.items():
+            if key not in SKIPPED and isinstance(value, int | float) and isfinite(value):
+                self._writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"])
+
+    def close(self) -> None:
+        """Bring everything to the file and end the writer's thread."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def can_write() -> bool:
+    """Return whether tensorboardX is installed."""
+    return importlib.util.find_spec("tensorboardX") is not None
+
+
+class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
+    """Writes records on the rank that has a folder, and nothing on the others.
+
+    Args:
+        folder: of the run; None on the ranks that record nothing.
+        first_step: how many steps the run has done so far.
+
+    Raises:
+        NnmpiError: when a file cannot be written; so does `write`.
+    """
+
+    def __init__(self, folder: RunFolder | None, first_step: int) -> None:
+        self._folder = folder
+        self._metrics: MetricsFile | None = None
+        self._events: EventFile | None = None
+        if folder is not None:
+            try:
+                self._metrics = MetricsFile(folder.metrics)
+                self._events = EventFile(folder.events, first_step + 1) if can_write() else None
+            except OSError as error:
+                raise self._problem(error) from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one record into every file; the docstring above explains its keys.
+
+        Raises:
+            NnmpiError: when a file cannot be written.
+        """
+        try:
+            if self._metrics is not None:
+                self._metrics.write(record)
+            if self._events is not None:
+                self._events.write(record)
+        except OSError as error:
+            raise self._problem(error) from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records of the run; none on ranks without a folder.
+
+        Raises:
+            NnmpiError: when the file cannot be read.
+        """
+        if self._folder is None:
+            return []
+        try:
+            return read_metrics(self._folder.metrics)
+        except (OSError, ValueError) as error:
+            raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
+
+    def sync(self) -> None:
+        """Wait until the disk has the metrics: before a checkpoint, which must not be newer than they are.
+
+        Raises:
+            OSError: when it cannot.
+        """
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        for each in (self._metrics, self._events):
+            if each is not None:
+                each.close()
+
+    def _problem(self, error: OSError) -> NnmpiError:
+        place = self._folder.path if self._folder else ""
+        return NnmpiError(f"metrics cannot be written into {place}: {error.strerror or error}; checkpoints are intact")
+
+
+def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
+    """Return the counts of a whole run, of all its records of kind "staleness"; without workers if there are none.
+
+    Workers are counted together by their number also where a run was resumed with more or fewer of them.
+    """
+    found = [Staleness.from_json(each) for each in records if each["kind"] == "staleness"]
+    total = Staleness(max((len(each.histograms) for each in found), default=0))
+    for each in found:
+        for mine, theirs in zip(total.histograms, each.histograms, strict=False):
+            mine.update(theirs)
+    return total

@@ -1,16 +1,20 @@
 """One Chrome trace of a run: every rank's events, on one time axis, in a file that Perfetto opens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from nnmpi.comm import mail, wire
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.clock import offsets
+from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
-from nnmpi.errors import NnmpiError
-from nnmpi.timeline import Event, Timeline, to_chrome, write_chrome
-from nnmpi.train.root import on_root
+from nnmpi.comm.point_to_point import rendezvous
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
+from nnmpi.train.context import RunContext
 
 
 def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:
@@ -30,10 +34,10 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
         CommError: on all ranks, for an event with args that JSON cannot hold.
     """
     ahead_s = offsets(group, timeline.clock)
-    texts = _gather(group, wire.encode(timeline.events))
+    texts = _gather(group, encode_json(timeline.events))
 
     def write() -> None:
-        processes = {rank: [Event(*row) for row in wire.decode(text, rank)] for rank, text in enumerate(texts)}
+        processes = {rank: [TraceEvent(*row) for row in decode_json(text, rank)] for rank, text in enumerate(texts)}
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
         trace = to_chrome(processes, titles, dict(enumerate(ahead_s)))
         try:
@@ -49,10 +53,10 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
 
 
 def _gather(group: Group, text: bytes) -> list[bytes]:
-    """Return every rank's text on rank 0, and nothing elsewhere: there is no need for everyone to hold them all."""
+    """Return every rank's text on rank 0, and nothing elsewhere: not every rank has to hold them all."""
     texts = [text] if group.is_root else []
     lengths = group.gather(len(text))
-    with mail.opened(group) as post:
+    with rendezvous(group) as post:
         for rank in range(1, group.size):
             if group.rank == rank:
                 post.send(np.frombuffer(text, np.uint8), 0)
@@ -61,3 +65,65 @@ def _gather(group: Group, text: bytes) -> list[bytes]:
                 post.receive(buffer, rank)
                 texts.append(buffer.tobytes())
     return texts
+
+
+TRACE_FILE = "trace.json.gz"
+
+
+class Tracer:
+    """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing.
+
+    Args:
+        context: what the run works with; its options say whether and how long.
+        say: prints lines. A trace that cannot be written is reported so, and the run goes on.
+    """
+
+    def __init__(self, context: RunContext, say: Callable[[Sequence[str]], None]) -> None:
+        self._context, self._say = context, say
+        self._timeline = Timeline() if context.config.run.trace else None
+        self._left = context.config.run.trace_steps
+
+    @property
+    def left(self) -> int:
+        """The number of steps that are still to be recorded."""
+        return 0 if self._timeline is None else self._left
+
+    @contextmanager
+    def steps(self, count: int) -> Iterator[None]:
+        """Record steps that are done at one go, and write the file when they were the last. Collective."""
+        if self._timeline is None:
+            yield
+            return
+        with recording(self._timeline):
+            yield
+        self._left -= count
+        if self._left <= 0:
+            self.finish()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step; after the last one that is wanted the file is written. Collective."""
+        if self._timeline is None:
+            yield
+            return
+        with recording(self._timeline), self._timeline.span(f"step {number}", "step", "steps"):
+            yield
+        self._left -= 1
+        if self._left == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the file, unless it is written. Collective."""
+        if self._timeline is None:
+            return
+        worker, group = self._context.worker, self._context.group
+        where = worker.arrangement if isinstance(worker, Worker) else None
+        mesh = None if where is None else where.mesh.mesh
+        names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
+        timeline, self._timeline = self._timeline, None
+        try:
+            write_trace(self._context.folder.path / TRACE_FILE, timeline, group, names)
+        except (UsageError, CommError):
+            raise
+        except NnmpiError as error:
+            self._say([f"no trace: {error}"])

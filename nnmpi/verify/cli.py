@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from nnmpi.backend.record import Backend
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.command import HelpAsked
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.train.build import build_layout
 from nnmpi.train.device import explained, take_backend
-from nnmpi.train.progress import Console
+from nnmpi.train.log import Console
 from nnmpi.verify.compare import Finding, compare
 from nnmpi.verify.options import Options, parse
 from nnmpi.verify.trial import Trial, load_samples, microbatches, run
@@ -35,7 +35,7 @@ def main(words: Sequence[str], group: Group) -> bool:
         dataset = load_samples(options)
         layout = build_layout(options.parallel, options.optimization.optimizer, options.optimization.momentum)
     node = group.node()
-    backend = take_backend(options.backend, group, node.rank)
+    backend = take_backend(options.trial.backend, group, node.rank)
     node.free()
     with explained(backend):
         ours = run(options, dataset, group, layout, backend)
@@ -57,7 +57,7 @@ def _compare(options: Options, dataset: Dataset, ours: Trial, serial: Trial) -> 
     batch = options.optimization.batch_size
     samples = len(dataset) if batch == "full" else batch
     exact = options.parallel.reduction == "fixed"
-    return compare(ours, serial, options.dtype, samples, options.optimization.optimizer, exact)
+    return compare(ours, serial, options.trial.dtype, samples, options.optimization.optimizer, exact)
 
 
 def _share(group: Group, findings: list[Finding] | None) -> list[Finding]:
@@ -72,7 +72,8 @@ def _header(options: Options, dataset: Dataset, ours: Trial) -> list[str]:
     parameters = sum(array.size for array in ours.weights.values())
     batch = options.optimization.batch_size
     return [
-        f"model {options.model.model}, {parameters:,} parameters, {options.dtype}; {options.optimization.optimizer}",
+        f"model {options.model.model}, {parameters:,} parameters, {options.trial.dtype}; "
+        f"{options.optimization.optimizer}",
         f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of {batch}; "
         f"microbatches of each: {microbatches(options, dataset)}",
         f"reduction {options.parallel.reduction}, recompute {options.parallel.recompute}, "

@@ -45,7 +45,14 @@ class Finding:
 
 
 def tolerance(dtype: str, samples: int, steps: int, optimizer: str) -> float:
-    """Return the relative error that is allowed after some steps of sums over so many samples."""
+    """Return the relative error that is allowed.
+
+    Args:
+        dtype: of the arithmetic.
+        samples: of a batch: so long are the sums, whose rounding grows with the root of it.
+        steps: updates before; rounding grows from step to step.
+        optimizer: whose update says by how much.
+    """
     return float(LAYERS * sqrt(samples) * np.finfo(dtype).eps * GROWTH[optimizer] ** steps)
 
 
@@ -53,7 +60,11 @@ def compare(ours: Trial, serial: Trial, dtype: str, samples: int, optimizer: str
     """Return what was compared.
 
     Args:
+        ours: the run under the layout.
+        serial: the run on one rank.
+        dtype: of both.
         samples: of a batch.
+        optimizer: of both.
         exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are excepted.
     """
     steps = len(serial.losses)

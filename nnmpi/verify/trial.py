@@ -9,15 +9,16 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend
-from nnmpi.comm.agree import agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.parallel.model_state import ModelState, StateEntry
 from nnmpi.train.build import BYTES_PER_MIB, build_model, build_optimizer
 from nnmpi.verify.options import Options
 
@@ -50,16 +51,24 @@ def load_samples(options: Options) -> Dataset:
     Raises:
         UsageError, DataError: when there are none.
     """
-    if options.shape is None:
-        train, _ = load(options.dataset, seed=options.seed)
-        return train.take(np.arange(min(options.samples, len(train))))
-    draws = stream(options.seed, "verify")
-    x = draws.standard_normal((options.samples, *options.shape), dtype=np.float32)
-    return Dataset("random samples", x, draws.integers(0, options.classes, options.samples), options.classes)
+    if options.trial.shape is None:
+        train, _ = load(options.trial.dataset, seed=options.trial.seed)
+        return train.take(np.arange(min(options.trial.samples, len(train))))
+    samples, classes = options.trial.samples, options.trial.random_classes
+    draws = stream(options.trial.seed, "verify")
+    x = draws.standard_normal((samples, *options.trial.shape), dtype=np.float32)
+    return Dataset("random samples", x, draws.integers(0, classes, samples), classes)
 
 
 def run(options: Options, dataset: Dataset, group: Group, layout: Layout, backend: Backend) -> Trial:
     """Train the model under a layout of the group's ranks. Collective.
+
+    Args:
+        options: the model, its optimizer, and how many steps.
+        dataset: the samples.
+        group: the ranks that train; rank 0 alone for the serial run.
+        layout: how the model lies on them.
+        backend: where this rank computes.
 
     Raises:
         LayoutError, UsageError: on all ranks, when the layout does not fit.
@@ -69,7 +78,7 @@ def run(options: Options, dataset: Dataset, group: Group, layout: Layout, backen
     where = worker.arrangement
     assert where is not None
     losses, norms, gradients = [], [], dict[str, Array]()
-    for batch in islice(_batches(options, dataset, where), options.steps):
+    for batch in islice(_batches(options, dataset, where), options.trial.steps):
         report = worker.step(batch)
         losses.append(report.loss)
         norms.append(report.grad_norm)
@@ -89,24 +98,27 @@ def _build(options: Options, dataset: Dataset, group: Group, layout: Layout, bac
     with agreed(group):
         model = build_model(options.model, dataset.sample_shape, dataset.classes)
     rows = -(-_batch_size(options, dataset) // microbatches(options, dataset))
-    where = arrange(model, group, layout, dataset.rows(np.arange(rows), options.dtype), options.dtype, backend)
+    dtype = options.trial.dtype
+    where = arrange(model, group, layout, dataset.rows(np.arange(rows), dtype), dtype, backend)
     with agreed(group):
-        where.model.initialize(seed=options.seed, dtype=options.dtype, backend=backend)
+        where.model.initialize(seed=options.trial.seed, dtype=dtype, backend=backend)
         optimizer = build_optimizer(options.optimization, where.model.storage)
     bucket_mb = options.parallel.bucket_mb
     return Worker(
         where.model,
         optimizer,
         group,
-        allreduce=options.parallel.allreduce,
-        bucket_bytes=None if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
-        fused_update=False,  # it leaves no gradients that could be compared
-        check=True,
-        clip=options.optimization.clip,
-        seed=options.seed,
+        exchange=GradientExchange(
+            options.parallel.allreduce,
+            None if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
+            fused_update=False,  # it leaves no gradients that could be compared
+            check=True,
+        ),
+        numerics=Numerics(clip=options.optimization.clip),
+        seed=options.trial.seed,
         backend=backend,
         arrangement=where,
-        synchronous=True,
+        synchronous_sends=True,
     )
 
 
@@ -121,13 +133,13 @@ def _loader(options: Options, dataset: Dataset, where: Arrangement, parts: int, 
     return Loader(
         dataset,
         _batch_size(options, dataset),
-        seed=options.seed,
+        seed=options.trial.seed,
         rank=where.data_rank,
         world=where.data_ranks,
         microbatches=parts,
         whole=where.layout.fixed and training,
         shuffle=training,
-        dtype=options.dtype,
+        dtype=options.trial.dtype,
     )
 
 
@@ -147,8 +159,8 @@ def _gather_gradients(worker: Worker, where: Arrangement) -> dict[str, Array]:
     for name, parameter in worker.model.named_parameters():
         owned = where.mesh.place.d == 0 and where.counts(name, parameter)
         assert parameter.buffer is not None
-        entries.append(Entry.of(name, parameter.buffer, parameter.region, owned))
-    return LayoutState(entries, where.parameters, worker.group).to_dict()
+        entries.append(StateEntry.of(name, parameter.buffer, parameter.region, owned))
+    return ModelState(entries, where.parameters, worker.group).to_dict()
 
 
 def _describe(where: Arrangement) -> list[str]:

@@ -1,6 +1,7 @@
-"""Kernels in CUDA C++ for devices, compiled when they are first used, and the table by which they are called.
+"""Kernels in CUDA C++ for devices, compiled when they are first used.
 
-    table          `DeviceKernels`: all by name, with the names and arguments of `backend.kernels.table`, and more
+    kernels        `DeviceKernels`: what operations call, `backend.kernels.base.Kernels` by the functions below
+    table          `DeviceFunctions`: the functions by name; names and arguments are those of `backend.jit.table`
     launch         compiling for the dtypes at hand, what all calls check, and the sizes of grids
     the rest       one Python file per family of kernels, and the sources: `common.cuh`, put before each `*.cu`
 

@@ -35,11 +35,24 @@ class Dense(Family):
         self._grad_bias("relu_grad_bias", grad, y, out, to_bias)
 
     def slope_grad_bias(self, grad: Array, slope: Array, out: Array, to_bias: Array | None) -> None:
-        """Write grad * slope, and its sum over the rows; arguments as those of `relu_grad_bias`."""
+        """Write grad * slope, and its sum over the rows.
+
+        Args:
+            grad: T (..., n), the gradient of the result.
+            slope: T (..., n), the derivative at each element.
+            out: T (..., n), which is written; it may be grad.
+            to_bias: P (n,) for the sum, or None.
+        """
         self._grad_bias("slope_grad_bias", grad, slope, out, to_bias)
 
     def column_sum(self, x: Array, out: Array, add: bool = False) -> None:
-        """x: T (..., n); out: P (n,): out = the sum over the rows, or out += it."""
+        """Write the sum over the rows, or add it.
+
+        Args:
+            x: T (..., n).
+            out: P (n,), which is written.
+            add: whether the sum is added to what `out` holds.
+        """
         launch, n = self.kernel("dense", "column_sum", "TP", x, out), out.size
         if n == 0:
             return

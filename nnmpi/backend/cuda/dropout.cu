@@ -1,4 +1,4 @@
-// Dropout. The bits are those of nnmpi/backend/counter.py, a function of key, row and column: nothing is kept for
+// Dropout. The bits are those of nnmpi/backend/random.py, a function of key, row and column: nothing is kept for
 // backward, which is the same kernel on the gradient.
 
 __device__ __forceinline__ unsigned mix(unsigned x) {

@@ -8,20 +8,11 @@ from nnmpi.backend.windows import Pair, out_size
 from nnmpi.errors import ShapeError
 
 ONE: Pair = (1, 1)
-TWO: Pair = (2, 2)
 NONE: Pair = (0, 0)
 
 
 class Images(Family):
     """Arrays are C-contiguous; T and P are the roles of `Family`. Images are (n, h, w, c), pairs (rows, columns)."""
-
-    def max_pool2(self, x: Array, y: Array, corner: Array) -> None:
-        """The largest of 2 x 2 pixels, and which it was; see `max_pool`."""
-        self.max_pool(x, y, corner, TWO, TWO, NONE)
-
-    def max_pool2_grad(self, grad: Array, corner: Array, out: Array) -> None:
-        """The gradient of `max_pool2`; see `max_pool_grad`."""
-        self.max_pool_grad(grad, corner, out, TWO, TWO, NONE)
 
     def max_pool(self, x: Array, y: Array, winner: Array | None, kernel: Pair, stride: Pair, padding: Pair) -> None:
         """The largest of each window, the first of equal ones; a NaN wins over numbers, and the border over nothing.
@@ -65,7 +56,14 @@ class Images(Family):
             launch(grid, (THREADS,), (x, added, y, *places, int(cut), *sizes))
 
     def max_pool_grad(self, grad: Array, winner: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-        """out: T (n, h, w, c) = each window's gradient at its winner, summed where windows overlap; else 0."""
+        """Write each window's gradient at its winner, summed where windows overlap; elsewhere 0.
+
+        Args:
+            grad: T (n, out_h, out_w, c).
+            winner: like grad, as `max_pool` wrote it.
+            out: out T (n, h, w, c).
+            kernel, stride, padding: the windows.
+        """
         launch = self.kernel("pooling", "max_pool_grad", "TbT", grad, winner, out)
         sizes = _frame("max_pool_grad", out, grad, kernel, stride, padding)
         has_size("max_pool_grad", "winners", winner, grad.size)
@@ -74,7 +72,15 @@ class Images(Family):
             launch(grid, (THREADS,), (grad, winner, out, winner.dtype.itemsize, *sizes))
 
     def bias_relu_pool_grad(self, grad: Array, winner: Array, out: Array, to_bias: Array | None, kernel: Pair) -> None:
-        """The gradients of `bias_relu_pool`: out T (n, h, w, c), to_bias P (c,) or None."""
+        """Write the gradients of `bias_relu_pool`.
+
+        Args:
+            grad: T (n, out_h, out_w, c).
+            winner: like grad, as `bias_relu_pool` wrote it.
+            out: out T (n, h, w, c).
+            to_bias: out P (c,), or None.
+            kernel: the windows, side by side.
+        """
         self.max_pool_grad(grad, winner, out, kernel, kernel, NONE)
         if to_bias is None or to_bias.size == 0:
             return
@@ -89,14 +95,26 @@ class Images(Family):
             total(*totals_grid(n), (partial, to_bias, grid[1], n))
 
     def avg_pool(self, x: Array, y: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-        """x: T (n, h, w, c); y: out T (n, out_h, out_w, c): the mean of each window, the border's zeros included."""
+        """Write the mean of each window, the border's zeros included.
+
+        Args:
+            x: T (n, h, w, c).
+            y: out T (n, out_h, out_w, c).
+            kernel, stride, padding: the windows.
+        """
         launch = self.kernel("pooling", "avg_pool", "TT", x, y)
         sizes = _frame("avg_pool", x, y, kernel, stride, padding)
         if y.size:
             launch(flat_grid(y.size, y.dtype.itemsize), (THREADS,), (x, y, *sizes))
 
     def avg_pool_grad(self, grad: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-        """out: T (n, h, w, c): each window's gradient spread evenly over its pixels."""
+        """Spread each window's gradient evenly over its pixels.
+
+        Args:
+            grad: T (n, out_h, out_w, c).
+            out: out T (n, h, w, c).
+            kernel, stride, padding: the windows.
+        """
         launch = self.kernel("pooling", "avg_pool_grad", "TT", grad, out)
         sizes = _frame("avg_pool_grad", out, grad, kernel, stride, padding)
         if out.size:
@@ -110,6 +128,7 @@ class Images(Family):
         Args:
             x: T (n, h, w, all channels).
             columns: out T (n out_h out_w, kernel_h kernel_w c), row (image, i, j), column (ki, kj, channel).
+            kernel, stride, padding, dilation: the windows.
             first: the first of the c channels that are meant.
         """
         self._columns("im2col", x, columns, (kernel, stride, padding, dilation), first)
@@ -117,7 +136,14 @@ class Images(Family):
     def col2im(
         self, columns: Array, x: Array, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = ONE, first: int = 0
     ) -> None:
-        """Add the columns up where `im2col` takes them from: x is written, in the channels that are meant."""
+        """Add the columns up where `im2col` takes them from: x is written, in the channels that are meant.
+
+        Args:
+            columns: T (n out_h out_w, kernel_h kernel_w c).
+            x: out T (n, h, w, all channels).
+            kernel, stride, padding, dilation: the windows.
+            first: the first of the c channels that are meant.
+        """
         self._columns("col2im", x, columns, (kernel, stride, padding, dilation), first)
 
     def _columns(

@@ -79,6 +79,12 @@ class Family:
     def kernel(self, family: str, name: str, roles: str, *arrays: Array | None) -> Launch:
         """Return the kernel for these arrays' dtypes, after a look at them; None stands for an array left out.
 
+        Args:
+            family: the file that has the kernel.
+            name: of the kernel.
+            roles: a letter for each array's dtype, as the class explains.
+            arrays: those that the kernel reads and writes.
+
         Raises:
             UsageError: when an array is in the host's memory, or not C-contiguous.
             DtypeError: when the dtypes do not go together.
@@ -113,7 +119,13 @@ class Family:
         return self._modules[key]
 
     def totals(self, columns: int, blocks: int, dtype: Dtype) -> Any:
-        """Return scratch memory for the blocks' sums of columns, or nothing where one block has all rows."""
+        """Return scratch memory for the blocks' sums of columns, or nothing where one block has all rows.
+
+        Args:
+            columns: of the matrix.
+            blocks: how many share each column.
+            dtype: of what is added up. Sums of float64 are float64, all others float32.
+        """
         if blocks == 1:
             return NOTHING
         return self.xp.empty((blocks, columns), "float64" if dtype.name == "float64" else "float32")
@@ -154,6 +166,12 @@ def same_size(name: str, *arrays: Array | None) -> int:
 def has_size(name: str, what: str, array: Array | None, size: int) -> None:
     """Refuse an array of another size.
 
+    Args:
+        name: of the kernel, for the error.
+        what: the array's part in it, for the error.
+        array: any shape; None, for an array left out, is accepted.
+        size: the elements that it must have.
+
     Raises:
         ShapeError: when it has not that many elements.
     """
@@ -167,7 +185,13 @@ def flat_grid(n: int, itemsize: int) -> Sizes:
 
 
 def columns_grid(rows: int, n: int, itemsize: int) -> tuple[Sizes, Sizes]:
-    """Return grid and block for a matrix: columns along x, up to 32 threads of 16 bytes each, rows along y."""
+    """Return grid and block for a matrix: columns along x, up to 32 threads of 16 bytes each, rows along y.
+
+    Args:
+        rows: of the matrix.
+        n: its columns.
+        itemsize: of an element in bytes: 2, 4 or 8.
+    """
     return _matrix_grid(rows, n, itemsize, BLOCKS, ROWS_EACH // 2)
 
 
@@ -183,7 +207,13 @@ def _matrix_grid(rows: int, n: int, itemsize: int, blocks: int, each: int) -> tu
 
 
 def sums_grid(rows: int, n: int, itemsize: int) -> tuple[Sizes, Sizes]:
-    """Return grid and block for sums over the rows; grid[1] blocks share each column."""
+    """Return grid and block for sums over the rows; grid[1] blocks share each column.
+
+    Args:
+        rows: of the matrix.
+        n: its columns.
+        itemsize: of an element in bytes: 2, 4 or 8.
+    """
     return _matrix_grid(rows, n, itemsize, SUM_BLOCKS, ROWS_EACH)
 
 

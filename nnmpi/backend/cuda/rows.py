@@ -29,7 +29,14 @@ class Rows(Family):
         self._softmax("softmax", (x, y), scale, causal)
 
     def softmax_grad(self, grad: Array, y: Array, scale: float, causal: bool, out: Array) -> None:
-        """grad, y, out: T (..., n): the gradient of `softmax`, y being its result. out may be grad."""
+        """Write the gradient of `softmax`.
+
+        Args:
+            grad: T (..., n), the gradient of the result.
+            y: T (..., n), the result of `softmax`.
+            scale, causal: those that `softmax` was given.
+            out: T (..., n), which is written; it may be grad.
+        """
         self._softmax("softmax_grad", (grad, y, out), scale, causal)
 
     def _softmax(self, name: str, arrays: tuple[Array, ...], scale: float, causal: bool) -> None:

@@ -57,7 +57,7 @@ class Tables(Family):
     def dropout(
         self, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None, y: Array
     ) -> None:
-        """y = x where the bits of `counter.random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
+        """y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
 
         Backward is the same on the gradient.
 
@@ -84,7 +84,16 @@ class Tables(Family):
             launch(flat_grid(n, x.dtype.itemsize), (THREADS,), (x, y, n))
 
     def sum_of_squares(self, x: Array, out: Array, add: bool = False) -> None:
-        """x: T of any shape; out: float64, one element: out = the sum of x^2, or out += it. Nobody waits for it."""
+        """Write the sum of x^2, or add it, without waiting for the device.
+
+        Args:
+            x: T of any shape.
+            out: float64, one element, which is written.
+            add: whether the sum is added to what `out` holds.
+
+        Raises:
+            ShapeError: when `out` has another number of elements.
+        """
         launch, n = self.kernel("reduce", "squares", "Td", x, out), x.size
         if out.size != 1:
             raise ShapeError(f"the kernel sum_of_squares writes 1 number, not {out.size}")

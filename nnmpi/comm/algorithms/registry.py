@@ -70,7 +70,7 @@ def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
     if name in DEVICE_NAMES:
         raise UsageError(
             f"the all-reduce algorithm {name!r} sums device arrays, and this one is NumPy's; compute with "
-            f"--backend cupy, or choose one of {', '.join(NAMES)}"
+            f"backend cupy, or choose one of {', '.join(NAMES)}"
         )
     if name not in ALGORITHMS:
         raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""`python -m nnmpi.comm.device`: give MPI device memory, in a process that may die of it (see `aware`).
+"""`python -m nnmpi.comm.device`: give MPI device memory, in a process that may die of it (see `cuda_aware`).
 
 It prints "right" when a message that this process sent to itself, from device memory to device memory, has arrived.
 """
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from nnmpi.backend.device import cupy_backend
-from nnmpi.comm.library import load_mpi
+from nnmpi.comm.start import load_mpi
 
 BYTES = 2**20
 

@@ -15,19 +15,17 @@ handed over, as the handle is that of the whole allocation.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.device.script import Awaited, Met, Passed, Script
-from nnmpi.comm.wording import name_ranks
+from nnmpi.comm.agreement import agreed, name_ranks
+from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait, RanksWait
 from nnmpi.errors import DeviceError
 from nnmpi.shard import split
-
-if TYPE_CHECKING:
-    from nnmpi.comm.group import Group
 
 PIECE_BYTES = 64 * 2**20
 PROBED = 1024
@@ -50,24 +48,18 @@ class Exported:
         DeviceError: on all ranks, when one has no memory, or cannot open another's.
     """
 
-    def __init__(self, group: Group, xp: ModuleType, nbytes: int) -> None:
+    def __init__(self, group: Communicator, xp: ModuleType, nbytes: int) -> None:
         self._group, self._runtime = group, xp.cuda.runtime
         self._opened: list[int] = []
-        handle, failure = b"", ""
-        try:
+        with agreed(group), _as_device_error("cannot share device memory"):
             self._own = xp.cuda.Memory(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
             handle = bytes(self._runtime.ipcGetMemHandle(self._own.ptr))
-        except (RuntimeError, MemoryError) as error:  # CUDARuntimeError, OutOfMemoryError
-            failure = str(error)
-        handles = _all_or_none(group, handle.hex(), failure, "cannot share device memory")
+        handles = group.gather(handle.hex())
         self.views: list[Array] = []
         try:
-            for rank, text in enumerate(handles):
-                self.views.append(self._view(xp, nbytes, None if rank == group.rank else bytes.fromhex(text)))
-        except RuntimeError as error:
-            failure = str(error)
-        try:
-            _all_or_none(group, "", failure, "cannot open another rank's device memory")
+            with agreed(group), _as_device_error("cannot open another rank's device memory"):
+                for rank, text in enumerate(handles):
+                    self.views.append(self._view(xp, nbytes, None if rank == group.rank else bytes.fromhex(text)))
         except DeviceError:
             self._close()
             raise
@@ -94,7 +86,7 @@ class Exported:
         self._opened = []
 
 
-class IpcSum(Script):
+class IpcSum(CoroutineCollective):
     """The sum of a device array over the ranks of a node, again and again. Making and freeing one is collective.
 
     Args:
@@ -107,7 +99,7 @@ class IpcSum(Script):
         DeviceError: on all ranks, see `Exported`.
     """
 
-    def __init__(self, array: Array, group: Group, tag: int, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, array: Array, group: Communicator, tag: int, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__("sum through CUDA IPC")
         self._array, self._comm, self._tag = array, group.comm, tag
         self._rank, self._size = group.rank, group.size
@@ -117,7 +109,7 @@ class IpcSum(Script):
         if array.size and group.size > 1:
             self._memory = Exported(group, self._xp, self._length * array.itemsize)
 
-    def play(self) -> Iterator[Awaited]:
+    def stages(self) -> Iterator[Awaited]:
         """Write, add a column, read the other columns: piece by piece."""
         if self._memory is None:
             return
@@ -150,11 +142,11 @@ class IpcSum(Script):
         """Wait for the device, and then for the other ranks to have done so too."""
         event = self._xp.cuda.Event(disable_timing=True)
         event.record(self._xp.cuda.get_current_stream())
-        yield Passed(event)
-        yield Met(self._comm, self._tag)
+        yield EventWait(event)
+        yield RanksWait(self._comm, self._tag)
 
 
-def ipc_problem(group: Group, xp: ModuleType) -> str | None:
+def ipc_problem(group: Communicator, xp: ModuleType) -> str | None:
     """Return why the ranks cannot use one another's device memory, the same on all; None if they can. Collective.
 
     Every rank writes numbers of its own and reads everybody's.
@@ -176,14 +168,10 @@ def ipc_problem(group: Group, xp: ModuleType) -> str | None:
     return f"{name_ranks(wrong)} did not find in the others' device memory what they wrote" if wrong else None
 
 
-def _all_or_none(group: Group, value: str, failure: str, what: str) -> list[str]:
-    """Return every rank's value, if no rank failed. Collective.
-
-    Raises:
-        DeviceError: on all ranks, otherwise.
-    """
-    everyones: list[Any] = group.gather([value, failure])
-    failures = {rank: text for rank, (_, text) in enumerate(everyones) if text}
-    if failures:
-        raise DeviceError(f"{name_ranks(failures)} {what} ({next(iter(failures.values()))})")
-    return [text for text, _ in everyones]
+@contextmanager
+def _as_device_error(what: str) -> Iterator[None]:
+    """Turn CUDA's errors (CUDARuntimeError, OutOfMemoryError) into a DeviceError that says what failed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise DeviceError(f"{what} ({error})") from error

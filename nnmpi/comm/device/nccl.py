@@ -13,18 +13,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.device import UUID_BYTES
+from nnmpi.comm.agreement import agreed, name_ranks, on_root
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
-from nnmpi.comm.device.script import Awaited, Passed, Script
-from nnmpi.comm.wording import name_ranks
+from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait
 from nnmpi.errors import CommError, DeviceError, DtypeError, UsageError
 from nnmpi.shard import split
-
-if TYPE_CHECKING:
-    from nnmpi.comm.group import Group
 
 # The names of NCCL's numbers for dtypes, and the number where a CuPy does not export the name.
 CODES: Mapping[str, tuple[str, int]] = MappingProxyType(
@@ -53,11 +51,11 @@ def library(xp: ModuleType) -> ModuleType:
         found = importlib.import_module(f"{xp.__name__}.cuda.nccl")
     except ImportError as error:
         raise DeviceError(
-            f"NCCL cannot be used ({error}); install nvidia-nccl-cu13 (the extra nccl), or leave --allreduce nccl out"
+            f"NCCL cannot be used ({error}); install nvidia-nccl-cu13 (the extra nccl), or choose another all-reduce"
         ) from error
     if not getattr(found, "available", True):
         raise DeviceError(
-            "NCCL is not installed; install nvidia-nccl-cu13 (the extra nccl), or leave --allreduce nccl out"
+            "NCCL is not installed; install nvidia-nccl-cu13 (the extra nccl), or choose another all-reduce"
         )
     return found
 
@@ -86,7 +84,7 @@ def refuse_shared_cards(cards: Sequence[tuple[int, str]]) -> None:
         if len(ranks) > 1:
             raise DeviceError(
                 f"NCCL needs a GPU for each rank, but {name_ranks(ranks)} of {len(cards)} are on one, "
-                f"{card.split()[0]}; start one rank for each GPU, or leave --allreduce nccl out, which works with any"
+                f"{card.split()[0]}; start one rank for each GPU, or choose another all-reduce"
             )
 
 
@@ -101,20 +99,29 @@ class Nccl:
         DeviceError: on all ranks, when NCCL is missing, cannot start, or two ranks are on one GPU.
     """
 
-    def __init__(self, group: Group, xp: ModuleType) -> None:
+    def __init__(self, group: Communicator, xp: ModuleType) -> None:
         self._xp = xp
-        self.library = _agreed(group, lambda: library(xp))
+        with agreed(group):
+            self.library = library(xp)
         cards = group.gather([group.nodes()[group.rank], name_card(xp)])
         refuse_shared_cards([(node, card) for node, card in cards])
-        name = group.share(_new_name(self.library) if group.is_root else None)
-        if "error" in name:
-            raise DeviceError(f"NCCL cannot start ({name['error']}); NCCL_DEBUG=WARN says more")
+        name = on_root(group, lambda: bytes(self._begin(self.library.get_unique_id)).hex())
         self.rank, self.size = group.rank, group.size
-        self.comm = _agreed(
-            group, lambda: self.library.NcclCommunicator(group.size, bytes.fromhex(name["id"]), group.rank)
-        )
+        with agreed(group):
+            self.comm = self._begin(self.library.NcclCommunicator, group.size, bytes.fromhex(name), group.rank)
         self.stream = xp.cuda.Stream(non_blocking=True)
         self._alive = True
+
+    def _begin(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a call of NCCL returns that belongs to its start.
+
+        Raises:
+            DeviceError: when it fails.
+        """
+        try:
+            return call(*args)
+        except self.library.NcclError as error:
+            raise DeviceError(f"NCCL cannot start ({error}); NCCL_DEBUG=WARN says more") from error
 
     def fork(self) -> None:
         """Let what comes on NCCL's stream wait for what was computed so far."""
@@ -154,8 +161,8 @@ class Nccl:
                 self._alive = False
                 self.comm.abort()
             raise CommError(
-                f"NCCL failed on rank {self.rank} of {self.size} ({error}); NCCL_DEBUG=WARN says more, and --allreduce "
-                "auto does without NCCL"
+                f"NCCL failed on rank {self.rank} of {self.size} ({error}); NCCL_DEBUG=WARN says more, and the "
+                "all-reduce auto does without NCCL"
             ) from error
 
     def code(self, array: Array) -> int:
@@ -180,7 +187,7 @@ class Nccl:
         return self._xp.cuda.Event(disable_timing=True)
 
 
-class NcclCollective(Script):
+class NcclCollective(CoroutineCollective):
     """A collective of NCCL on one array, again and again.
 
     Args:
@@ -200,7 +207,7 @@ class NcclCollective(Script):
         nccl.code(array)
         self._array, self._nccl, self._call = array, nccl, _CALLS[operation]
 
-    def play(self) -> Iterator[Awaited]:
+    def stages(self) -> Iterator[Awaited]:
         """Give the call to NCCL's stream, and come back when the device has done it."""
         nccl = self._nccl
         nccl.fork()
@@ -211,7 +218,7 @@ class NcclCollective(Script):
         nccl.join(event)
 
 
-class _Done(Passed):
+class _Done(EventWait):
     """The end of a call, which only the device has to wait for: `wait` returns at once."""
 
     def __init__(self, event: Any, nccl: Nccl) -> None:
@@ -281,28 +288,3 @@ _CALLS: Mapping[str, Callable[[Array, Nccl], None]] = MappingProxyType(
         ALL_GATHER.name: _all_gather,
     }
 )
-
-
-def _new_name(found: ModuleType) -> dict[str, str]:
-    """Return a new communicator's name, or why there is none, as a JSON value for the other ranks."""
-    try:
-        return {"id": bytes(found.get_unique_id()).hex()}
-    except found.NcclError as error:
-        return {"error": str(error)}
-
-
-def _agreed(group: Group, work: Callable[[], Any]) -> Any:
-    """Return what the work returns, if no rank failed in it. Collective.
-
-    Raises:
-        DeviceError: on all ranks, with the first failure.
-    """
-    result, failure = None, ""
-    try:
-        result = work()
-    except (DeviceError, RuntimeError) as error:
-        failure = str(error)
-    failures = {rank: text for rank, text in enumerate(group.gather(failure)) if text}
-    if failures:
-        raise DeviceError(f"{name_ranks(failures)}: {next(iter(failures.values()))}")
-    return result

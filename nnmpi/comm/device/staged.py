@@ -14,32 +14,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from mmap import PAGESIZE
+from types import ModuleType
+from typing import Any, Protocol
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.buffers import Buffer, pieces
 from nnmpi.comm.collective import ALL_GATHER, BROADCAST, REDUCE_SCATTER, ROOT
-from nnmpi.comm.device.lane import Lane, lane_of
-from nnmpi.comm.device.pinned import Block
-from nnmpi.comm.device.script import Awaited, Passed, Script
+from nnmpi.comm.device.copies import CopyStreams, PinnedBlock, copy_streams_of
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait
+from nnmpi.comm.execution import Pending
+from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.shard import split
-
-if TYPE_CHECKING:
-    from nnmpi.comm.group import Pending
 
 # A piece takes about 80 us over PCIe 5 and longer in MPI; shorter ones would cost more in calls than overlap saves.
 PIECE_BYTES = 4 * 2**20
 BUFFERS = 2
 
 
-class Memory(Protocol):
+class BlockSource(Protocol):
     """Where host memory comes from and goes back to."""
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PinnedBlock:
         """Return a block of at least so many bytes."""
 
-    def give(self, block: Block) -> None:
+    def give(self, block: PinnedBlock) -> None:
         """Take it back."""
 
 
@@ -54,7 +55,7 @@ class Piece:
         sum: the host's collective, on the buffer.
     """
 
-    block: Block
+    block: PinnedBlock
     out: tuple[tuple[Array, Array], ...]
     into: tuple[tuple[Array, Array], ...]
     sum: Pending
@@ -68,11 +69,11 @@ class Loan:
         in_use: whether MPI may still read and write there. For copies there is the event of each block.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BlockSource) -> None:
         self._memory, self.in_use = memory, False
-        self.blocks: list[Block] = []
+        self.blocks: list[PinnedBlock] = []
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PinnedBlock:
         """Return a block of at least so many bytes."""
         block = self._memory.take(nbytes)
         self.blocks.append(block)
@@ -93,28 +94,28 @@ class Loan:
 class Turn:
     """One run of a staged collective, for the one that comes after it to wait for."""
 
-    def __init__(self, script: Script) -> None:
-        self._script: Script | None = script
+    def __init__(self, collective: CoroutineCollective) -> None:
+        self._collective: CoroutineCollective | None = collective
 
     @property
     def is_over(self) -> bool:
         """Whether it is over."""
-        return self._script is None
+        return self._collective is None
 
     def end(self) -> None:
         """Say that it is over; what was run is not kept any longer."""
-        self._script = None
+        self._collective = None
 
     def poll(self) -> bool:
         """Move it on, and return whether it is over."""
-        if self._script is not None:
-            self._script.poll()
+        if self._collective is not None:
+            self._collective.poll()
         return self.is_over
 
     def wait(self) -> None:
         """Return when it is over."""
-        if self._script is not None:
-            self._script.wait()
+        if self._collective is not None:
+            self._collective.wait()
 
 
 class Queue:
@@ -133,7 +134,7 @@ class Queue:
         return before
 
 
-class Staged(Script):
+class Staged(CoroutineCollective):
     """A collective of a device array through host memory, again and again. Making one is collective.
 
     Args:
@@ -142,8 +143,8 @@ class Staged(Script):
         operation: what it is; see `collective`.
         rank, size: of this rank, and how many there are.
         piece_bytes: how much is copied at a time.
-        memory: where the host's buffers come from, and go to in `free`; the lane's pool by default, to which they go at
-            the latest when nobody has the collective any more.
+        memory: where the host's buffers come from, and go to in `free`; by default the copy streams' pool, to which
+            they go at the latest when nobody has the collective any more.
         root: whose values a broadcast spreads.
         queue: of those that must come to the host's collectives in the order of their starts.
     """
@@ -156,14 +157,14 @@ class Staged(Script):
         rank: int,
         size: int,
         piece_bytes: int = PIECE_BYTES,
-        memory: Memory | None = None,
+        memory: BlockSource | None = None,
         root: int = ROOT,
         queue: Queue | None = None,
     ) -> None:
         super().__init__(f"staged {operation}")
         self._queue = queue
-        self._lane: Lane = lane_of(namespace(array))
-        self._loan = Loan(self._lane.pool if memory is None else memory)
+        self._copies: CopyStreams = copy_streams_of(namespace(array))
+        self._loan = Loan(self._copies.pool if memory is None else memory)
         if memory is None:
             # With their events: the last copy to the device may be under way when `wait` is over, and CuPy's own pool
             # would give the memory to somebody else at once. Other memory's giving may be collective.
@@ -173,7 +174,7 @@ class Staged(Script):
         else:
             self._pieces = self._cut(array, bind, piece_bytes, operation == BROADCAST.name, rank == root)
 
-    def play(self) -> Iterator[Awaited]:
+    def stages(self) -> Iterator[Awaited]:
         """Copy out, let the host work, copy in; see the module."""
         return self._flow_of(started=True)
 
@@ -195,25 +196,25 @@ class Staged(Script):
             turn.end()
 
     def _stages(self, started: bool, before: Turn | None) -> Iterator[Awaited]:
-        lane, cut = self._lane, self._pieces
-        lane.fork()
-        out: list[Any] = [lane.copy_out(piece.out, piece.block) for piece in cut[:BUFFERS]]
+        copies, cut = self._copies, self._pieces
+        copies.fork()
+        out: list[Any] = [copies.copy_out(piece.out, piece.block) for piece in cut[:BUFFERS]]
         arrived = None
         if before is not None:
             yield before
         for number, piece in enumerate(cut):
-            yield Passed(out[number])
+            yield EventWait(out[number])
             if started:
                 piece.sum.start()
                 yield piece.sum
             else:
                 piece.sum.run()
-            arrived = lane.copy_in(piece.into, piece.block)
+            arrived = copies.copy_in(piece.into, piece.block)
             if number + BUFFERS < len(cut):
                 following = cut[number + BUFFERS]
-                out.append(lane.copy_out(following.out, following.block))
+                out.append(copies.copy_out(following.out, following.block))
         if arrived is not None:
-            lane.join(arrived)
+            copies.join(arrived)
 
     def free(self) -> None:
         """Give the buffers back, and what MPI keeps."""
@@ -252,3 +253,46 @@ class Staged(Script):
             return Piece(block, ((array, host),), inner, bind(host))
         others: Sequence[slice] = (slice(0, own.start), slice(own.stop, array.size))
         return Piece(block, inner, tuple((array[part], host[part]) for part in others), bind(host))
+
+
+class SharedBlocks:
+    """Hands out blocks that all ranks of a node see. Taking and giving is collective.
+
+    A sum through shared memory needs no further copies then: the device writes into the buffer that the others read.
+
+    Args:
+        memory: of the group.
+        xp: the device's array module.
+    """
+
+    def __init__(self, memory: SharedMemory, xp: ModuleType) -> None:
+        self._memory, self._runtime = memory, xp.cuda.runtime
+        self._arrays: dict[int, Array] = {}
+        self._locked: set[int] = set()
+
+    def take(self, nbytes: int) -> PinnedBlock:
+        """Return a new block of that many bytes.
+
+        Raises:
+            DeviceError: on all ranks, when there is no shared memory.
+        """
+        length = -(-max(1, nbytes) // PAGESIZE) * PAGESIZE
+        array = self._memory.allocate(length + PAGESIZE, "uint8")
+        # Whole pages, as CUDA locks no page twice, and copies from no half of one.
+        start = -array.ctypes.data % PAGESIZE
+        block = PinnedBlock(array[start : start + length])
+        self._arrays[id(block)] = array
+        with suppress(RuntimeError):  # CUDA may refuse to lock it: then copies take longer, and wait
+            self._runtime.hostRegister(block.bytes.ctypes.data, length, 0)
+            self._locked.add(id(block))
+        return block
+
+    def give(self, block: PinnedBlock) -> None:
+        """Drop the block."""
+        if block.event is not None:
+            block.event.synchronize()
+        array = self._arrays.pop(id(block))
+        if id(block) in self._locked:
+            self._locked.discard(id(block))
+            self._runtime.hostUnregister(block.bytes.ctypes.data)
+        self._memory.drop([array])

@@ -1,7 +1,7 @@
 """How the device arrays of a group travel: which transport does a collective of one, and why.
 
 staged     through page-locked host memory: any MPI, any algorithm; the default
-direct     MPI is given the device's memory: where it is known to take it (see `aware`)
+direct     MPI is given the device's memory: where it is known to take it (see `cuda_aware`)
 ipc        ranks of a node read one another's device memory; by name
 nccl       NVIDIA's library, a rank for each card; by name
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -21,26 +20,24 @@ from nnmpi.comm.algorithms.registry import AUTO, IPC, NATIVE, NCCL, SHARED
 from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, ROOT
-from nnmpi.comm.device.aware import Awareness, detect
+from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, Widened
+from nnmpi.comm.device.cuda_aware import Awareness, detect
 from nnmpi.comm.device.ipc import IpcSum, ipc_problem
 from nnmpi.comm.device.nccl import Nccl, NcclCollective
-from nnmpi.comm.device.script import Awaited, Script
-from nnmpi.comm.device.staged import PIECE_BYTES, Queue, Staged
-from nnmpi.comm.device.widened import Widened
-from nnmpi.comm.device.window import SharedBlocks
-from nnmpi.comm.native import Native
+from nnmpi.comm.device.staged import PIECE_BYTES, Queue, SharedBlocks, Staged
+from nnmpi.comm.execution import NativeExecution, Pending
+from nnmpi.comm.fit import Fit
+from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.errors import DeviceError, UsageError
 
-if TYPE_CHECKING:
-    from nnmpi.comm.group import Group, Pending
-
-Host = Callable[[Buffer], "Pending"]
+Host = Callable[[Buffer], Pending]
 
 
-class Alone(Script):
+class Alone(CoroutineCollective):
     """A collective of one rank, for which there is nothing to do."""
 
-    def play(self) -> Iterator[Awaited]:
+    def stages(self) -> Iterator[Awaited]:
         """Do nothing."""
         return iter(())
 
@@ -50,14 +47,17 @@ class Devices:
 
     Args:
         group: the ranks.
+        memory: returns the memory that the ranks of each node share.
         awareness: whether MPI takes device pointers, if that is known already.
 
     Attributes:
         awareness: the same, for all ranks of the group.
     """
 
-    def __init__(self, group: Group, awareness: Awareness | None = None) -> None:
-        self._group = group
+    def __init__(
+        self, group: Communicator, memory: Callable[[], SharedMemory], awareness: Awareness | None = None
+    ) -> None:
+        self._group, self._memory = group, memory
         self.awareness = detect(group) if awareness is None else awareness
         self._nccl: Nccl | None = None
         self._ipc: str | None = "unknown"
@@ -70,17 +70,23 @@ class Devices:
             return f"given to MPI as they are ({self.awareness.reason})"
         return f"staged through page-locked host memory ({self.awareness.reason})"
 
-    def choose(self, array: Array, started: bool = False, persistent: bool = True) -> Choice:
+    def choose(self, array: Array, fit: Fit | None = None, started: bool = False, persistent: bool = True) -> Choice:
         """Return what "auto" means for a device array: the algorithm for its pieces on the host, or MPI's own.
 
         Shared memory is among what is chosen from for sums that are bound for long, as its buffers take time to make.
+
+        Args:
+            array: (n,) on the device.
+            fit: predicts the host's algorithms on these ranks; None for a rule of thumb.
+            started: whether it will be started and polled, and not be a blocking call.
+            persistent: whether the collective is bound for many starts.
         """
         group = self._group
         if self.awareness.aware or group.size == 1:
             return Choice(NATIVE, "MPI takes device arrays" if group.size > 1 else "one rank has nothing to add")
         shared = persistent and len(set(group.nodes())) < group.size and self._has_shared_memory()
         width = 4 if is_low(array.dtype) else array.itemsize
-        return choose(min(array.size * width, PIECE_BYTES), group.size, group.fit, shared, started)
+        return choose(min(array.size * width, PIECE_BYTES), group.size, fit, shared, started)
 
     def bind(
         self, array: Array, algorithm: str, tag: int, operation: str, persistent: bool, host: Host, direct: Host
@@ -98,10 +104,10 @@ class Devices:
             UsageError: for an operation that they have not.
         """
         if is_low(array.dtype):
-            moves = operation in (ALL_GATHER.name, BROADCAST.name)
-            if moves and algorithm == NCCL:
+            only_copies = operation in (ALL_GATHER.name, BROADCAST.name)
+            if only_copies and algorithm == NCCL:
                 return NcclCollective(array, self.nccl(namespace(array)), operation)
-            if moves:
+            if only_copies:
                 return self.bind(array.view(np.uint16), algorithm, tag, operation, persistent, host, direct)
             return Widened(array, lambda wide: self.bind(wide, algorithm, tag, operation, persistent, host, direct))
         if algorithm == NCCL:
@@ -114,7 +120,7 @@ class Devices:
             return direct(array)
         memory = queue = None
         if persistent and algorithm == SHARED:
-            memory = SharedBlocks(self._group.memory(), namespace(array))
+            memory = SharedBlocks(self._memory(), namespace(array))
         if algorithm == NATIVE:
             host, queue = self._native(operation), self._queue
         return Staged(array, host, operation, self._group.rank, self._group.size, memory=memory, queue=queue)
@@ -127,7 +133,7 @@ class Devices:
         """
         group, flat = self._group, as_bytes(array)
         if self.awareness.aware:
-            return Native(flat, group.comm, BROADCAST.name, on_device=True, root=root).run()
+            return NativeExecution(flat, group.comm, BROADCAST.name, on_device=True, root=root).run()
         staged = Staged(
             flat,
             self._native(BROADCAST.name, root),
@@ -169,7 +175,7 @@ class Devices:
         if self._comm is None and self._group.size > 1:
             self._comm = self._group.comm.Dup()
         comm = self._group.comm if self._comm is None else self._comm
-        return lambda part: Native(part, comm, operation, root=root)
+        return lambda part: NativeExecution(part, comm, operation, root=root)
 
     def _bind_ipc(self, array: Array, tag: int, operation: str) -> Pending:
         if operation != ALL_REDUCE.name:
@@ -177,12 +183,12 @@ class Devices:
         if self._ipc == "unknown":
             self._ipc = ipc_problem(self._group, namespace(array))
         if self._ipc is not None:
-            raise DeviceError(f"CUDA IPC cannot be used: {self._ipc}; --allreduce {AUTO} works with any")
+            raise DeviceError(f"CUDA IPC cannot be used: {self._ipc}; the all-reduce {AUTO} works everywhere")
         return IpcSum(array, self._group, tag)
 
     def _has_shared_memory(self) -> bool:
         try:
-            self._group.memory()
+            self._memory()
         except DeviceError:
             return False
         return True

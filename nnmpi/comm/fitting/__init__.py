@@ -1,1 +1,1 @@
-"""Making a fit of the machine at hand: probes, timing, and the fit in words."""
+"""Making a fit of the machine at hand (measure), and telling it in words (report)."""

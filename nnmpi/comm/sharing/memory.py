@@ -3,7 +3,7 @@
     allocate   | rank 0's array | rank 1's array | rank 2's array |      each rank gets its own, and views of all
     common     | one array                       |                       all ranks get the same one
 
-Everything here is collective over the group unless it says otherwise.
+Everything here is collective over the group, except where a docstring excludes it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike
 
-from nnmpi.comm.agree import Gathers, agreed
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.sharing.flags import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
+from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.sharing.barriers import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
 from nnmpi.comm.sharing.window import SHM, Window, check_room, find_folder, window_bytes
 from nnmpi.errors import ShapeError, UsageError
 
 LINE_BYTES = 64
 
 
-class Ranks(Gathers, Protocol):
-    """What of a `Group` is needed here."""
-
-    comm: MPI.Comm
-    rank: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True)
-class Place:
+class WindowSlice:
     """Where an array of this rank lies: `start` bytes into the part of allocation number `allocation`."""
 
     allocation: int
@@ -61,7 +54,7 @@ class SharedMemory:
         node_of: the number of each group rank's node: its lowest rank.
         members: the group's numbers of this node's ranks, in their order here.
         crowded: whether this node has more ranks than cores for them.
-        across: the communicator of the ranks that have the same number on their nodes; `rank` 0 are the leaders.
+        across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
 
     Raises:
@@ -71,7 +64,7 @@ class SharedMemory:
 
     def __init__(
         self,
-        group: Ranks,
+        group: Communicator,
         timeout_s: float = TIMEOUT_S,
         nodes: Sequence[int] | None = None,
         ordered: bool | None = None,
@@ -113,7 +106,7 @@ class SharedMemory:
         with agreed(group):
             self._barrier = self._flags.barrier(self.sync)
 
-    def twin(self, group: Ranks) -> SharedMemory:
+    def twin(self, group: Communicator) -> SharedMemory:
         """Return the same memory for a duplicate of the group, with barriers of its own.
 
         Raises:
@@ -165,6 +158,11 @@ class SharedMemory:
     def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
         """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag.
 
+        Args:
+            use: what it is for; memory of one use is never given out for another.
+            tag: of the collective, as several may be in flight at once.
+            nbytes: the length of each rank's part.
+
         Raises:
             DeviceError, UsageError: as in `allocate`.
         """
@@ -179,17 +177,24 @@ class SharedMemory:
         turn = self._turns[tag] = 1 - self._turns.get(tag, 1)
         return turn
 
-    def place(self, array: Buffer) -> Place | None:
+    def place(self, array: Buffer) -> WindowSlice | None:
         """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""
         address = array.ctypes.data
         for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
             if start >= 0 and start + array.nbytes <= window.parts[self.rank].nbytes:
-                return Place(number, start)
+                return WindowSlice(number, start)
         return None
 
-    def view(self, rank: int, place: Place, elements: int, dtype: DTypeLike) -> Buffer:
-        """Return the array of one rank of the node that lies at a place (not collective)."""
+    def view(self, rank: int, place: WindowSlice, elements: int, dtype: DTypeLike) -> Buffer:
+        """Return the array of one rank of the node that lies at a place (not collective).
+
+        Args:
+            rank: that rank, by its number on the node.
+            place: where the array lies in that rank's part.
+            elements: its length.
+            dtype: of its elements.
+        """
         kind = np.dtype(dtype)
         part = self._windows[place.allocation].parts[rank]
         return part[place.start : place.start + elements * kind.itemsize].view(kind)
@@ -307,7 +312,7 @@ class SharedMemory:
                 raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
         return elements * dtype.itemsize
 
-    def _find(self, array: Buffer) -> Place:
+    def _find(self, array: Buffer) -> WindowSlice:
         place = self.place(array)
         if place is None:
             raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")

@@ -64,6 +64,11 @@ class Links:
 
         A message that waits for the other node's link keeps its own node's link until then: those behind it wait too,
         even for nodes that are free (head-of-line blocking).
+
+        Args:
+            source, target: the nodes that it leaves and enters.
+            ready: seconds at which both ranks have come to it.
+            wire: seconds for which it takes both links.
         """
         out, into = self._out, self._in
         begin = float(max(ready, out.free[source], into.free[target]))

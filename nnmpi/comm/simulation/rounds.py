@@ -6,14 +6,15 @@ steps of rank 0 tell everything, and a round is a handful of sums over arrays wi
     rank           0          1          2          3
     clock          5          5          6          5
     ready          5    -->   6    -->   6    -->   6    --> (to 0)     when the right neighbour has come to it as well
-    there          5 + fare   6 + fare   6 + fare   6 + fare
+    there          5 + cost   6 + cost   6 + cost   6 + cost
     clock          the later of what it sent and what came, and the time to add
 
-4096 ranks take 8190 rounds of a ring, which are 33 million messages, in seconds. The result is that of `play`, but for
-links that several ranks share where ranks are so far apart in time that a message of a later round is ready before one
-of an earlier round: here the earlier round goes first. `Links.out_of_turn` counts these messages. Where it counted any,
-16 to 128 ranks strewn over nodes of 4 or 8 were done after 0.87 to 1.14 of the exact time; where it counted none, the
-times were the same. (When neighbouring ranks share a node, only one of them uses its link in a round: it counts none.)
+4096 ranks take 8190 rounds of a ring, which are 33 million messages, in seconds. The result is that of `engine`, but
+for links that several ranks share where ranks are so far apart in time that a message of a later round is ready before
+one of an earlier round: here the earlier round goes first. `Links.out_of_turn` counts these messages. Where it counted
+any, 16 to 128 ranks strewn over nodes of 4 or 8 were done after 0.87 to 1.14 of the exact time; where it counted none,
+the times were the same. (When neighbouring ranks share a node, only one of them uses its link in a round: it counts
+none.)
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.machine import Curve, Machine
+from nnmpi.comm.simulation.costs import ChunkBytes
 from nnmpi.comm.simulation.links import Floats, Ints, Links
-from nnmpi.comm.simulation.moves import Lengths
 from nnmpi.comm.steps import Chunks, Step
 
 _Kind = TypeVar("_Kind", bound=np.generic)
@@ -43,7 +43,7 @@ class _Prepared:
 
     full: NDArray[np.bool_]  # whether there is anything to send
     whole: bool  # whether everybody has something
-    fare: Floats
+    cost: Floats
     wire: Floats
     target: Ints  # the node of the receiver
     crossing: Ints  # the senders whose messages leave their node
@@ -57,13 +57,13 @@ class Rounds:
 
     Attributes:
         machine: what things cost.
-        lengths: the chunks.
+        chunks: those of the buffer.
         links: the nodes' links, with what has used them so far.
         messages: how many messages were sent.
     """
 
     machine: Machine
-    lengths: Lengths
+    chunks: ChunkBytes
     links: Links
     messages: int = 0
     _bounds: Ints = field(init=False)
@@ -74,8 +74,8 @@ class Rounds:
 
     def __post_init__(self) -> None:
         """Lay out what belongs to each rank."""
-        size = self.lengths.size
-        around = [self.lengths.before(chunk) for chunk in range(size + 1)]
+        size = self.chunks.size
+        around = [self.chunks.before(chunk) for chunk in range(size + 1)]
         self._bounds = np.array([*around, *(around[-1] + bound for bound in around[1:])])  # twice around
         self._nodes = np.array(self.machine.places(size))
         slow_ranks, slow_nodes = self.machine.slow_ranks, self.machine.slow_nodes
@@ -98,7 +98,7 @@ class Rounds:
         shift, prepared = step.to, self._prepare(step, step.to)
         ready = np.maximum(clock, _shifted(clock, shift))
         begin = self._through_links(ready, prepared, shift)
-        end = begin + prepared.fare
+        end = begin + prepared.cost
         if prepared.whole:
             over = np.maximum(end, _shifted(end, -shift))
         else:
@@ -109,14 +109,14 @@ class Rounds:
 
     def _prepare(self, step: Step, shift: int) -> "_Prepared":
         """Return what does not depend on the clock; it is the same in all rounds with single chunks that are alike."""
-        send, recv = _circular(step.send, self.lengths.size), _circular(step.recv, self.lengths.size)
+        send, recv = _circular(step.send, self.chunks.size), _circular(step.recv, self.chunks.size)
         single = all(last - first == 1 for first, last in send + recv)
-        key = (shift, len(send), len(recv), step.reduce) if single and self.lengths.longer == 0 else None
+        key = (shift, len(send), len(recv), step.reduce) if single and self.chunks.longer == 0 else None
         if key in self._prepared:
             return self._prepared[key]
         pieces = self._pieces(send)
         full = np.asarray(sum(pieces)) > 0
-        latency, wire = self._fare(pieces, full, shift)
+        latency, wire = self._cost(pieces, full, shift)
         target = _shifted(self._nodes, shift)
         crossing = np.flatnonzero((self._nodes != target) & full)
         messages = int(sum(np.count_nonzero(piece) for piece in pieces))
@@ -126,10 +126,10 @@ class Rounds:
             self._prepared[key] = prepared
         return prepared
 
-    def _pieces(self, ways: Sequence[tuple[int, int]]) -> list[Ints]:
+    def _pieces(self, chunk_runs: Sequence[tuple[int, int]]) -> list[Ints]:
         """Return the bytes of the messages that each rank has for these chunks of rank 0; 0 where there is none."""
-        size, pieces = self.lengths.size, []
-        for first, last in ways:
+        size, pieces = self.chunks.size, []
+        for first, last in chunk_runs:
             starts = (np.arange(size) + first) % size
             stops = starts + (last - first)
             pieces.append(self._bounds[np.minimum(stops, size)] - self._bounds[starts])
@@ -137,9 +137,9 @@ class Rounds:
                 pieces.append(self._bounds[np.maximum(stops, size)] - self._bounds[size])  # what runs over the end
         return pieces
 
-    def _fare(self, pieces: list[Ints], full: NDArray[np.bool_], shift: int) -> tuple[Floats, Floats]:
-        """Return latency and wire seconds of what each rank sends. See `fare.Fares`."""
-        size = self.lengths.size
+    def _cost(self, pieces: list[Ints], full: NDArray[np.bool_], shift: int) -> tuple[Floats, Floats]:
+        """Return latency and wire seconds of what each rank sends. See `costs.Costs`."""
+        size = self.chunks.size
         across = self._nodes != _shifted(self._nodes, shift)
         both = full & _shifted(full, -shift)  # it sends and receives
         ends = both, _shifted(both, shift)
@@ -174,7 +174,7 @@ class Rounds:
 
     def _adding(self, pieces: list[Ints]) -> Floats:
         add: Curve = self.machine.add
-        seconds = sum((np.where(piece > 0, add(piece), 0.0) for piece in pieces), np.zeros(self.lengths.size))
+        seconds = sum((np.where(piece > 0, add(piece), 0.0) for piece in pieces), np.zeros(self.chunks.size))
         return seconds if self._slow is None else seconds * self._slow
 
 

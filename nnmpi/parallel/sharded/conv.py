@@ -1,24 +1,36 @@
-"""Convolutions of which each rank has some output channels or some input channels.
+"""Convolutions and poolings of which each rank computes some output channels, some input channels or some image rows.
 
                   column                                     row
     x whole  ->  kernels 0..1 | 2..3  ->  y channels cut  ->  kernels' inputs 0..1 | 2..3  -> add up -> z whole
 
-The exchanges are those of linear layers. With groups only output channels can be cut, and only between groups: a rank
-then needs the input channels of its own groups alone, and a depthwise convolution of channels that are cut anyway needs
-no exchange at all.
+    rows     rank 0   | rows 0..3 |--> halo --> conv --> | rows 0..3 |    kernels are replicated; their gradients are
+             rank 1   | rows 4..7 |--> halo --> conv --> | rows 4..7 |    summed over the ranks
+
+The exchanges of column and row are those of linear layers. With groups only output channels can be cut, and only
+between groups: a rank then needs the input channels of its own groups alone, and a depthwise convolution of channels
+that are cut already needs no exchange at all. With rows, the ranks exchange the rows that their windows share (`halo`).
+Pooling works on any part of the channels as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nnmpi.backend.precision import is_low
-from nnmpi.nn.conv import Conv2d
+from nnmpi.backend.windows import Pair, pair
+from nnmpi.comm.group import Group
+from nnmpi.errors import ShapeError
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.conv import conv2d
-from nnmpi.parallel.sharded.exchange import add_up
-from nnmpi.parallel.sharded.parts import Parts
-from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
-from nnmpi.parallel.sharded.rows_conv import place_rows_conv
-from nnmpi.parallel.sharded.site import Exchange, Placed, Site
+from nnmpi.ops.conv.algorithm import ConvSpec
+from nnmpi.ops.conv.conv2d import conv2d, convolve
+from nnmpi.ops.pool import average, largest
+from nnmpi.parallel.sharded.collectives import copy, sum_over_ranks
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
+from nnmpi.parallel.sharded.halo import RowWindows, halo
+from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement, features, rows
+from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -29,17 +41,17 @@ class ColumnConv2d(Conv2d):
 
     Args:
         layer: the whole layer.
-        parts: cuts its parameters.
+        sharder: cuts its parameters.
         enter: gives it the images that it needs.
     """
 
-    def __init__(self, layer: Conv2d, parts: Parts, enter: Exchange) -> None:
+    def __init__(self, layer: Conv2d, sharder: ParameterSharder, enter: Redistribute) -> None:
         self.stride, self.padding, self.dilation = layer.stride, layer.padding, layer.dilation
         self.result = _outputs(layer)
-        own = self.result.width(parts.group.size, parts.group.rank)
+        own = self.result.width(sharder.group.size, sharder.group.rank)
         self.groups = layer.groups if layer.groups == 1 else own // self.result.unit
-        self.weight = parts.cut(layer.weight, self.result, axis=3)
-        self.bias = None if layer.bias is None else parts.cut(layer.bias, self.result, axis=0)
+        self.weight = sharder.cut(layer.weight, self.result, axis=3)
+        self.bias = None if layer.bias is None else sharder.cut(layer.bias, self.result, axis=0)
         self._enter = enter
 
     def enter(self, x: Tensor) -> Tensor:
@@ -52,58 +64,178 @@ class RowConv2d(Conv2d):
 
     Args:
         layer: the whole layer, without groups.
-        parts: cuts its parameters.
+        sharder: cuts its parameters.
         cut: how the input lies on the ranks.
         enter: leaves this rank its part of the input.
     """
 
-    def __init__(self, layer: Conv2d, parts: Parts, cut: Placement, enter: Exchange) -> None:
+    def __init__(self, layer: Conv2d, sharder: ParameterSharder, cut: Placement, enter: Redistribute) -> None:
         self.stride, self.padding, self.dilation, self.groups = layer.stride, layer.padding, layer.dilation, 1
-        self.weight = parts.cut(layer.weight, cut, axis=2)
+        self.weight = sharder.cut(layer.weight, cut, axis=2)
         self.bias = layer.bias
-        self._group, self._enter = parts.group, enter
+        self._group, self._enter = sharder.group, enter
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
         y = conv2d(self._enter(x), self.weight, None, self.stride, self.padding, self.dilation)
         whole = y.astype("float32") if is_low(y.dtype) else y
-        return add_up(whole, self._group, self.bias, fresh=True).astype(y.dtype)
+        return sum_over_ranks(whole, self._group, self.bias, fresh=True).astype(y.dtype)
 
 
-def place_conv(layer: Conv2d, site: Site) -> Placed:
+def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
     """Return the layer as the table wants it."""
     inputs = layer.weight.shape[2] * layer.groups
-    if site.sharding is Sharding.ROWS:
-        return place_rows_conv(layer, site)
-    if site.sharding is Sharding.COLUMN:
-        column = ColumnConv2d(layer, site.parts, _enter(layer, site, inputs))
+    if context.sharding is Sharding.ROWS:
+        return place_rows_conv(layer, context)
+    if context.sharding is Sharding.COLUMN:
+        column = ColumnConv2d(layer, context.sharder, _enter(layer, context, inputs))
         return column, column.result
-    if site.sharding is Sharding.ROW:
+    if context.sharding is Sharding.ROW:
         if layer.groups > 1:
-            raise site.refuse(
+            raise context.refuse(
                 f"has {layer.groups} groups, whose input channels are not added up over ranks; choose Sharding.COLUMN"
             )
-        ready = not site.placement.is_whole and not site.placement.has_rows
-        cut = site.placement if ready else features(inputs)
-        return RowConv2d(layer, site.parts, cut.resolve(inputs), site.to_parts(cut)), WHOLE
-    if site.sharding is Sharding.VOCAB:
-        raise site.refuse("is a convolution and has no vocabulary; choose Sharding.COLUMN, ROW, ROWS or REPLICATED")
-    return site.on_whole(layer, inputs)
+        ready = not context.placement.is_replicated and not context.placement.has_rows
+        cut = context.placement if ready else features(inputs)
+        return RowConv2d(layer, context.sharder, cut.resolve(inputs), context.to_parts(cut)), REPLICATED
+    if context.sharding is Sharding.VOCAB:
+        raise context.refuse("is a convolution and has no vocabulary; choose Sharding.COLUMN, ROW, ROWS or REPLICATED")
+    return context.on_replicated(layer, inputs)
 
 
 def _outputs(layer: Conv2d) -> Placement:
-    """Return how the output channels are dealt out: one by one, or all of a group to one rank."""
+    """Return how the output channels are divided: one by one, or all of a group to one rank."""
     outputs = layer.weight.shape[3]
     return features(outputs) if layer.groups == 1 else features(layer.groups, outputs // layer.groups)
 
 
-def _enter(layer: Conv2d, site: Site, inputs: int) -> Exchange:
+def _enter(layer: Conv2d, context: LayerContext, inputs: int) -> Redistribute:
     """Return what gives a rank the input channels that its outputs need."""
     if layer.groups == 1:
-        return site.to_each(inputs)
-    if layer.groups < site.group.size:
-        raise site.refuse(
-            f"has {layer.groups} groups, too few to give each of {site.group.size} ranks one; choose Sharding.ROWS or "
-            "REPLICATED"
+        return context.to_each(inputs)
+    if layer.groups < context.group.size:
+        raise context.refuse(
+            f"has {layer.groups} groups, too few to give each of {context.group.size} ranks one; choose Sharding.ROWS "
+            "or REPLICATED"
         )
-    return site.to_parts(features(layer.groups, inputs // layer.groups))
+    return context.to_parts(features(layer.groups, inputs // layer.groups))
+
+
+class RowsConv2d(Conv2d):
+    """Some rows of a convolution: (batch, this rank's rows, w, inputs) -> (batch, this rank's rows, out_w, outputs).
+
+    Args:
+        layer: the whole layer, whose parameters this one has.
+        group: the ranks that share the rows.
+        windows: how they go over the rows of a whole image.
+        enter: leaves this rank its rows of the input.
+    """
+
+    def __init__(self, layer: Conv2d, group: Group, windows: RowWindows, enter: Redistribute) -> None:
+        self.stride, self.padding, self.dilation = layer.stride, layer.padding, layer.dilation
+        self.groups, self.weight, self.bias = layer.groups, layer.weight, layer.bias
+        self._group, self._rows, self._enter = group, windows, enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of the convolution.
+
+        Raises:
+            ShapeError: when the images are not those that the model was sharded for.
+            DtypeError: when x and the weight differ in dtype.
+        """
+        x = self._enter(x)
+        if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
+            raise ShapeError(f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}")
+        read_as("conv2d", x, self.weight, self.bias)
+        seen = halo(x, self._group, self._rows)
+        weight = copy(self.weight, self._group)
+        bias = None if self.bias is None else copy(self.bias, self._group)
+        # not `conv2d`, which checks that a window fits: a rank may have no rows
+        kernel, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])  # `halo` has put the rows' border
+        return convolve(seen, weight, bias, ConvSpec(kernel, self.stride, border, self.dilation, self.groups))
+
+
+def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
+    """Return the layer for some rows of the images."""
+    height, _, _ = context.sample()
+    reach = layer.dilation[0] * (layer.weight.shape[0] - 1) + 1
+    windows = RowWindows(height, reach, layer.stride[0], layer.padding[0])
+    if windows.outputs < 1:
+        raise context.refuse(f"has windows of {reach} rows, which do not fit images of {height} rows")
+    conv = RowsConv2d(layer, context.group, windows, context.to_parts(rows(height)))
+    return conv, rows(windows.outputs)
+
+
+class RowsPool2d(Module):
+    """Some rows of a pooling: (batch, this rank's rows, w, channels) -> (batch, this rank's rows, out_w, channels).
+
+    Args:
+        operation: the pooling of bordered images.
+        group: the ranks that share the rows.
+        windows: how they go over the rows of a whole image.
+        kernel, stride, padding: of the pooling, (rows, columns) each.
+        border: the value around the images.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[[Tensor, Pair, Pair, Pair], Tensor],
+        group: Group,
+        windows: RowWindows,
+        kernel: Pair,
+        stride: Pair,
+        padding: Pair,
+        border: float,
+    ) -> None:
+        self._operation, self._group, self._rows, self._border = operation, group, windows, border
+        self._pooling = (kernel, stride, (0, padding[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of the result."""
+        require_floating("pooling", x)
+        return self._operation(halo(x, self._group, self._rows, self._border), *self._pooling)
+
+
+class RowsGlobalAvgPool2d(GlobalAvgPool2d):
+    """The mean of each channel over images whose rows lie on several ranks: -> whole (batch, channels).
+
+    Args:
+        group: the ranks that share the rows.
+        height: the rows of a whole image.
+    """
+
+    def __init__(self, group: Group, height: int) -> None:
+        self._group, self._height = group, height
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the means."""
+        own = x.sum(axis=(1, 2)) * (1 / (self._height * x.shape[2]))
+        return sum_over_ranks(own, self._group, fresh=True)
+
+
+def place_pool(layer: MaxPool2d | AvgPool2d, context: LayerContext) -> Placed:
+    """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if rows are."""
+    if context.sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer)
+    if not (context.placement.has_rows or context.sharding is Sharding.ROWS):
+        return layer, context.placement
+    height, _, _ = context.sample()
+    if not context.placement.has_rows:
+        raise context.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
+    kernel, padding = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0)
+    stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
+    windows = RowWindows(height, kernel[0], stride[0], padding[0])
+    if windows.outputs < 1:
+        raise context.refuse(f"has windows of {kernel[0]} rows, which do not fit images of {height} rows")
+    operation, border = (largest, -float("inf")) if isinstance(layer, MaxPool2d) else (average, 0.0)
+    return RowsPool2d(operation, context.group, windows, kernel, stride, padding, border), rows(windows.outputs)
+
+
+def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:
+    """Return the layer for what comes to it: as it is if channels are cut, with a sum over the ranks if rows are."""
+    if context.sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer)
+    if context.placement.has_rows:
+        height, _, _ = context.sample()
+        return RowsGlobalAvgPool2d(context.group, height), REPLICATED
+    return layer, context.placement

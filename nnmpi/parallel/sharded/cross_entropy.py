@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.device.hosts import to_host
+from nnmpi.comm.device.copies import to_host
 from nnmpi.comm.group import Group
-from nnmpi.comm.uneven import gather_parts, largest
+from nnmpi.comm.vector_collectives import all_gather_v, all_reduce_max
 from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import checked_labels
-from nnmpi.parallel.sharded.exchange import CATEGORY, sum_in_place
+from nnmpi.parallel.sharded.collectives import CATEGORY, sum_in_place
 from nnmpi.shard import part
-from nnmpi.tensor.convert import widely
+from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import real
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import REDUCE, span
 
@@ -71,7 +71,7 @@ class PartCrossEntropy(Function):
         tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
         result: Array = xp.ascontiguousarray(tops)
         with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": result.nbytes}):
-            largest(self.group, result)
+            all_reduce_max(self.group, result)
         return result
 
     def _reduced(self, losses: Array, count: int, shape: tuple[int, ...]) -> Array:
@@ -118,7 +118,7 @@ def cross_entropy(
     _check_width(logits.shape, group, classes)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = PartCrossEntropy(group, classes, reduction, ignore_index, float(label_smoothing))
-    return widely(function, real("cross_entropy", logits), values, narrow=False)
+    return in_float32(function, require_floating("cross_entropy", logits), values, narrow=False)
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:
@@ -138,7 +138,7 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     if rows.shape[1]:
         best = rows.argmax(axis=1)
         own[0], own[1] = rows[np.arange(len(rows)), best], best + part(classes, group.size, group.rank).start
-    parts = gather_parts(group, own.reshape(-1), [own.size] * group.size)
+    parts = all_gather_v(group, own.reshape(-1), [own.size] * group.size)
     everyone = np.stack([values.reshape(own.shape) for values in parts])  # (rank, value or class, row)
     winner = everyone[:, 0].argmax(axis=0)
     picked: Array = everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import out_size
 from nnmpi.comm.group import Group
-from nnmpi.comm.neighbours import exchange
+from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import ShapeError
-from nnmpi.parallel.sharded.exchange import CATEGORY
+from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.shard import part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -28,7 +28,7 @@ from nnmpi.timeline import RECEIVE, span
 
 
 @dataclass(frozen=True)
-class Frame:
+class RowWindows:
     """How windows go over the rows of images.
 
     Attributes:
@@ -67,14 +67,14 @@ class Frame:
 class Halo(Function):
     """The rows that a rank's windows see, from all ranks' rows and a border of one value."""
 
-    __slots__ = ("frame", "group", "value")
+    __slots__ = ("windows", "group", "value")
 
-    def __init__(self, group: Group, frame: Frame, value: float) -> None:
-        self.group, self.frame, self.value = group, frame, value
+    def __init__(self, group: Group, windows: RowWindows, value: float) -> None:
+        self.group, self.windows, self.value = group, windows, value
 
     def _common(self, owner: int, user: int) -> range:
         """Return the rows that one rank has and another one needs."""
-        has, needs = self.frame.owned(self.group.size, owner), self.frame.needed(self.group.size, user)
+        has, needs = self.windows.owned(self.group.size, owner), self.windows.needed(self.group.size, user)
         return range(max(has.start, needs.start), max(min(has.stop, needs.stop), has.start, needs.start))
 
     def _transfer(self, away: dict[int, Array], home: dict[int, tuple[int, ...]], like: Array) -> dict[int, Array]:
@@ -83,7 +83,7 @@ class Halo(Function):
         room: dict[int, Array] = {rank: xp.empty(shape, dtype=like.dtype) for rank, shape in home.items()}
         bytes_sent = sum(array.nbytes for array in away.values())
         with span("halo", CATEGORY, RECEIVE, {"bytes": bytes_sent}):
-            exchange(self.group, list(away.items()), list(room.items()))
+            send_and_receive(self.group, list(away.items()), list(room.items()))
         return room
 
     def _peers(self, borrowing: bool) -> dict[int, range]:
@@ -94,12 +94,12 @@ class Halo(Function):
 
     def forward(self, x: Array) -> Array:
         size, rank = self.group.size, self.group.rank
-        has, needs = self.frame.owned(size, rank), self.frame.needed(size, rank)
+        has, needs = self.windows.owned(size, rank), self.windows.needed(size, rank)
         n, h, w, c = x.shape
         if h != len(has):
             raise ShapeError(
-                f"rank {rank} of {size} has {h} rows of images, not the {len(has)} of a height of {self.frame.height} "
-                "that the model was sharded for; shard it with the sample's shape that it gets"
+                f"rank {rank} of {size} has {h} rows of images, not the {len(has)} of a height of "
+                f"{self.windows.height} that the model was sharded for; shard it with the sample's shape that it gets"
             )
         xp = namespace(x)
         y: Array = xp.full((n, len(needs), w, c), self.value, dtype=x.dtype)
@@ -114,7 +114,7 @@ class Halo(Function):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         size, rank = self.group.size, self.group.rank
-        has, needs = self.frame.owned(size, rank), self.frame.needed(size, rank)
+        has, needs = self.windows.owned(size, rank), self.windows.needed(size, rank)
         n, _, w, c = grad.shape
         xp = namespace(grad)
         away = {r: xp.ascontiguousarray(_rows(grad, rows, needs.start)) for r, rows in self._peers(True).items()}
@@ -130,7 +130,7 @@ class Halo(Function):
         return (to_x,)
 
 
-def halo(x: Tensor, group: Group, frame: Frame, value: float = 0.0) -> Tensor:
+def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:
     """Return the image rows that this rank's windows see: (batch, own rows, w, c) -> (batch, needed rows, w, c).
 
     Args:
@@ -139,7 +139,7 @@ def halo(x: Tensor, group: Group, frame: Frame, value: float = 0.0) -> Tensor:
     Raises:
         ShapeError: when this rank's rows are not its part of the height.
     """
-    return Halo(group, frame, value)(x)
+    return Halo(group, windows, value)(x)
 
 
 def _rows(images: Array, rows: range, first: int) -> Array:

@@ -16,10 +16,9 @@ from __future__ import annotations
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.linear import linear_part
-from nnmpi.parallel.sharded.exchange import add_up
-from nnmpi.parallel.sharded.parts import Parts
-from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
-from nnmpi.parallel.sharded.site import Exchange, Placed, Site
+from nnmpi.parallel.sharded.collectives import sum_over_ranks
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
+from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement, features
 from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.tensor import Tensor
 
@@ -29,14 +28,14 @@ class ColumnLinear(Linear):
 
     Args:
         layer: the whole layer.
-        parts: cuts its parameters.
+        sharder: cuts its parameters.
         enter: makes the input whole, and sums its gradients.
     """
 
-    def __init__(self, layer: Linear, parts: Parts, enter: Exchange) -> None:
+    def __init__(self, layer: Linear, sharder: ParameterSharder, enter: Redistribute) -> None:
         self.result = features(layer.weight.shape[1])
-        self.weight = parts.cut(layer.weight, self.result, axis=1)
-        self.bias = None if layer.bias is None else parts.cut(layer.bias, self.result, axis=0)
+        self.weight = sharder.cut(layer.weight, self.result, axis=1)
+        self.bias = None if layer.bias is None else sharder.cut(layer.bias, self.result, axis=0)
         self._enter = enter
 
     def enter(self, x: Tensor) -> Tensor:
@@ -49,33 +48,33 @@ class RowLinear(Linear):
 
     Args:
         layer: the whole layer.
-        parts: cuts its parameters.
+        sharder: cuts its parameters.
         cut: how the input lies on the ranks.
         enter: leaves this rank its part of the input.
     """
 
-    def __init__(self, layer: Linear, parts: Parts, cut: Placement, enter: Exchange) -> None:
-        self.weight = parts.cut(layer.weight, cut, axis=0)
+    def __init__(self, layer: Linear, sharder: ParameterSharder, cut: Placement, enter: Redistribute) -> None:
+        self.weight = sharder.cut(layer.weight, cut, axis=0)
         self.bias = layer.bias
-        self._group, self._enter = parts.group, enter
+        self._group, self._enter = sharder.group, enter
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
         x = self._enter(x)
-        whole = add_up(linear_part(x, self.weight), self._group, self.bias, fresh=True)
+        whole = sum_over_ranks(linear_part(x, self.weight), self._group, self.bias, fresh=True)
         return whole.astype(read_as("linear", x, self.weight))
 
 
-def place_linear(layer: Linear, site: Site) -> Placed:
+def place_linear(layer: Linear, context: LayerContext) -> Placed:
     """Return the layer as the table wants it."""
     inputs = layer.weight.shape[0]
-    if site.sharding in (Sharding.COLUMN, Sharding.VOCAB):
-        column = ColumnLinear(layer, site.parts, site.to_each(inputs))
+    if context.sharding in (Sharding.COLUMN, Sharding.VOCAB):
+        column = ColumnLinear(layer, context.sharder, context.to_each(inputs))
         return column, column.result
-    if site.sharding is Sharding.ROW:
-        ready = not site.placement.is_whole and not site.placement.has_rows
-        cut = site.placement if ready else features(inputs)
-        return RowLinear(layer, site.parts, cut.resolve(inputs), site.to_parts(cut)), WHOLE
-    if site.sharding is Sharding.ROWS:
-        raise site.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")
-    return site.on_whole(layer, inputs)
+    if context.sharding is Sharding.ROW:
+        ready = not context.placement.is_replicated and not context.placement.has_rows
+        cut = context.placement if ready else features(inputs)
+        return RowLinear(layer, context.sharder, cut.resolve(inputs), context.to_parts(cut)), REPLICATED
+    if context.sharding is Sharding.ROWS:
+        raise context.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")
+    return context.on_replicated(layer, inputs)

@@ -1,14 +1,16 @@
 """Which rule says what takes a layer's place when a model is sharded, by the layer's type.
 
-A rule is a function of the layer and its `Site`; it stands beside the sharded layers that it makes.
+A rule is a function of the layer and its `LayerContext`; it stands beside the sharded layers that it makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from nnmpi.backend.windows import out_size, pair
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
@@ -16,18 +18,15 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
-from nnmpi.parallel.sharded.batch_norm import place_batch_norm
-from nnmpi.parallel.sharded.conv import place_conv
-from nnmpi.parallel.sharded.dropout import place_dropout
+from nnmpi.parallel.sharded.context import LayerContext, Placed
+from nnmpi.parallel.sharded.conv import place_conv, place_global_pool, place_pool
+from nnmpi.parallel.sharded.elementwise import place_dropout, place_elementwise, place_flatten, place_softmax
 from nnmpi.parallel.sharded.embedding import place_embedding
-from nnmpi.parallel.sharded.layer_norm import place_layer_norm
 from nnmpi.parallel.sharded.linear import place_linear
-from nnmpi.parallel.sharded.placement import WHOLE, Placement, features
-from nnmpi.parallel.sharded.plain import place_elementwise, place_flatten, place_softmax
-from nnmpi.parallel.sharded.rows_pool import place_global_pool, place_pool
-from nnmpi.parallel.sharded.site import Placed, Site
+from nnmpi.parallel.sharded.norm import place_batch_norm, place_layer_norm
+from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features
 
-Rule: TypeAlias = Callable[[Any, Site], Placed]
+Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
 RULES: Mapping[type[Module], Rule] = MappingProxyType(
     {
@@ -48,11 +47,49 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 
 
 def assumed_placement(layer: Module, sharding: Sharding) -> Placement:
-    """Return how the input of a layer lies in a module whose forward nobody knows, by what the table says."""
+    """Return the placement of a layer's input in a custom module, whose forward is unknown, as its sharding implies."""
     if sharding is Sharding.ROW and isinstance(layer, Linear):
         return features(layer.weight.shape[0])
     if sharding is Sharding.ROW and isinstance(layer, Conv2d):
         return features(layer.weight.shape[2] * layer.groups)
     if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm | LayerNorm):
         return features(layer.weight.shape[-1])
-    return WHOLE
+    return REPLICATED
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
+    """Return a sample's shape after a layer; None when it is not known before it, or does not fit.
+
+    Layers that are not named here leave the shape as it is.
+    """
+    if shape is None:
+        return None
+    if isinstance(layer, Linear):
+        return (*shape[:-1], layer.weight.shape[1])
+    if isinstance(layer, Embedding):
+        return (*shape, layer.weight.shape[1])
+    if isinstance(layer, Flatten):
+        return (prod(shape),)
+    if isinstance(layer, Conv2d | MaxPool2d | AvgPool2d | GlobalAvgPool2d):
+        return _image_after(layer, shape) if len(shape) == 3 else None
+    return shape
+
+
+def _image_after(layer: Conv2d | MaxPool2d | AvgPool2d | GlobalAvgPool2d, shape: Shape) -> Shape:
+    height, width, channels = shape
+    if isinstance(layer, GlobalAvgPool2d):
+        return (channels,)
+    if isinstance(layer, Conv2d):
+        kernel, stride, padding, dilation = layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation
+        channels = layer.weight.shape[3]
+    else:
+        kernel, padding, dilation = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0), (1, 1)
+        stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
+    return (
+        out_size(height, kernel[0], stride[0], padding[0], dilation[0]),
+        out_size(width, kernel[1], stride[1], padding[1], dilation[1]),
+        channels,
+    )

@@ -1,0 +1,305 @@
+"""`Kernels` on a device: all of them, by functions in CUDA C++."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod, sqrt
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, Residuals
+from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.gemm import gemm
+from nnmpi.backend.kernels.attention import Heads
+from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.pooling import PoolWindows
+from nnmpi.backend.kernels.updates import UpdateKernels
+from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.recording import perform
+
+
+class DeviceKernels(Kernels):
+    """Kernels of one library (CuPy), queued on its current stream. Arguments and results are those of `Kernels`.
+
+    The functions read and write arrays without gaps; a recorded step notes each as one call.
+
+    Attributes:
+        functions: what launches the compiled code; nothing is compiled before it is first used.
+    """
+
+    __slots__ = ("functions",)
+
+    is_device = True
+
+    def __init__(self, xp: ModuleType) -> None:
+        self.functions = DeviceFunctions(xp)
+
+    # ---- conversion
+
+    def cast(self, xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
+        """Return x in another dtype; of arrays with gaps, and integers, by the library's functions."""
+        if x.dtype == dtype or not x.flags.c_contiguous or not is_floating(dtype):
+            return super().cast(xp, x, dtype)
+        result: Array = xp.empty(x.shape, dtype)
+        perform(self.functions.cast, x, result)
+        return result
+
+    @property
+    def updates(self) -> UpdateKernels:
+        """Optimizers' updates, which work on whole buffers."""
+        return self.functions
+
+    # ---- dense layers
+
+    def bias_add(self, xp: Any, y: Array, bias: Array) -> None:
+        """Add the bias to each row."""
+        perform(self.functions.bias_add, y, xp.ascontiguousarray(bias))
+
+    def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
+        """Add up the rows."""
+        perform(self.functions.column_sum, grad, to_bias)
+
+    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
+        """Add the bias and cut off in one pass."""
+        perform(self.functions.bias_relu, y, _shift(xp, y, bias))
+
+    def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
+        """Compute both gradients in one pass."""
+        result: Array = xp.empty(grad.shape, grad.dtype)
+        perform(self.functions.relu_grad_bias, grad, y, result, to_bias)
+        return result
+
+    def gelu(self, xp: Any, x: Array, tanh: bool, keep: bool) -> tuple[Array, Residuals]:
+        """Compute the value alone, and keep x."""
+        flat, y = xp.ascontiguousarray(xp.reshape(x, (x.size,))), xp.empty((x.size,), x.dtype)
+        perform(self.functions.gelu_tanh if tanh else self.functions.gelu, flat, y)
+        return y.reshape(x.shape), (flat,)
+
+    def gelu_grad(self, xp: Any, grad: Array, residuals: Residuals, tanh: bool) -> Array:
+        """Compute the derivative again, times the gradient."""
+        (flat,), to_x = residuals, xp.empty((grad.size,), grad.dtype)
+        function = self.functions.gelu_tanh_grad if tanh else self.functions.gelu_grad
+        perform(function, flat, xp.ascontiguousarray(xp.reshape(grad, flat.shape)), to_x)
+        result: Array = to_x.reshape(grad.shape)
+        return result
+
+    def bias_gelu(self, xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
+        """Compute bias, GELU and its derivative in one pass."""
+        slope: Array = xp.empty(y.shape, y.dtype)
+        function = self.functions.bias_gelu_tanh_slope if tanh else self.functions.bias_gelu_slope
+        perform(function, y, _shift(xp, y, bias), slope)
+        return slope
+
+    def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
+        """Compute both gradients in one pass."""
+        result: Array = xp.empty(grad.shape, grad.dtype)
+        perform(self.functions.slope_grad_bias, grad, slope, result, to_bias)
+        return result
+
+    # ---- attention
+
+    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+        """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place between the products.
+
+        scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
+        dP = dY V^T  --softmax's gradient-->  dS      dQ = dS K      dK = dS^T Q      dV = P^T dY
+
+        The scores of heads of half precision are float32: they may be too large for float16, and powers of them would
+        show all that bfloat16 rounds away.
+        """
+        scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
+        gemm(xp, q, k.swapaxes(2, 3), out=scores)
+        perform(self.functions.softmax, scores, 1 / sqrt(q.shape[3]), causal, scores)
+        p = self.cast(xp, scores, q.dtype)
+        gemm(xp, p, v, out=y)
+        return (q, k, v, p)
+
+    def attend_grad(
+        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+    ) -> None:
+        """Write all three gradients."""
+        q, k, v, p = residuals
+        d = xp.empty(p.shape, p.dtype)
+        gemm(xp, grad, v.swapaxes(2, 3), out=d)
+        gemm(xp, p.swapaxes(2, 3), grad, out=to_v)
+        perform(self.functions.softmax_grad, d, p, 1 / sqrt(q.shape[3]), causal, d)
+        gemm(xp, d, k, out=to_q)
+        gemm(xp, d.swapaxes(2, 3), q, out=to_k)
+
+    # ---- rows
+
+    def layer_norm(
+        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float, keep: bool
+    ) -> tuple[Array, Residuals]:
+        """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not be written then."""
+        x, scale, shift = xp.ascontiguousarray(x), xp.ascontiguousarray(scale), xp.ascontiguousarray(shift)
+        y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
+        inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
+        perform(self.functions.layer_norm, x, scale, shift, eps, y, None, inverse, mean)
+        return y, (x, inverse, mean, scale)
+
+    def layer_norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        residuals: Residuals,
+        scale: Array,
+        to_x: Array | None,
+        to_scale: Array | None,
+        to_shift: Array | None,
+    ) -> None:
+        """Write those gradients that are asked for."""
+        x, inverse, mean, scale = residuals  # the scale here is one without gaps
+        grad, places = xp.ascontiguousarray(grad), (to_x, to_scale, to_shift)
+        perform(self.functions.layer_norm_grad, grad, x, inverse, scale, *places, mean)
+
+    def column_means(self, xp: Any, x: Array) -> Array:
+        """Return the columns' sums, divided."""
+        means: Array = self.column_sums(xp, x) / max(len(x), 1)
+        return means
+
+    def column_sums(self, xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
+        """Return the columns' sums, which with few columns are several times as fast as CuPy's."""
+        place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out
+        self.functions.column_sum(xp.ascontiguousarray(a if b is None else a * b), place)
+        return place
+
+    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
+        """Return the softmax, in one pass where it runs along the last axis."""
+        if axis % x.ndim != x.ndim - 1:
+            return super().softmax(xp, x, axis)
+        y: Array = xp.empty(x.shape, x.dtype)
+        perform(self.functions.softmax, xp.ascontiguousarray(x), 1.0, False, y)
+        return y
+
+    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
+        """Return the gradient, in one pass where the softmax runs along the last axis."""
+        if axis % y.ndim != y.ndim - 1:
+            return super().softmax_grad(xp, grad, y, axis)
+        to_x: Array = xp.empty(y.shape, y.dtype)
+        perform(self.functions.softmax_grad, xp.ascontiguousarray(grad), y, 1.0, False, to_x)
+        return to_x
+
+    def softmax_loss(
+        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+    ) -> tuple[Array, Residuals]:
+        """Compute losses and their gradients, in float32 or more, in one pass over the logits."""
+        logits, labels, wide = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels), _accumulated(logits)
+        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        perform(self.functions.softmax_loss, logits, labels, losses, gradients, ignore_index, smoothing)
+        return losses, (gradients,)
+
+    def softmax_loss_grad(self, xp: Any, share: Array, residuals: Residuals, smoothing: float, dtype: Any) -> Array:
+        """Scale the gradients that are there already."""
+        (gradients,) = residuals
+        return self.cast(xp, xp.multiply(gradients, xp.reshape(share, (share.size, 1))), dtype)
+
+    def sum_of_squares(self, x: Array, out: Array, add: bool = False) -> None:
+        """Write the sum of the squares of x to `out`, (1,) float64, or add it there; nobody waits for it.
+
+        Args:
+            x: any shape, without gaps.
+            out: (1,), float64.
+            add: whether the sum is added to what `out` holds.
+        """
+        self.functions.sum_of_squares(x, out, add)
+
+    # ---- tables
+
+    def embedding(self, xp: Any, table: Array, indices: Array, dtype: np.dtype[Any]) -> Array:
+        """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives a row of NaN."""
+        rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
+        self.functions.embedding(xp.ascontiguousarray(table), xp.ascontiguousarray(indices), rows)
+        return rows
+
+    def embedding_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        indices: Array,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        into: Array | None,
+        add: bool,
+    ) -> Array:
+        """Add up rows in the order in which they stand, in the place itself; indices out of range are left out."""
+        spread: Array = xp.empty(shape, dtype) if into is None else into
+        self.functions.embedding_grad(xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), spread, add)
+        return spread
+
+    def look_up(self, xp: Any, table: Array, indices: Array) -> tuple[Array, Residuals]:
+        """Copy rows and clear those that are not there: nobody waits to see how many these are."""
+        rows = self.embedding(xp, table, indices, table.dtype)
+        here = (indices >= 0) & (indices < len(table))
+        return xp.where(here[:, None], rows, 0), (indices,)
+
+    def look_up_grad(self, xp: Any, grad: Array, residuals: Residuals, to_table: Array) -> None:
+        """Add up rows in the order in which they stand."""
+        self.functions.embedding_grad(xp.ascontiguousarray(grad), residuals[0], to_table)
+
+    def dropout(
+        self, xp: Any, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None
+    ) -> tuple[Array, Residuals]:
+        """Draw and use the mask in one pass; nothing is kept but the key."""
+        residuals = key, first_row, columns
+        return self.dropout_grad(xp, x, rate, residuals), residuals
+
+    def dropout_grad(self, xp: Any, grad: Array, rate: float, residuals: Residuals) -> Array:
+        """Draw the mask again."""
+        key, first_row, columns = residuals
+        to_x: Array = xp.empty(grad.shape, grad.dtype)
+        self.functions.dropout(xp.ascontiguousarray(grad), rate, key, first_row, columns, to_x)
+        return to_x
+
+    # ---- images
+
+    def max_pool(self, xp: Any, x: Array, over: PoolWindows, keep: bool) -> tuple[Array, Residuals]:
+        """Find the largest in one pass, with NumPy's winners."""
+        n, h, w, c = x.shape
+        y: Array = xp.empty((n, *over.out(h, w), c), x.dtype)
+        winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
+        perform(self.functions.max_pool, xp.ascontiguousarray(x), y, winner, *over)
+        return y, (winner, x.shape)
+
+    def max_pool_grad(self, xp: Any, grad: Array, residuals: Residuals, over: PoolWindows) -> Array:
+        """Gather each pixel's gradient from the windows that it has won."""
+        winner, shape = residuals
+        to_x: Array = xp.empty(shape, grad.dtype)
+        perform(self.functions.max_pool_grad, xp.ascontiguousarray(grad), winner, to_x, *over)
+        return to_x
+
+    def avg_pool(self, xp: Any, x: Array, over: PoolWindows) -> Array:
+        """Compute the means in one pass."""
+        n, h, w, c = x.shape
+        y: Array = xp.empty((n, *over.out(h, w), c), x.dtype)
+        perform(self.functions.avg_pool, xp.ascontiguousarray(x), y, *over)
+        return y
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: tuple[int, ...], over: PoolWindows) -> Array:
+        """Gather each pixel's gradient from the windows that saw it."""
+        to_x: Array = xp.empty(shape, grad.dtype)
+        perform(self.functions.avg_pool_grad, xp.ascontiguousarray(grad), to_x, *over)
+        return to_x
+
+
+def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
+    """Return a bias (n,) without gaps for y (rows, n): zeros for none."""
+    shift: Array = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+    return shift
+
+
+def _accumulated(x: Array) -> np.dtype[Any]:
+    """Return the dtype in which kernels add up numbers of an array's dtype."""
+    return np.dtype(np.float32) if is_low(x.dtype) else x.dtype
+
+
+def device_kernels(xp: ModuleType) -> DeviceKernels | None:
+    """Return the kernels of a device's library, or None for a library that compiles none. Nothing is compiled yet."""
+    return _made_once(xp) if hasattr(xp, "RawModule") else None
+
+
+@cache
+def _made_once(xp: ModuleType) -> DeviceKernels:
+    return DeviceKernels(xp)

@@ -1,0 +1,160 @@
+"""Scaled dot-product attention of many heads, on views of them: nothing is copied.
+
+Probabilities are kept transposed, a row per key, since sums and maxima over the rows are much faster than along them:
+
+            queries                 A causal mask leaves out the keys after the query. Scores are computed
+          + + + + + + + +           for 128 queries at a time, with the keys up to the last of them; products
+          . + + + + + + +           with probabilities go by 64, which leaves out most of what is zero. What
+    keys  : : + + + + + +           lies below (:) is not even written.
+          : : . + + + + +
+          : : : : + + + +
+
+A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no earlier result. But its
+probability is 0, and 0 times NaN is NaN: NaN in a later value reaches the results before it among the same 64
+positions, and NaN in a later key or value the gradients of queries among the same 128. On a device, whose products
+leave nothing out, these reach all that is before. Keeping them out would cost passes in every call, for a run that has
+diverged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import inf, nan, sqrt
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.kernels.blocks import ELEMENTS
+
+# Queries whose scores are computed at once, and those whose product with probabilities is one GEMM.
+SCORES, PRODUCTS = 128, 64
+
+Heads: TypeAlias = Array  # (batch, heads, time, features), a view
+
+
+class AttentionKernels:
+    """Attention by the array library's functions, a few heads at a time, whose scores lie in the cache."""
+
+    __slots__ = ()
+
+    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+        """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
+
+        Args:
+            xp: the arrays' module, or a recorder's stand-in for it.
+            q: (batch, heads, queries, features); all four arrays have any strides.
+            k: (batch, heads, keys, features).
+            v: (batch, heads, keys, values).
+            y: (batch, heads, queries, values).
+            causal: whether query i sees the keys up to i alone; there are as many of both, then.
+            keep: whether `attend_grad` will be called.
+        """
+        batch, heads, queries, features = q.shape
+        keys, scale = k.shape[2], 1 / sqrt(features)
+        blocks = list(_blocks(q, keys))
+        most = (blocks[0][0].stop, blocks[0][1].stop) if blocks else (0, 0)
+        p_all = xp.empty((batch, heads, keys, queries) if keep else (*most, keys, queries), q.dtype)
+        # time before heads, as in the packed projection: whole rows are scaled at once
+        scaled_all = xp.swapaxes(xp.empty((most[0], queries, most[1], features), q.dtype), 1, 2)
+        ones = xp.ones((1, keys), q.dtype)
+        for block in blocks:
+            qb, kb, vb, yb = q[block], k[block], v[block], y[block]
+            p = p_all[block] if keep else p_all[: qb.shape[0], : qb.shape[1]]
+            scaled = scaled_all[: qb.shape[0], : qb.shape[1]]
+            xp.multiply(qb, scale, out=scaled)
+            for i, j, seen in _bands(queries, keys, SCORES, causal):
+                columns = p[:, :, :seen, i:j]
+                xp.matmul(kb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
+                if causal:
+                    corner = columns[:, :, i:]
+                    xp.fmin(corner, _bound(namespace(q), j - i, q.dtype), out=corner)
+                _softmax(xp, columns, ones[:, :seen])
+            for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
+                xp.matmul(p[:, :, :seen, i:j].swapaxes(2, 3), vb[:, :, :seen], out=yb[:, :, i:j])
+        return (q, k, v, y, p_all) if keep else ()
+
+    def attend_grad(
+        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+    ) -> None:
+        """Write the gradients of q, k and v.
+
+        The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
+        et al., "FlashAttention", 2022), which is shorter.
+
+        Args:
+            xp: as for `attend`.
+            grad: like y, the gradient of the result.
+            residuals: what `attend` returned.
+            to_q, to_k, to_v: like q, k and v, with any strides.
+            causal: as it was given to `attend`.
+        """
+        q, k, v, y, p_all = residuals
+        queries, features = q.shape[2:]
+        keys, scale = k.shape[2], 1 / sqrt(features)
+        blocks = list(_blocks(q, keys))
+        most = (blocks[0][0].stop, blocks[0][1].stop) if blocks else (0, 0)
+        d_all = xp.empty((*most, keys, queries), q.dtype)
+        scaled_all = xp.swapaxes(xp.empty((most[0], queries, most[1], v.shape[3]), q.dtype), 1, 2)
+        for block in blocks:
+            qb, kb, vb, gb, p = q[block], k[block], v[block], grad[block], p_all[block]
+            d, scaled = (each[: qb.shape[0], : qb.shape[1]] for each in (d_all, scaled_all))
+            xp.multiply(gb, scale, out=scaled)
+            inner = xp.einsum("bhtd,bhtd->bht", scaled, y[block])[:, :, None]
+            for i, j, seen in _bands(queries, keys, SCORES, causal):
+                columns = d[:, :, :seen, i:j]
+                xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
+                xp.subtract(columns, inner[..., i:j], out=columns)
+                xp.multiply(columns, p[:, :, :seen, i:j], out=columns)
+            for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
+                xp.matmul(d[:, :, :seen, i:j].swapaxes(2, 3), kb[:, :, :seen], out=to_q[block][:, :, i:j])
+            for i, j, first in _key_bands(keys, causal):
+                xp.matmul(d[:, :, i:j, first:], qb[:, :, first:], out=to_k[block][:, :, i:j])
+                xp.matmul(p[:, :, i:j, first:], gb[:, :, first:], out=to_v[block][:, :, i:j])
+
+
+def _softmax(xp: Any, scores: Array, ones: Array) -> None:
+    """Turn scores (batch, heads, keys, queries) into probabilities in place."""
+    row = xp.empty((*scores.shape[:2], 1, scores.shape[3]), scores.dtype)
+    xp.max(scores, axis=2, keepdims=True, out=row)
+    xp.subtract(scores, row, out=scores)
+    xp.exp(scores, out=scores)
+    xp.matmul(ones, scores, out=row)
+    xp.divide(scores, row, out=scores)
+
+
+def _blocks(q: Heads, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the sequences and heads whose scores are computed together; the first block is the largest."""
+    batch, heads, queries, _ = q.shape
+    scores = max(1, keys * min(queries, SCORES))
+    fit = 2 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
+    many, few = max(1, fit // heads), max(1, min(fit, heads))
+    for i in range(0, batch, many):
+        for j in range(0, heads, few):
+            yield slice(i, min(i + many, batch)), slice(j, min(j + few, heads))
+
+
+def _bands(queries: int, keys: int, step: int, causal: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (first query, end of queries, end of the keys that they see); no queries make no band."""
+    for i in range(0, queries, max(step, 1)):
+        j = min(i + step, queries)
+        yield i, j, j if causal else keys
+
+
+def _key_bands(keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (first key, end of keys, first query that sees them) for products that lead to keys."""
+    step = PRODUCTS if causal else max(keys, 1)
+    for i in range(0, keys, step):
+        yield i, min(i + step, keys), i if causal else 0
+
+
+@lru_cache(maxsize=8)
+def _bound(xp: ModuleType, n: int, dtype: np.dtype[Any]) -> Array:
+    """Return -inf where a key (of n) comes after the query (of n), else NaN.
+
+    `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the score.
+    """
+    bound: Array = xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)
+    return bound

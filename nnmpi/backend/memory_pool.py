@@ -1,0 +1,113 @@
+"""Memory for the results of a recorded step, taken back into the pool as soon as nobody uses a result any more.
+
+    recorded      a = f(x)      b = g(a)      (nobody needs a any more)      c = h(b)
+    memory        [  a  ]       [  b  ]            back in the pool          [  c  ] where a was
+
+Each result is an array over a block of the pool, and so is every view of it. When the last of them goes away, as in an
+ordinary step, the block is free for another result: a recorded step takes no more memory than one that is not recorded,
+and works in the same warm cache. The recorded calls must not keep blocks from being used again within the step. So they
+keep aliases, bare arrays over the same memory which do not count as its users. That is safe because a replay makes the
+same calls in the same order: whatever overwrites a result comes after its last use.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+
+LEAST_BYTES = 1024  # smaller results have memory of their own
+LINE_BYTES = 64
+
+
+class PooledBlock:
+    """A block of memory that goes back to its pool when the last array over it goes away.
+
+    NumPy makes an array over it by `__array_interface__`, and the array and its views then keep this object alive.
+
+    Args:
+        pool: where the block comes from.
+        block: bytes, at least as many as the array needs.
+        shape: of the array, C-contiguous.
+        dtype: of the array; bfloat16 appears as 16-bit integers, since the interface has no word for it.
+    """
+
+    def __init__(self, pool: MemoryPool, block: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.pool, self.block = pool, block
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str if dtype.kind != "V" else f"<u{dtype.itemsize}",  # bfloat16's own says nothing
+            "data": (block.ctypes.data, False),
+        }
+
+    def __del__(self) -> None:
+        self.pool.free.append(self.block)
+
+
+class MemoryPool:
+    """Blocks of memory, free and in use.
+
+    Attributes:
+        free: the blocks over which there is no array.
+        size_bytes: of all blocks together.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[Array] = []
+        self.size_bytes = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a C-contiguous array of any values, over a block of the pool unless it is short."""
+        bytes_needed = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if bytes_needed < LEAST_BYTES:
+            return np.empty(shape, dtype)
+        fitting = [i for i, block in enumerate(self.free) if bytes_needed <= block.size <= 2 * bytes_needed]
+        if fitting:  # the tightest, and of these the one that was given back last
+            block = self.free.pop(min(reversed(fitting), key=lambda i: self.free[i].size))
+        else:
+            block = _aligned(bytes_needed)
+            self.size_bytes += block.size
+        array: Array = np.asarray(PooledBlock(self, block, shape, dtype))
+        return array if array.dtype == dtype else array.view(dtype)
+
+
+def alias(x: Any) -> Any:
+    """Return the same call, array or value over bare memory, which the pool may then use again.
+
+    Understood are arrays, their methods, named tuples of arrays, and partial calls of these; anything else keeps what
+    it holds.
+    """
+    if type(x) is np.ndarray:
+        return _bare(x)
+    if isinstance(x, partial):
+        words = {name: alias(each) for name, each in x.keywords.items()}
+        return partial(alias(x.func), *map(alias, x.args), **words)
+    if hasattr(x, "_fields"):
+        return type(x)(*map(alias, x))
+    owner = getattr(x, "__self__", None)
+    if type(owner) is np.ndarray:
+        return getattr(_bare(owner), x.__name__)
+    return x
+
+
+def _bare(array: Array) -> Array:
+    """Return an array over the same elements that does not keep its block in use."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    if not isinstance(base, PooledBlock):
+        return array
+    block = base.block
+    bare: Array = np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)
+    return bare
+
+
+def _aligned(count_bytes: int) -> Array:
+    """Return bytes that begin where a line of the cache does."""
+    whole = np.empty(-(-count_bytes // LINE_BYTES) * LINE_BYTES + LINE_BYTES, np.uint8)
+    skip = -whole.ctypes.data % LINE_BYTES
+    return whole[skip : skip + whole.size - LINE_BYTES]

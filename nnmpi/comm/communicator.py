@@ -1,0 +1,149 @@
+"""Ranks that exchange small values: the part of a group that everything else in this package builds on.
+
+Nothing here sums or moves arrays; `group.Group` does.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.errors import CommError, UsageError
+
+
+class Communicator:
+    """Some ranks, numbered 0..size-1 among themselves.
+
+    Its methods are collective unless they say otherwise: all ranks call them, in the same order.
+
+    Args:
+        comm: an MPI communicator of these ranks.
+        private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its messages never meet
+            others'.
+
+    Attributes:
+        rank: this process's number among them.
+        size: the number of ranks.
+        comm: the communicator, for the modules of this package.
+    """
+
+    def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
+        self.comm = comm if private else comm.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self._nodes: list[int] | None = None
+
+    def __repr__(self) -> str:
+        """Return rank and size."""
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes (not collective)."""
+        return self.rank == 0
+
+    def split(self, color: int, key: int = 0) -> Self:
+        """Return the group of the ranks that gave the same color, ordered by key, then by rank here.
+
+        Raises:
+            UsageError: for a negative color.
+        """
+        if color < 0:
+            raise UsageError(f"color {color} is negative; number the groups from 0")
+        return type(self)(self.comm.Split(color, key), private=True)
+
+    def node(self) -> Self:
+        """Return the group of the ranks that share this node's memory, in the order they have here."""
+        return type(self)(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), private=True)
+
+    def nodes(self) -> list[int]:
+        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
+        if self._nodes is None:
+            node = self.node()
+            first = min(node.gather(self.rank))
+            node.free()
+            firsts = self.gather(first)
+            numbers = {rank: number for number, rank in enumerate(sorted(set(firsts)))}
+            self._nodes = [numbers[rank] for rank in firsts]
+        return self._nodes
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; for programs that make many."""
+        self.comm.Free()
+
+    # ---- values ----
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, in rank order, on every rank.
+
+        Tuples become lists and keys of dictionaries text, this rank's own too.
+
+        Raises:
+            CommError: on all ranks, when a value is none that JSON can hold.
+        """
+        text = np.frombuffer(encode_json(value), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.comm.Allgather(np.array([text.size], np.int64), lengths)
+        texts = np.empty(int(lengths.sum()), np.uint8)
+        self.comm.Allgatherv([text, MPI.BYTE], [texts, lengths.tolist(), MPI.BYTE])
+        parts = np.split(texts, np.cumsum(lengths)[:-1])
+        return [decode_json(part.tobytes(), rank) for rank, part in enumerate(parts)]
+
+    def share(self, value: Any, root: int = 0) -> Any:
+        """Return root's JSON value on every rank; what the others pass is not looked at.
+
+        Raises:
+            CommError: on all ranks, when the value is none that JSON can hold.
+        """
+        text = np.frombuffer(encode_json(value) if self.rank == root else b"", np.uint8)
+        length = np.array([text.size], np.int64)
+        self.comm.Bcast(length, root)
+        buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.comm.Bcast([buffer, MPI.BYTE], root)
+        return decode_json(buffer.tobytes(), root)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.comm.Barrier()
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere."""
+        total = np.array(values, np.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, total)
+        return list(total.tolist())
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
+        own = np.array(values, np.float64)
+        everyones = np.empty((self.size, own.size))
+        self.comm.Allgather(own, everyones)  # MPI.MAX does not say what it does with NaN
+        return list(everyones.max(axis=0).tolist())
+
+
+def encode_json(value: Any) -> bytes:
+    """Return the value as JSON text: no pickle, so that a message can hold nothing but data.
+
+    What JSON cannot hold becomes a complaint that `decode_json` raises at the other end. The sender must not raise:
+    the other ranks are on their way into the exchange and would wait for it.
+    """
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+
+def decode_json(text: bytes, rank: int) -> Any:
+    """Return the value that `rank` encoded: lists for tuples, text for the keys of dictionaries, as JSON has it.
+
+    Raises:
+        CommError: when the value was none that JSON can hold; names the rank.
+    """
+    message = json.loads(text)
+    if "error" in message:
+        raise CommError(
+            f"rank {rank} sent what is not a JSON value ({message['error']}); "
+            "send None, bool, int, float, str, and lists and dictionaries of them"
+        )
+    return message["value"]

@@ -1,0 +1,251 @@
+"""Sums in a fixed order: the same bits on any number of ranks, however the summands are dealt to them.
+
+The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are added in a binary
+tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) * 2^level, as far as there are any:
+
+    level 3    [0      1      2      3      4]      (0-3) + 4
+    level 2    [0      1      2      3]    [4]      (0-1) + (2-3)
+    level 1    [0      1]    [2      3]    [4]      0 + 1      2 + 3
+    level 0    [0]    [1]    [2]    [3]    [4]      nothing is added to 4 below level 3: its neighbour is missing
+
+Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it can on its own: with
+leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other blocks come: as in a reduce-scatter, rank r
+gets chunk r of every rank's blocks, adds them, and gives the finished chunk to all.
+
+Cost with N ranks, B blocks on the rank that has most, M bytes, latency alpha, time per byte beta, per added byte gamma:
+
+    2 N alpha  +  (B + 1) (N-1)/N M beta  +  B M gamma
+
+With each rank's leaves in one run B is at most 2 log2 n, and 1 where the runs are blocks. The sum is a tree rather than
+a row since then a rank with a run of leaves can add most of them before it hears of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm.agreement import name_ranks, refuse_different
+from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.shard import split
+
+# What one round of the exchange packs at most: enough to make latency small, little enough to stay in a cache.
+ROUND_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, order=True)
+class TreeBlock:
+    """A node of the tree: 2^level leaves from index * 2^level on, or as many of them as there are.
+
+    Attributes:
+        level: its height; leaves are on level 0.
+        index: its number on that level.
+    """
+
+    level: int
+    index: int
+
+    @property
+    def start(self) -> int:
+        """The first leaf."""
+        return self.index << self.level
+
+    @property
+    def parent(self) -> TreeBlock:
+        """The block above."""
+        return TreeBlock(self.level + 1, self.index // 2)
+
+    @property
+    def sibling(self) -> TreeBlock:
+        """The other child of the parent."""
+        return TreeBlock(self.level, self.index ^ 1)
+
+    def leaves(self, leaves: int) -> range:
+        """Return the leaves of this block in a tree of so many."""
+        return range(self.start, min((self.index + 1) << self.level, leaves))
+
+
+class SumTree:
+    """One rank's part of a sum: of the leaves pushed so far, those blocks that no other leaf is missing from.
+
+    Leaves may come in any order. In their own order at most log2(leaves) + 1 arrays are kept.
+
+    Args:
+        leaves: how many there are on all ranks together.
+
+    Attributes:
+        leaves: the same.
+
+    Raises:
+        UsageError: for less than one leaf.
+    """
+
+    def __init__(self, leaves: int) -> None:
+        self._spare: list[Buffer] = []
+        self._blocks: dict[TreeBlock, Buffer] = {}
+        self.reset(leaves)
+
+    def reset(self, leaves: int) -> None:
+        """Begin another sum, in the same memory.
+
+        Raises:
+            UsageError: for less than one leaf.
+        """
+        if leaves < 1:
+            raise UsageError(f"a sum of {leaves} leaves is nothing; give at least 1")
+        self.leaves = leaves
+        self._spare += self._blocks.values()
+        self._blocks = {}
+        self._pushed: set[int] = set()
+
+    @property
+    def blocks(self) -> dict[TreeBlock, Buffer]:
+        """The sums so far, in the order of their leaves; only to be read, until the next push."""
+        return dict(sorted(self._blocks.items(), key=lambda item: item[0].start))
+
+    def push(self, leaf: int, array: Buffer) -> None:
+        """Add a leaf.
+
+        Args:
+            leaf: its number, 0..leaves-1.
+            array: (n,) of a dtype in `buffers.DTYPES`; the same n and dtype for all leaves. It may be read-only or have
+                gaps; it is copied or added, and not kept.
+
+        Raises:
+            UsageError: for a leaf that is not in the tree, or was pushed before.
+            ShapeError: for an array that is not 1-D, or of another length than those before it.
+            DtypeError: for another dtype.
+        """
+        if not 0 <= leaf < self.leaves:
+            raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
+        if leaf in self._pushed:
+            raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and reset the tree for another sum")
+        _check_leaf(array, next(iter(self._blocks.values()), array))
+        self._pushed.add(leaf)
+        left_over = _settle(self._blocks, self.leaves, TreeBlock(0, leaf), array, self._copy)
+        self._spare += left_over
+
+    def _copy(self, array: Buffer) -> Buffer:
+        """Return a copy, in memory of an earlier block if there is some that fits."""
+        while self._spare and (self._spare[-1].shape, self._spare[-1].dtype) != (array.shape, array.dtype):
+            self._spare.pop()
+        copy = self._spare.pop() if self._spare else np.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+
+def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
+    """Write the sum of all leaves into `out`: on every rank the bits of a tree into which one rank pushed them all.
+
+    Collective. The trees stay as they are.
+
+    Args:
+        group: the ranks that have the leaves, each leaf on one of them; a rank may have none.
+        tree: this rank's leaves, out of the same number on all ranks.
+        out: (n,) of the leaves' length and dtype.
+
+    Raises:
+        CommError: on all ranks, when a leaf is missing or on two ranks, or the ranks' trees or arrays differ.
+        ShapeError: for an array that is not 1-D, contiguous and writeable.
+    """
+    check_buffer(out)
+    mine = tree.blocks
+    everyones = _compare(group, tree, mine, out)
+    if group.size == 1:
+        out[...] = mine[TreeBlock((tree.leaves - 1).bit_length(), 0)]
+        return
+    most = max(len(blocks) for blocks in everyones)
+    length = max(ROUND_BYTES // (most * out.itemsize), group.size)
+    for start in range(0, out.size, length):
+        whole = slice(start, min(start + length, out.size))
+        _sum_round(group, {block: array[whole] for block, array in mine.items()}, everyones, tree.leaves, out[whole])
+
+
+def _sum_round(
+    group: Group, mine: Mapping[TreeBlock, Buffer], everyones: list[list[TreeBlock]], leaves: int, out: Buffer
+) -> None:
+    """Sum one piece of the arrays, short enough for one message."""
+    chunks = split(out.size, group.size)
+    own = chunks[group.rank]
+    packed = np.empty(len(mine) * out.size, out.dtype)
+    arrays = list(mine.values())
+    parts = (array[chunk.start : chunk.stop] for chunk in chunks for array in arrays)
+    np.concatenate([packed[:0], *parts], out=packed)
+    came = np.empty((sum(map(len, everyones)), len(own)), out.dtype)
+    sizes = [len(mine) * len(chunk) * out.itemsize for chunk in chunks]
+    come = [len(blocks) * len(own) * out.itemsize for blocks in everyones]
+    group.comm.Alltoallv([packed, sizes, MPI.BYTE], [came, come, MPI.BYTE])
+    sums: dict[TreeBlock, Buffer] = {}
+    for block, array in zip((block for blocks in everyones for block in blocks), came, strict=True):
+        _settle(sums, leaves, block, array, lambda array: array)
+    (finished,) = sums.values()
+    lengths = [len(chunk) * out.itemsize for chunk in chunks]
+    group.comm.Allgatherv([finished, len(own) * out.itemsize, MPI.BYTE], [out, lengths, MPI.BYTE])
+
+
+def _settle(
+    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, keep: Callable[[Buffer], Buffer]
+) -> list[Buffer]:
+    """Put a block among the others and join it with its sibling as long as that is there; return the arrays left over.
+
+    The sum of two is written into the one that was there, whichever of the two is the left one: a + b and b + a have
+    the same bits. `keep` returns what may be kept of `array`: itself, or a copy.
+    """
+    left_over: list[Buffer] = []
+    top = (leaves - 1).bit_length()
+    is_new = True
+    while block.level < top:
+        if block.sibling.start < leaves:
+            other = blocks.pop(block.sibling, None)
+            if other is None:
+                break
+            other += array
+            if not is_new:
+                left_over.append(array)
+            array, is_new = other, False
+        block = block.parent
+    blocks[block] = keep(array) if is_new else array
+    return left_over
+
+
+def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer) -> list[list[TreeBlock]]:
+    """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`; collective."""
+    alike = all(array.shape == out.shape and array.dtype == out.dtype for array in mine.values())
+    about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}" + (
+        "" if alike else " of which its leaves differ in length or dtype"
+    )
+    # One exchange for both, as this is done for every sum.
+    gathered = group.gather([about, alike, [[block.level, block.index] for block in mine]])
+    remedy = "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
+    refuse_different([[text] for text, _, _ in gathered], "the ranks' sums differ", remedy)
+    if not alike:
+        raise CommError(f"all ranks have {about}; {remedy}")
+    everyones = [[TreeBlock(*block) for block in blocks] for _, _, blocks in gathered]
+    holders: dict[int, list[int]] = {}
+    for rank, blocks in enumerate(everyones):
+        for leaf in (leaf for block in blocks for leaf in block.leaves(tree.leaves)):
+            holders.setdefault(leaf, []).append(rank)
+    for leaf in range(tree.leaves):
+        ranks = holders.get(leaf, [])
+        if len(ranks) != 1:
+            where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
+            raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")
+    return everyones
+
+
+def _check_leaf(array: Buffer, other: Buffer) -> None:
+    """Make sure that this is a leaf, and like another one."""
+    if array.ndim != 1 or array.shape != other.shape:
+        raise ShapeError(
+            f"a leaf of shape {array.shape} cannot be added to one of {other.shape}; push 1-D arrays of one length"
+        )
+    if array.dtype not in DTYPES or array.dtype != other.dtype:
+        raise DtypeError(
+            f"a leaf of {array.dtype} cannot be added to one of {other.dtype}; push arrays of one dtype, one of "
+            f"{', '.join(sorted(dtype.name for dtype in DTYPES))}"
+        )

@@ -1,0 +1,233 @@
+"""Messages between two ranks, in the three ways in which they are needed.
+
+    send_and_receive    all that a rank sends and receives at one moment; returns when it is through (halos)
+    Messages            sends on their way and receives posted early, while the rank computes (pipelines, servers)
+    rendezvous          one array at a time, sent only if both ends say that they can: a rank that has failed says no,
+                        and the other does not wait for a message that never comes (saving and loading)
+
+Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on
+what MPI buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces
+from nnmpi.comm.device.copies import put, room_like, to_hosts
+from nnmpi.comm.execution import MAX_MESSAGE_BYTES
+from nnmpi.comm.group import BLOCKING_TAG, Group
+
+HANDSHAKE_TAG, DATA_TAG = 0, 1
+
+
+def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> None:
+    """Send some arrays and fill others; return when all are sent and filled.
+
+        rank 0   receive from 1, send to 1                      every receive is posted before a send begins, so
+        rank 1   receive from 0, receive from 2, send to 0 ...  nothing waits for another, whatever MPI buffers
+
+    Not collective: only the ranks that have something to exchange call it. Between two ranks, messages are paired in
+    the order in which both name them.
+
+    Args:
+        group: whose ranks are meant.
+        sends: (rank, array) any shape, C-contiguous; what goes to that rank.
+        receives: (rank, array) any shape, C-contiguous and writeable; filled with what comes from that rank, of the
+            same length. Arrays of a device go through host memory.
+
+    Raises:
+        ShapeError: for an array with gaps, or a read-only one.
+        DtypeError: for an object array.
+    """
+    hosts = to_hosts([array if is_device(array) else check_contiguous(array) for _, array in sends])
+    room = [room_like(array, array.shape) if is_device(array) else array for _, array in receives]
+    requests: list[MPI.Request] = []
+    for (rank, _), array in zip(receives, room, strict=True):
+        requests += _post(group.comm.Irecv, check_contiguous(array), rank, BLOCKING_TAG)
+    for (rank, _), array in zip(sends, hosts, strict=True):
+        requests += _post(group.comm.Isend, check_contiguous(array), rank, BLOCKING_TAG)
+    MPI.Request.Waitall(requests)
+    for (_, array), host in zip(receives, room, strict=True):
+        put(host, array)
+
+
+class ReceiveRequest:
+    """A message that is received into `array`, which may be read once `wait` has returned."""
+
+    __slots__ = ("_requests", "array")
+
+    def __init__(self, array: Buffer, requests: list[MPI.Request]) -> None:
+        self.array, self._requests = array, requests
+
+    def ready(self) -> bool:
+        """Return whether the message is there, without waiting; then the array may be read."""
+        if self._requests and MPI.Request.Testall(self._requests):
+            self._requests = []
+        return not self._requests
+
+    def wait(self) -> Buffer:
+        """Return the array when the message is there."""
+        MPI.Request.Waitall(self._requests)
+        self._requests = []
+        return self.array
+
+    def cancel(self) -> None:
+        """Give up a message that will not be sent; the array is free again."""
+        for request in self._requests:
+            request.Cancel()
+        self.wait()
+
+
+class SendRequest:
+    """A message on its way out of an array, which may be changed once `wait` has returned."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        """Return when the message has left."""
+        MPI.Request.Waitall(self._requests)
+        self._requests = []
+
+
+class Messages:
+    """Messages that nobody waits for where it can be avoided, on a communicator of their own. Making one is collective.
+
+        sender    send --------- goes on -------- progress ------ drain
+                      \\
+        receiver   receive (posted) --- goes on --- wait
+
+    A send returns at once and keeps its array until the message has left; a receive is posted before the message is
+    needed, into an array of its own. So no order of calls on the two sides can lock them. Messages with one tag from
+    one rank to another arrive in the order in which they were sent.
+
+    Args:
+        group: the ranks.
+        synchronous_sends: whether a message leaves only when its receive has been posted: MPI then buffers nothing,
+            which tests use to show that nothing depends on it.
+
+    Attributes:
+        sent, sent_bytes: the messages that were sent so far, and their bytes; one that was cut counts once.
+    """
+
+    def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
+        self._comm = group.comm.Dup()
+        self._isend = self._comm.Issend if synchronous_sends else self._comm.Isend
+        self._leaving: list[tuple[MPI.Request, Buffer]] = []  # MPI reads the arrays until the requests are complete
+        self.sent = self.sent_bytes = 0
+
+    @property
+    def leaving(self) -> int:
+        """The number of sends whose arrays are still needed, as far as this rank knows."""
+        return len(self._leaving)
+
+    def send(self, array: Buffer, to: int, tag: int) -> SendRequest:
+        """Send an array; it must not be changed until `drain`, or the `wait` of what is returned, has come back.
+
+        Args:
+            array: any shape, numbers, C-contiguous, on the host.
+            to: the rank that receives it.
+            tag: the tag that it receives with.
+        """
+        requests = _post(self._isend, array, to, tag)
+        self._leaving += [(request, array) for request in requests]
+        self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
+        return SendRequest(requests)
+
+    def receive(self, array: Buffer, source: int, tag: int) -> ReceiveRequest:
+        """Post the receive of a message.
+
+        Args:
+            array: of the message's shape and dtype, C-contiguous, on the host; written from now until it is there.
+            source: the rank that sends it.
+            tag: the tag that it sends with.
+
+        Raises:
+            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
+        """
+        array = check_contiguous(array)
+        return ReceiveRequest(array, _post(self._comm.Irecv, array, source, tag))
+
+    def progress(self) -> None:
+        """Let messages move on, and let go of the arrays that have left. Never waits."""
+        self._leaving = [each for each in self._leaving if not each[0].Test()]
+
+    def drain(self) -> None:
+        """Return when everything that was sent has left."""
+        MPI.Request.Waitall([request for request, _ in self._leaving])
+        self._leaving = []
+
+    def free(self) -> None:
+        """Give the communicator back to MPI. Collective."""
+        self._comm.Free()
+
+
+class Rendezvous:
+    """Sends arrays between two ranks of which either may fail just before. `rendezvous` makes one.
+
+        sender          receiver
+        I have it  <->  I have room         a byte each way
+        array       ->  array               only if both said yes
+
+    Each call returns when the other end has come. So two ranks must not send to one another at the same time; ranks
+    that all go through the same list of transfers in the same order are safe.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+
+    def send(self, array: Buffer | None, to: int) -> bool:
+        """Send the array, and return whether it was received.
+
+        Args:
+            array: any shape, numbers, on the host; None when there is nothing to send after all.
+            to: the rank that calls `receive`.
+        """
+        if self._both_ready(array is not None, to) and array is not None:
+            MPI.Request.Waitall(_post(self._comm.Isend, array, to, DATA_TAG))
+            return True
+        return False
+
+    def receive(self, array: Buffer | None, source: int) -> bool:
+        """Write into the array what `source` sends, and return whether it sent anything.
+
+        Args:
+            array: shape and dtype as at the other end, C-contiguous; None to refuse.
+            source: the rank that calls `send`.
+
+        Raises:
+            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
+        """
+        if array is not None:
+            check_contiguous(array)
+        if self._both_ready(array is not None, source) and array is not None:
+            MPI.Request.Waitall(_post(self._comm.Irecv, array, source, DATA_TAG))
+            return True
+        return False
+
+    def _both_ready(self, ready: bool, partner: int) -> bool:
+        own, theirs = np.array([ready], np.uint8), np.empty(1, np.uint8)
+        self._comm.Sendrecv(own, partner, HANDSHAKE_TAG, theirs, partner, HANDSHAKE_TAG)
+        return ready and bool(theirs[0])
+
+
+@contextmanager
+def rendezvous(group: Group) -> Iterator[Rendezvous]:
+    """Give a rendezvous between the ranks of the group, on a duplicate of its communicator. Collective."""
+    comm = group.comm.Dup()
+    try:
+        yield Rendezvous(comm)
+    finally:
+        comm.Free()
+
+
+def _post(call: Callable[..., MPI.Request], array: Buffer, partner: int, tag: int) -> list[MPI.Request]:
+    """Start a send or a receive of a C-contiguous array of any length, and return its requests."""
+    return [call([piece, MPI.BYTE], partner, tag) for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES)]

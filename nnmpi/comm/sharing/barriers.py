@@ -1,0 +1,228 @@
+"""Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
+
+    rank 0's page   [ 7 | 3 | 0 ...       one counter per barrier, 8 bytes each; only rank 0 writes here
+    rank 1's page   [ 6 | 3 | 0 ...       rank 1 has not come to the first barrier's 7th crossing yet
+                      |   |
+               barrier 0  barrier 1
+
+A rank that arrives raises its own counter, and is through when everybody's counter is as high. That what was written
+before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. On any
+other processor the ranks exchange empty messages between two synchronisations of the memory instead.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from nnmpi.comm.agreement import name_ranks
+from nnmpi.comm.sharing.window import PAGE_BYTES, Window
+from nnmpi.errors import CommError
+
+FLAGS_PER_PAGE = PAGE_BYTES // 8
+ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
+TIMEOUT_S = 600.0
+
+# A rank looks this often before it offers its core to others; with fewer cores than ranks, the one it waits for may be
+# waiting for this very core.
+PATIENT_POLLS = 2000
+CROWDED_POLLS = 20
+# Between two looks at the clock and at MPI's messages. One takes about as long as a yield.
+POLLS_PER_CHECK = 64
+MOST_CORES = 4096
+
+
+class Watch:
+    """The time limit of waiting, and what else is done while waiting. Making one is collective.
+
+    Args:
+        comm: the ranks of the node; MPI makes progress when it is asked for messages here.
+        names: the number under which each of them is known to the user.
+        timeout_s: how long to wait for other ranks.
+    """
+
+    def __init__(self, comm: MPI.Comm, names: Sequence[int], timeout_s: float) -> None:
+        self.comm, self.names, self.timeout_s = comm, tuple(names), timeout_s
+        self.crowded = comm.Get_size() > count_cores(comm)
+        self.polls = CROWDED_POLLS if self.crowded else PATIENT_POLLS
+
+    def until(self, passed: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return when `passed()`, offering the core to others at every look.
+
+        Args:
+            missing: which ranks of the node are still waited for, for the error.
+
+        Raises:
+            CommError: after the time limit; names the missing ranks.
+        """
+        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
+        deadline = time.monotonic() + self.timeout_s
+        looks = 0
+        while not passed():
+            give_way()
+            looks += 1
+            if looks % POLLS_PER_CHECK == 0:
+                self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+                if time.monotonic() > deadline:
+                    late = name_ranks([self.names[rank] for rank in missing()])
+                    raise CommError(
+                        f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s; all "
+                        "ranks must run the same collectives, in the same order"
+                    )
+
+
+def count_cores(comm: MPI.Comm) -> int:
+    """Return how many cores the ranks of a node may run on, all together. Collective."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = np.zeros(MOST_CORES, np.uint8)
+    cores[[core for core in usable if core < MOST_CORES]] = 1
+    comm.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
+    return int(cores.sum())
+
+
+def keeps_order(ordered: bool | None = None) -> bool:
+    """Return whether this processor keeps the order of stores, or what was given instead."""
+    return platform.machine().lower() in ORDERED_MACHINES if ordered is None else ordered
+
+
+class FlagBarrier:
+    """A barrier by counters in shared memory, for processors that keep the order of stores.
+
+    Args:
+        counters: every rank's counter, in rank order, as memoryviews of one int64.
+        watch: how to wait.
+    """
+
+    def __init__(self, counters: Sequence[memoryview], watch: Watch) -> None:
+        rank = watch.comm.Get_rank()
+        self._counters, self._watch = tuple(counters), watch
+        self._own = counters[rank]
+        self._others = tuple(counter for other, counter in enumerate(counters) if other != rank)
+        self._goal = 0
+
+    def start(self) -> None:
+        """Say that this rank has arrived."""
+        self._goal = self._own[0] = self._own[0] + 1
+
+    def poll(self) -> bool:
+        """Return whether all ranks have arrived."""
+        goal = self._goal
+        return all(counter[0] >= goal for counter in self._others)
+
+    def wait(self) -> None:
+        """Return when all ranks have arrived.
+
+        Raises:
+            CommError: after the time limit.
+        """
+        goal = self._goal
+        for counter in self._others:
+            polls = self._watch.polls
+            while counter[0] < goal:
+                polls -= 1
+                if polls < 0:
+                    self._watch.until(self.poll, self._missing)
+
+    def run(self) -> None:
+        """Arrive, and return when all others have."""
+        own = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
+        goal = self._goal = own[0] = own[0] + 1
+        for counter in self._others:
+            if counter[0] < goal:
+                self.wait()
+                return
+
+    def _missing(self) -> list[int]:
+        return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
+
+
+class TokenBarrier:
+    """A barrier by empty messages, between two synchronisations of the memory: right on any processor.
+
+    Messages have the barrier's number as their tag, so that several barriers can be under way in any order; MPI's own
+    barrier could not.
+
+    Args:
+        number: 0..32767, one per barrier.
+        sync: synchronises this rank's view of the shared memory.
+        watch: how to wait.
+    """
+
+    def __init__(self, number: int, sync: Callable[[], None], watch: Watch) -> None:
+        self._number, self._sync, self._watch = number, sync, watch
+        self._ranks = [rank for rank in range(watch.comm.Get_size()) if rank != watch.comm.Get_rank()]
+        self._requests: list[MPI.Request] = []
+
+    def start(self) -> None:
+        """Say that this rank has arrived."""
+        self._sync()
+        comm, number = self._watch.comm, self._number
+        self._requests = [comm.Irecv([None, MPI.BYTE], rank, number) for rank in self._ranks]
+        self._requests += [comm.Isend([None, MPI.BYTE], rank, number) for rank in self._ranks]
+
+    def poll(self) -> bool:
+        """Return whether all ranks have arrived."""
+        if not MPI.Request.Testall(self._requests):
+            return False
+        self._sync()
+        return True
+
+    def wait(self) -> None:
+        """Return when all ranks have arrived.
+
+        Raises:
+            CommError: after the time limit.
+        """
+        self._watch.until(self.poll, self._missing)
+
+    def run(self) -> None:
+        """Arrive, and return when all others have."""
+        self.start()
+        self.wait()
+
+    def _missing(self) -> list[int]:
+        arrivals = self._requests[: len(self._ranks)]
+        return [rank for rank, arrival in zip(self._ranks, arrivals, strict=True) if not arrival.Test()]
+
+
+Barrier = FlagBarrier | TokenBarrier
+
+
+class Flags:
+    """As many barriers as are asked for, of the ranks of one node. Collective: all ask in the same order.
+
+    Args:
+        watch: how to wait, and for whom.
+        ordered: whether the processor keeps stores in order, so that counters will do; found out by default.
+    """
+
+    def __init__(self, watch: Watch, ordered: bool | None = None) -> None:
+        self._watch = watch
+        self._ordered = keeps_order(ordered)
+        self._pages: list[Window] = []
+        self._made = 0
+
+    def barrier(self, sync: Callable[[], None]) -> Barrier:
+        """Return a new barrier; `sync` synchronises the memory that it guards, where that is needed.
+
+        Raises:
+            DeviceError: when there is no shared memory for another page of flags.
+        """
+        number = self._made
+        self._made += 1
+        if not self._ordered:
+            return TokenBarrier(number, sync, self._watch)
+        page, place = divmod(number, FLAGS_PER_PAGE)
+        if page == len(self._pages):
+            self._pages.append(Window(self._watch.comm, PAGE_BYTES))
+        views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
+        return FlagBarrier([view[place : place + 1] for view in views], self._watch)
+
+    def free(self) -> None:
+        """Give the pages back. Collective over the node."""
+        for page in self._pages:
+            page.free()
+        self._pages = []

@@ -1,0 +1,54 @@
+"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times."""
+
+import re
+
+from nnmpi.errors import UsageError
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_NAMES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that a text names: "4", "64k", "1MB", "1.5 GiB"; k, KB and KiB are all 1024.
+
+    Raises:
+        UsageError: for a text that names no whole number of bytes.
+    """
+    found = _WORD.fullmatch(text.strip())
+    nbytes = float(found[1]) * _UNITS[found[2].lower()] if found else 0.5
+    if found is None or nbytes != int(nbytes):
+        raise UsageError(f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)")
+    return int(found[1]) * _UNITS[found[2].lower()] if found[1].isdigit() else int(nbytes)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return the number of bytes in the largest unit that it fills, as `parse_bytes` reads it.
+
+    format_bytes(65536) -> "64 KB"        format_bytes(1000) -> "1000 B"        format_bytes(1536) -> "1.5 KB"
+    """
+    name, unit = max(
+        ((name, unit) for name, unit in _NAMES.items() if unit <= max(nbytes, 1)), key=lambda pair: pair[1]
+    )
+    return f"{nbytes / unit:.4g} {name}"
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds that a text names: "0.5", "2e-6".
+
+    Raises:
+        UsageError: for a text that names no finite number of seconds, 0 or more.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"{text!r} is not a number of seconds; write it like 2e-6")
+    return seconds
+
+
+def format_seconds(seconds: float, digits: int = 4) -> str:
+    """Return a time in the unit in which it is not small: format_seconds(2.5e-6) -> "2.5 us"."""
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6))
+    return f"{seconds / factor:.{digits}g} {unit}"

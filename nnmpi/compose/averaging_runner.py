@@ -1,0 +1,168 @@
+"""Segments without a server: every worker has its own weights, and averages them with others' now and then.
+
+local      worker 0   step step step step | mean of all | step step step step | mean of all
+           worker 1   step step step step |             | step step step step |
+gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
+           worker 1   step | with 0 and 2 | step | with 0 and 2 |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from nnmpi import timeline
+from nnmpi.comm.agreement import PeriodicCheck
+from nnmpi.comm.group import Group
+from nnmpi.compose.replicas import LocalGradient
+from nnmpi.compose.segment import Progress, SegmentReport, Tally, Throttle, exchange, sum_up
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.upload import batches as uploaded
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
+from nnmpi.optim.clip import scale
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.averaging import Gossip, LocalSGD
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.sync import Sync
+
+
+class AveragingRunner:
+    """Runs segments on ranks that are all workers, each with part `rank` of every batch. Making one is collective.
+
+    Attributes:
+        steps_done: the steps of this rank in the last segment that had any rows.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        sync: Sync,
+        gradient: LocalGradient,
+        throttle: Throttle,
+        seed: int,
+    ) -> None:
+        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
+        self._gradient, self._throttle = gradient, throttle
+        storage = model.storage
+        self._averaging: LocalSGD | Gossip = (
+            LocalSGD(group, storage, optimizer, sync.local_steps)
+            if sync.mode == "local"
+            else Gossip(group, storage, optimizer, sync.neighbours, seed)
+        )
+        # In a warm-up the mean of all is taken after every step; for plain SGD that is the synchronous run.
+        self._warming = LocalSGD(group, storage, optimizer, 1)
+        self._check = PeriodicCheck(group)
+        self._steps = 0  # of this rank, in the whole run
+        self.steps_done = 0
+
+    def run(
+        self,
+        loader: Loader,
+        epoch: int,
+        batches: range,
+        step: int,
+        lr: Callable[[int], float],
+        bsp: bool,
+        progress: Callable[[Progress], None],
+        poll_signal: Callable[[], int],
+        begin: float,
+    ) -> SegmentReport:
+        """Run one segment; see `AsynchronousWorker.run`."""
+        if (loader.rank, loader.world) != (self.group.rank, self.group.size):
+            raise UsageError(
+                f"the loader gives part {loader.rank} of {loader.world}, but this is rank {self.group.rank} of "
+                f"{self.group.size}; give Loader the rank and world of the group"
+            )
+        averaging = self._warming if bsp else self._averaging
+        averaging.begin()
+        tally, staleness = Tally(), Staleness(self.group.size)
+        done, stop, signal = 0, False, 0
+        with uploaded(loader, epoch, self._gradient.backend, batches.start) as items:
+            for number in batches:
+                if stop:
+                    break
+                entered = time.perf_counter()
+                batch = next(items)
+                input_s = time.perf_counter() - entered
+                self._step(batch, step + done, lr(step + done), tally, input_s, progress, begin)
+                staleness.add(self.group.rank, averaging.steps_since_average(step + done))
+                waiting = time.perf_counter()
+                with timeline.span("average", "average", timeline.REDUCE):
+                    averaging.after_step(step + done, len(batch.y))
+                done += 1
+                step_s = time.perf_counter() - entered
+                # After the last batch all ranks meet anyway, and exchange signals and errors with their tallies.
+                notes = (
+                    self._check.gather([poll_signal(), bool(tally.broken)], step_s)
+                    if number + 1 < batches.stop
+                    else None
+                )
+                tally.wait_s += time.perf_counter() - waiting
+                if notes is not None:
+                    signal = max(int(note[0]) for note in notes)
+                    stop = bool(signal) or any(note[1] for note in notes)
+        disagreement = averaging.synchronize()
+        tally.signal = max(signal, poll_signal())
+        tally.messages, tally.bytes = averaging.messages, averaging.bytes
+        tally.more = {"staleness": staleness.to_json()}
+        self.steps_done = tally.seen
+        return self._report(exchange(self.group, tally), done, disagreement, time.perf_counter() - begin)
+
+    def release(self) -> None:
+        """Take everything off the model again. Collective."""
+        self._gradient.release()
+        self._averaging.release()
+        self._warming.release()
+
+    def _step(
+        self,
+        batch: Batch,
+        number: int,
+        lr: float,
+        tally: Tally,
+        input_s: float,
+        progress: Callable[[Progress], None],
+        begin: float,
+    ) -> None:
+        """Do one update of this rank's own weights with the gradient of its part's mean loss."""
+        started = time.perf_counter()
+        gradient = self._gradient.run(batch, number)
+        if not gradient.is_finite:
+            who = f"rank {self.group.rank}"
+            tally.broken = tally.broken or self._gradient.explain(gradient, batch, number, who)
+        elif gradient.rows:
+            scale(self.model.storage.grads, batch.global_rows / gradient.rows)
+            self.optimizer.lr = lr
+            with timeline.span("update", "update"):
+                self.optimizer.step()
+        else:
+            self.optimizer.steps += 1  # counted alike on all ranks
+        self._throttle.wait(started, self.group.rank, self._steps)
+        self._steps += 1
+        now = time.perf_counter()
+        tally.add(gradient, 0.0, input_s)
+        tally.compute_s += now - started - gradient.compute_s
+        if self.group.is_root and not tally.broken:
+            sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
+            progress(Progress(batch.number, 0, *sums, now - started, 0.0, now - begin, input_s))
+
+    def _report(self, tallies: list[Tally], batches: int, disagreement: float, seconds: float) -> SegmentReport:
+        staleness = Staleness(self.group.size)
+        for tally in tallies:
+            staleness.merge(Staleness.from_json(tally.more["staleness"]))
+        return SegmentReport(
+            batches=batches,
+            rows=sum(tally.rows for tally in tallies),
+            loss_sum=float(np.sum([tally.loss_sum for tally in tallies])),
+            correct=float(np.sum([tally.correct for tally in tallies])),
+            seconds=self.group.share(seconds),
+            updates=batches,
+            staleness=staleness if self.sync.mode == "local" else None,
+            disagreement=disagreement,
+            **sum_up(tallies),
+        )

@@ -1,0 +1,165 @@
+"""A worker's options, and which of them go together with its arrangement, its precision and its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nnmpi.backend.precision import MODES, low_dtype
+from nnmpi.backend.record import Backend
+from nnmpi.comm.agreement import require_equal
+from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.errors import UsageError
+from nnmpi.nn.chain import ModelPart
+from nnmpi.nn.module import Module
+
+
+@dataclass(frozen=True)
+class GradientExchange:
+    """How the replicas of a `Worker` sum their gradients and update their weights. By default what pays is chosen.
+
+        Worker(model, optimizer, group, exchange=GradientExchange(allreduce="ring", overlap=False))
+
+    Attributes:
+        allreduce: the algorithm for every bucket, or one name for each bucket in order; "auto" chooses by predicted
+            time. See `parallel.data.DataParallel`, also for the next two.
+        bucket_bytes: how large a bucket of gradients may become; None for what suits the algorithm.
+        overlap: whether buckets are summed while backward goes on; None for what pays.
+        fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
+            node (see `parallel.fused`): whoever changes them by hand does so for all, on one rank. Where there is no
+            shared memory, gradients are summed and used one after the other, and `Worker.notice` says why. None for
+            what pays: it is fused on one node, where every rank has the whole model and the three options above are
+            the default.
+        check: compare the ranks' weights after every step, by hash.
+    """
+
+    allreduce: str | Sequence[str] = AUTO
+    bucket_bytes: int | None = None
+    overlap: bool | None = None
+    fused_update: bool | None = None
+    check: bool = False
+
+    @property
+    def leaves_choice(self) -> bool:
+        """Whether nothing is asked for that only a sum of buckets can give."""
+        return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a worker computes and bounds its gradients.
+
+        Worker(model, optimizer, group, numerics=Numerics(precision="bf16", clip=1.0))
+
+    Attributes:
+        precision: of products, see `backend.precision`; None for that of the context in which the worker is made. With
+            fp16 losses are scaled, and an update whose gradient overflows on any rank is left out on all; it is for
+            synchronous runs.
+        clip: the largest length of the gradient; None for any. A synchronous run without servers clips the gradient of
+            the whole batch, an asynchronous one that of each worker's part.
+    """
+
+    precision: str | None = None
+    clip: float | None = None
+
+
+DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
+
+
+def check_precision(mode: str, model: Module, backend: Backend, group: Group) -> None:
+    """Refuse a precision that this model or backend cannot have; collective.
+
+    Raises:
+        UsageError: on all ranks, where they ask for different ones; for an unknown one, bf16 without ml_dtypes, tf32
+            without a device, and any but float32 for a model of float64.
+    """
+    require_equal(group, [mode], "the ranks compute in different precisions", "give all the same", UsageError)
+    if mode not in MODES:
+        raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
+    low_dtype(mode)
+    if mode == "tf32" and not backend.is_device:
+        raise UsageError(
+            f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32, bf16 or fp16, "
+            "or backend cupy"
+        )
+    if mode != "float32" and any(array.dtype == np.float64 for array in model.storage.data):
+        raise UsageError(
+            f"precision {mode} is for models of float32, and this one is of float64, which nothing rounds; "
+            "use one of the two"
+        )
+
+
+def check_fused_update(fused_update: bool | None, backend: Backend) -> None:
+    """Refuse a fused update of a model that does not live in the host's memory.
+
+    Raises:
+        UsageError: saying so.
+    """
+    if fused_update and backend.is_device:
+        raise UsageError(
+            f"the fused update works on weights in memory that the ranks of a node share, and these live on "
+            f"{backend.device}; leave it out"
+        )
+
+
+def refuse_scaling(mode: str, what: str) -> None:
+    """Refuse fp16 where ranks do not decide together, step by step, whether an update is made.
+
+    Raises:
+        UsageError: naming what does so.
+    """
+    if mode == "fp16":
+        raise UsageError(
+            f"with fp16 all ranks leave out an update that overflows on one of them, and {what} they do not meet in "
+            "every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
+        )
+
+
+def has_whole_model(arrangement: Arrangement | None) -> bool:
+    """Whether every rank has all of the model, and sums are taken as they come."""
+    if arrangement is None:
+        return True
+    mesh = arrangement.mesh.mesh
+    return mesh.pp == 1 and mesh.tp == 1 and not arrangement.layout.fixed
+
+
+def check_pairs(
+    model: Module, arrangement: Arrangement | None, fused_update: bool | None, clip: float | None, scaled: bool
+) -> None:
+    """Refuse options that do not go together.
+
+    Args:
+        scaled: whether losses are scaled.
+
+    Raises:
+        UsageError: saying which.
+    """
+    if arrangement is None:
+        if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):
+            raise UsageError(
+                "this rank has a part of the model alone, which the other ranks do not share; give the Worker the "
+                "arrangement that made it: arrangement=where"
+            )
+        return
+    layout, mesh = arrangement.layout, arrangement.mesh.mesh
+    if model is not arrangement.model:
+        raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
+    if fused_update and not has_whole_model(arrangement):
+        raise UsageError(
+            f"the fused update is for replicas of a whole model, summed as they come, not for {mesh} with reduction "
+            f"{layout.reduction}; leave it out"
+        )
+    if layout.asynchronous and scaled:
+        raise UsageError(
+            "with fp16 an update whose gradient overflows is left out on all ranks, but with pipedream each stage "
+            "updates when its own gradient is there; use bf16, or another pipeline schedule, such as 1f1b"
+        )
+    if layout.asynchronous and mesh.pp > 1 and clip is not None:
+        raise UsageError(
+            "clipping needs the gradient of all stages at once, but with pipedream each stage updates when its own is "
+            "there; leave one of them out"
+        )

@@ -1,1 +1,0 @@
-"""Segments in virtual time: many workers played by one process. See `compose.virtual`."""

@@ -1,0 +1,243 @@
+"""Segments through parameter servers: take a part, compute its gradient, push it, pull the weights, go on.
+
+    server 0   | assigns parts, takes gradients, gives weights ........................|
+    worker 1   | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
+    worker 2   | pull |  gradient of batch 0, part 1         | push | pull | ...
+
+A worker that is a server too looks after its messages after the forward pass, after each layer of the backward pass,
+while it waits, and while it is slowed down. What it does for others is in the time of its step, but is not multiplied
+by a straggler's factor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from nnmpi import timeline
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.replicas import LocalGradient
+from nnmpi.compose.segment import Progress, SegmentReport, Tally, Throttle, exchange, sum_up
+from nnmpi.data.loader import Loader
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.server.parameter_server import ParameterServer, Push
+from nnmpi.parallel.server.push_pull import PushPull
+from nnmpi.parallel.server.shards import Shard, cut_shards
+from nnmpi.synchrony.consistency import ConsistencyController
+from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.sync import Sync
+
+
+class ParameterServerRunner:
+    """Runs segments on ranks of which some are servers. Making one is collective.
+
+    Attributes:
+        shard: what this rank's server owns; None on other ranks.
+        steps_done: the gradients of any rows that this rank computed in the last segment.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        sync: Sync,
+        gradient: LocalGradient,
+        throttle: Throttle,
+        backend: Backend,
+        synchronous_sends: bool,
+    ) -> None:
+        self.optimizer, self.group, self.sync = optimizer, group, sync
+        self._gradient, self._throttle = gradient, throttle
+        self._workers, servers = sync.worker_ranks(group.size), sync.server_ranks(group.size)
+        self._is_worker = group.rank in self._workers
+        shards = cut_shards(model.storage, len(servers))
+        self.server: ParameterServer | None = None
+        self.shard: Shard | None = None
+        if group.rank in servers:
+            number = servers.index(group.rank)
+            self.shard = shards[number]
+            controller = ConsistencyController(len(self._workers), sync.backup, assigns=number == 0)
+            self.server = ParameterServer(
+                self.shard, model.storage, optimizer, controller, len(self._workers), adapt=sync.adapt
+            )
+        self._note: Callable[[int, Push], None] = lambda worker, push: None
+        self._talk = PushPull(
+            group, sync, model.storage, shards, self.server, self._noted, synchronous_sends, backend=backend
+        )
+        if self.server is not None and self._is_worker:
+            gradient.look_after(self._serve)
+        self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
+        self._taken = 0  # samples, likewise
+        self._served_s = 0.0  # spent on others' messages while a gradient was computed
+        self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
+        self.steps_done = 0
+
+    def run(
+        self,
+        loader: Loader,
+        epoch: int,
+        batches: range,
+        step: int,
+        lr: Callable[[int], float],
+        bsp: bool,
+        progress: Callable[[Progress], None],
+        poll_signal: Callable[[], int],
+        begin: float,
+    ) -> SegmentReport:
+        """Run one segment; see `AsynchronousWorker.run`."""
+        tally, taken = Tally(), Tally()
+        self._dropped = 0
+        if self.server is not None:
+            self._updates, self.server.signal = self.server.updates, poll_signal
+        self._note = partial(self._count, taken, tally, progress, poll_signal, begin)
+        if self._steps < 0:
+            worker = max(0, self.group.rank - self._workers.start)
+            self._steps, self._taken = step, loader.rows_before(step, worker, len(self._workers))
+        self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
+        if self._is_worker:
+            self._work(loader, epoch, batches.start, step, lr, poll_signal, tally)
+        self._talk.finish()
+        tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
+        tally.signal = tally.signal or poll_signal()
+        tally.more = self._tell()
+        self.steps_done = tally.seen
+        self.optimizer.steps = int(self.group.share(self.optimizer.steps))  # those of the first shard
+        tallies = exchange(self.group, tally)
+        return self._report(tallies, batches, taken, time.perf_counter() - begin)
+
+    def release(self) -> None:
+        """Take everything off the model again, and give all ranks the optimizer's state. Collective.
+
+        Until then each server alone has that of its shard.
+        """
+        for arrays in self.optimizer.slots().values():
+            self._talk.broadcast_shards(arrays)
+        self._gradient.release()
+        self._talk.free()
+
+    def _work(
+        self,
+        loader: Loader,
+        epoch: int,
+        first: int,
+        step: int,
+        lr: Callable[[int], float],
+        poll_signal: Callable[[], int],
+        tally: Tally,
+    ) -> None:
+        """Be a worker until the segment is over."""
+        parts, worker = loader.parts(epoch), self._workers.index(self.group.rank)
+        while True:
+            begin = time.perf_counter()
+            with timeline.span("pull", "pull", timeline.WAITING):
+                ticket = self._talk.pull()
+            if ticket.over or ticket.task is None:
+                tally.wait_s += time.perf_counter() - begin
+                return
+            pulled = time.perf_counter()
+            task = ticket.task
+            batch = parts.assigned(task.batch, task.part, len(self._workers), worker, self._taken)
+            self._taken += len(batch.y)
+            number = step + task.batch - first
+            started = time.perf_counter()
+            self._served_s = 0.0
+            gradient = self._gradient.run(batch, number)
+            self._wait_as_slow(started)
+            broken = not gradient.is_finite
+            if broken and not tally.broken:
+                tally.broken = self._gradient.explain(gradient, batch, number, f"rank {self.group.rank}")
+            spent_s, wait_s = time.perf_counter() - started, pulled - begin
+            tally.add(gradient, wait_s, started - pulled)
+            tally.compute_s += spent_s - gradient.compute_s
+            with timeline.span("push", "push", timeline.SEND):
+                self._talk.push(
+                    Push(
+                        task,
+                        gradient.rows,
+                        batch.global_rows,
+                        lr(number),
+                        0,
+                        gradient.loss_sum,
+                        gradient.correct,
+                        gradient.norm,
+                        spent_s,
+                        wait_s,
+                        poll_signal() or ticket.signal,
+                        broken,
+                    )
+                )
+
+    def _wait_as_slow(self, started: float) -> None:
+        """Be as slow as this rank is told to be: what it did for others meanwhile does not count as its step."""
+        poll = self._serve if self.server is not None else None
+        spent_s = time.perf_counter() - started - self._served_s
+        self._throttle.wait(started, self.group.rank, self._steps, poll, spent_s)
+        self._steps += 1
+
+    def _serve(self) -> None:
+        begin = time.perf_counter()
+        self._talk.serve()
+        self._served_s += time.perf_counter() - begin
+
+    def _count(
+        self,
+        taken: Tally,
+        tally: Tally,
+        progress: Callable[[Progress], None],
+        poll_signal: Callable[[], int],
+        begin: float,
+        worker: int,
+        push: Push,
+    ) -> None:
+        """Count a gradient that has come, and tell of it if it will be used; on server 0."""
+        assert self.server is not None
+        controller = self.server.controller
+        if controller.dropped == self._dropped and not push.broken:
+            taken.rows += push.rows
+            taken.loss_sum += push.loss_sum
+            taken.correct += push.correct
+            numbers = (push.rows, push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s)
+            progress(Progress(push.task.batch, worker, *numbers, time.perf_counter() - begin))
+        self._dropped = controller.dropped
+        tally.signal = tally.signal or push.signal or poll_signal()
+        if tally.signal:
+            controller.close()
+
+    def _noted(self, worker: int, push: Push) -> None:
+        self._note(worker, push)
+
+    def _tell(self) -> dict[str, object]:
+        """Return what this rank's server has to tell of the segment."""
+        server = self.server
+        if server is None:
+            return {}
+        return {
+            "updates": server.updates - self._updates,
+            "staleness": server.take_staleness().to_json(),
+            "lead": server.controller.longest_lead,
+            "dropped": server.controller.dropped,
+            "unassigned": server.controller.unassigned,
+            "batches": server.controller.batches_done,
+        }
+
+    def _report(self, tallies: list[Tally], batches: range, taken: Tally, seconds: float) -> SegmentReport:
+        told = [tally.more for tally in tallies if tally.more]
+        rows, loss_sum, correct = self.group.share([taken.rows, taken.loss_sum, taken.correct])
+        first = told[0]
+        return SegmentReport(
+            batches=first["batches"],
+            rows=rows,
+            loss_sum=loss_sum,
+            correct=correct,
+            seconds=self.group.share(seconds),
+            updates=first["updates"],
+            dropped=first["dropped"],
+            unassigned=first["unassigned"],
+            staleness=Staleness.from_json(first["staleness"]),
+            lead=first["lead"],
+            **sum_up(tallies),
+        )

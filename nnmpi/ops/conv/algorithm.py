@@ -1,0 +1,135 @@
+"""What a convolution computes, and what every algorithm for it must do.
+
+    forward     z = conv(x, weight) + bias,     y = z,    relu(z)    or    max_pool(relu(z))
+    backward    dz from dy,     dx from dz and weight,    dweight from x and dz,    dbias = sum of dz over all pixels
+
+The Function (see `conv2d`) allocates results and keeps what backward needs; an algorithm fills the arrays it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.windows import Pair, out_size
+
+NO_POOL: Pair = (1, 1)
+
+
+class ConvSpec(NamedTuple):
+    """What is computed: how windows go over images, in how many groups, and what follows.
+
+    Attributes:
+        kernel, stride, padding, dilation: rows and columns of pixels.
+        groups: channels are cut into this many groups that do not mix.
+        relu: whether a ReLU follows. Before a pooling there always is one.
+        pool: the window of the max-pooling, whose stride is its size; (1, 1) for no pooling.
+    """
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    relu: bool = False
+    pool: Pair = NO_POOL
+
+    def conv_size(self, h: int, w: int) -> Pair:
+        """Return the rows and columns of the convolution of images of h x w."""
+        return (
+            out_size(h, self.kernel[0], self.stride[0], self.padding[0], self.dilation[0]),
+            out_size(w, self.kernel[1], self.stride[1], self.padding[1], self.dilation[1]),
+        )
+
+    def pooled_size(self, h: int, w: int) -> Pair:
+        """Return the rows and columns of the result for images of h x w: what the pooling leaves, if there is one."""
+        rows, columns = self.conv_size(h, w)
+        return rows // self.pool[0], columns // self.pool[1]
+
+    @property
+    def reversible(self) -> bool:
+        """Whether the input's gradient is a convolution too: for stride 1, and no wider a border than kernels reach."""
+        return self.stride == (1, 1) and min(self.backwards().padding) >= 0
+
+    def backwards(self) -> ConvSpec:
+        """Return the convolution of the result's gradient with the flipped kernel, which gives the input's gradient.
+
+        It is that only where `reversible`; it has no pooling and no ReLU.
+        """
+        top = self.dilation[0] * (self.kernel[0] - 1) - self.padding[0]
+        left = self.dilation[1] * (self.kernel[1] - 1) - self.padding[1]
+        return ConvSpec(self.kernel, (1, 1), (top, left), self.dilation, self.groups)
+
+
+class Gradients(NamedTuple):
+    """The arrays that a backward pass fills; None where a gradient is not wanted.
+
+    Attributes:
+        x: (n, h, w, c), C-contiguous.
+        weight: (kh, kw, c / groups, o), C-contiguous.
+        bias: (o,), C-contiguous.
+        add_weight: whether the weight's gradient is added to what `weight` holds. Only for an algorithm that `adds`.
+    """
+
+    x: Array | None
+    weight: Array | None
+    bias: Array | None
+    add_weight: bool = False
+
+
+class Algorithm:
+    """One convolution, computed in one way.
+
+    `xp` is what the Function got: the array library, or its stand-in while a step is recorded. What follows its
+    promise (see `tensor.function`) is replayed call by call; compiled kernels are called through
+    `backend.recording.perform`.
+
+    Args:
+        spec: what is computed.
+
+    Attributes:
+        adds: whether the weight's gradient can be added to what an array holds.
+    """
+
+    __slots__ = ("spec",)
+
+    adds: ClassVar[bool] = False
+
+    def __init__(self, spec: ConvSpec) -> None:
+        self.spec = spec
+
+    def prepare(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
+        """Return the inputs in the dtype and the layout in which `forward` reads them: here as they are.
+
+        The first two are kept for `backward`. The result gets the dtype of the first.
+
+        Args:
+            xp: the array library.
+            x: images (n, h, w, c).
+            weight: (kh, kw, c / groups, o).
+            bias: (o,), or None.
+        """
+        return x, weight, bias
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Any:
+        """Write the result to y, and return what `backward` needs besides x and weight (None for nothing).
+
+        Args:
+            xp: the array library.
+            x, weight, bias: as `prepare` returned them.
+            y: out, (n, out_h, out_w, o) after the pooling, C-contiguous.
+            keep: whether there will be a backward pass.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients) -> None:
+        """Write the gradients that are wanted.
+
+        Args:
+            xp: the array library.
+            grad: of the result, (n, out_h, out_w, o); it may have gaps, and is not written to.
+            x, weight: as `prepare` returned them.
+            kept: what `forward` returned.
+            out: where the gradients go.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no backward")

@@ -1,0 +1,105 @@
+"""Convolution with 3 x 3 kernels and a border of 1 by numba's kernels: float32 on the CPU (see `nnmpi.jit`).
+
+    CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)        alone, with ReLU, with 2 x 2 max-pooling
+    CompiledDirect      4 x 4 pixels per window, times 9 kernel elements,    with ReLU and pooling; few channels,
+                        for many outputs at a time: no matrices              and no gradient of the images
+
+A whole pass, forward or backward, is one call. The kernels are in nnmpi/backend/jit (winograd and direct); they
+work on flat arrays, and every scratch array is given to them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.jit.tiling import FlatGradients, sizes
+from nnmpi.backend.recording import perform
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+
+if TYPE_CHECKING:
+    from nnmpi.backend.jit.table import CompiledFunctions
+
+
+class _Compiled(Algorithm):
+    """What both share: inputs without gaps, and a bias.
+
+    Args:
+        spec: what is computed.
+        functions: numba's kernels.
+    """
+
+    __slots__ = ("functions",)
+
+    def __init__(self, spec: ConvSpec, functions: CompiledFunctions) -> None:
+        super().__init__(spec)
+        self.functions = functions
+
+    def prepare(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
+        """Return all inputs without gaps, and zeros for a bias that is not there."""
+        bias = xp.zeros((weight.shape[3],), np.float32) if bias is None else xp.ascontiguousarray(bias)
+        return xp.ascontiguousarray(x), xp.ascontiguousarray(weight), bias
+
+
+class CompiledDirect(_Compiled):
+    """max_pool2d(relu(conv2d(x, weight, bias, padding=1)), 2) of images that need no gradient; keeps the winners."""
+
+    __slots__ = ()
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array:
+        (_, h, w, c), o = x.shape, weight.shape[3]
+        corner: Array = xp.empty((y.size,), np.uint8)  # which of the four pixels was the largest
+        sums, border = xp.empty((4 * o,), x.dtype), xp.empty(((h + 2) * (w + 2) * c,), x.dtype)
+        kernel = self.functions.direct(h, w, c, o).forward
+        perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, sums, border)
+        return corner
+
+    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients) -> None:
+        (_, h, w, c), o, dtype = x.shape, weight.shape[3], grad.dtype
+        grad = xp.ascontiguousarray(grad)
+        # the kernel writes both gradients, wanted or not
+        to_weight = xp.empty((9 * c * o,), dtype) if out.weight is None else _flat(out.weight)
+        to_bias = xp.empty((o,), dtype) if out.bias is None else out.bias
+        part, border = xp.empty((9 * c * o + o,), dtype), xp.empty(((h + 2) * (w + 2) * c,), dtype)
+        kernel = self.functions.direct(h, w, c, o).backward
+        perform(kernel, _flat(grad), _flat(x), kept, to_weight, to_bias, part, border)
+
+
+class CompiledWinograd(_Compiled):
+    """conv2d(x, weight, bias, padding=1), then ReLU and pooling over 2 x 2 pixels, or ReLU, or nothing.
+
+    Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the kernels' 16 places.
+    """
+
+    __slots__ = ()
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> tuple[Array, ...]:
+        dtype, (_, h, w, c), o = x.dtype, x.shape, weight.shape[3]
+        z = sizes(h, w, c, o)
+        corner = xp.empty((y.size if self._pools else 0,), np.uint8)
+        u = xp.empty((16 * c * o,), dtype)  # the kernels' places, (16, c, o)
+        kernel = self.functions.winograd(z, self._pools, self.spec.relu).forward
+        perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, u, z.scratch(xp, dtype))
+        return y, corner, u
+
+    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients) -> None:
+        y, corner, u = kept
+        dtype, (_, h, w, c), o = grad.dtype, x.shape, weight.shape[3]
+        z = sizes(h, w, c, o)
+        grad = xp.ascontiguousarray(grad)
+        to_x, to_weight = (xp.empty((0,), dtype) if each is None else _flat(each) for each in (out.x, out.weight))
+        to_bias = xp.empty((o,), dtype) if out.bias is None else out.bias  # the kernel writes it, wanted or not
+        kernel = self.functions.winograd(z, self._pools, self.spec.relu).backward
+        gradients = FlatGradients(to_x, to_weight, to_bias)
+        perform(kernel, _flat(grad), _flat(x), _flat(y), corner, u, gradients, z.gradient_scratch(xp, dtype))
+
+    @property
+    def _pools(self) -> bool:
+        return self.spec.pool != NO_POOL
+
+
+def _flat(array: Array) -> Array:
+    """Return an array without gaps as a view in one axis."""
+    return array.reshape(array.size)

@@ -1,0 +1,256 @@
+"""Convolution as an operation: the Function, its shapes and dtypes, and what is kept for the backward pass.
+
+    images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
+                                   |
+                                   v  Conv2dFunction, by the algorithm that `choice` picked
+           (n, out_h, out_w, o), after ReLU and max-pooling where they are asked for
+
+In half precision a device computes with float16 or bfloat16; NumPy's arrays are rounded to it, computed in float32, and
+the result is rounded again (`in_low_precision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.casting import FLOAT32, cast
+from nnmpi.backend.precision import is_low
+from nnmpi.backend.windows import Pair, out_size, pair
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.activation import relu
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.choice import choose, choose_on_device
+from nnmpi.ops.pool import max_pool2d
+from nnmpi.tensor.convert import converted
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.tensor import Tensor
+
+
+class Conv2dFunction(Function):
+    """The convolution (in the sense of neural networks: kernels are not flipped) of images, and what follows it.
+
+    Args:
+        algorithm: computes it; what, stands in its `spec`.
+    """
+
+    __slots__ = ("algorithm",)
+
+    replayable = True
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+    def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        xp, algorithm, dtype = self.xp, self.algorithm, x.dtype
+        x, weight, bias = algorithm.prepare(xp, x, weight, bias)
+        rows, columns = algorithm.spec.pooled_size(x.shape[1], x.shape[2])
+        y: Array = xp.empty((len(x), rows, columns, weight.shape[3]), x.dtype)
+        kept = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
+        self.saved = (x, weight, kept, dtype)
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        x, weight, kept, dtype = self.saved
+        to_bias = self._place(2, self.into(2), weight.shape[3:], weight.dtype)
+        # the weight's gradient of an earlier microbatch may lie in its place: a product can be added to it there
+        place, add = self.sum_into(1) if self.algorithm.adds else (self.into(1), False)
+        to_weight = self._place(1, place, weight.shape, weight.dtype)
+        to_x = self._place(0, None, x.shape, dtype)
+        out = Gradients(to_x, to_weight, to_bias, add and to_weight is place)
+        self.algorithm.backward(self.xp, grad, x, weight, kept, out)
+        return to_x, to_weight, to_bias
+
+    def _place(self, i: int, place: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """Return where the gradient of input i goes: its own place, if it has one without gaps; None if not wanted."""
+        if not self.needs[i]:
+            return None
+        result: Array = place if place is not None and place.flags.c_contiguous else self.xp.empty(shape, dtype)
+        return result
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return the two-dimensional convolution of images with a bank of kernels.
+
+    Args:
+        x: images, (batch, height, width, in).
+        weight: kernels, (kernel_height, kernel_width, in / groups, out).
+        bias: (out,), or None.
+        stride, padding, dilation: one number, or one for rows and one for columns. Padding is with zeros.
+        groups: the channels are cut into this many groups that do not mix.
+
+    Returns:
+        (batch, out_height, out_width, out), out_height = (height + 2 padding - dilation (kernel - 1) - 1) / stride + 1.
+
+    Raises:
+        ShapeError: when the shapes do not fit one another, or the kernel does not fit the image.
+        DtypeError: when x, weight and bias differ in dtype.
+        UsageError: for a stride or dilation below 1, a negative padding, or groups that do not divide the channels.
+        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
+    """
+    return convolve(x, weight, bias, checked_spec(x, weight, bias, stride, padding, dilation, groups))
+
+
+def conv_relu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return relu(conv2d(x, weight, bias, stride, padding, dilation, groups)) as one operation.
+
+    Arguments and errors are those of `conv2d`; integers are refused (DtypeError).
+    """
+    return conv_relu_pool(x, weight, bias, stride, padding, dilation, groups, pool=1)
+
+
+def conv_relu_pool(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+    pool: int | Pair = 2,
+) -> Tensor:
+    """Return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), pool) as one operation.
+
+    Args:
+        x, weight, bias, stride, padding, dilation, groups: those of `conv2d`.
+        pool: the window of the pooling, whose stride is its size; one number, or one for rows and one for columns.
+            Rows and columns of the convolution that no window covers are left out.
+
+    Raises:
+        ShapeError, DtypeError, UsageError, DeviceError: see `conv2d` and `max_pool2d`.
+    """
+    sizes = pair("pool", pool, 1)
+    spec = checked_spec(x, weight, bias, stride, padding, dilation, groups)._replace(relu=True, pool=sizes)
+    if min(spec.pooled_size(*x.shape[1:3])) < 1:  # too few pixels: the pooling refuses its own input in its own words
+        return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), sizes)
+    return convolve(x, weight, bias, spec)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Tensor:
+    """Return what a spec says, by the algorithm that is chosen for it.
+
+    Shapes must fit one another. There may be no images and no rows of windows: a rank's part of images may have none.
+
+    Args:
+        x: images (n, h, w, c).
+        weight: (kh, kw, c / groups, o).
+        bias: (o,), or None.
+        spec: what is computed.
+
+    Raises:
+        DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
+        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
+    """
+    dtype = read_as("conv2d", x, weight, bias)
+    on_device = choose_on_device(x, spec, dtype)
+    if on_device is not None:
+        return Conv2dFunction(on_device)(x, weight, bias)
+    return in_low_precision(dtype, partial(_convolve, spec), x, weight, bias)
+
+
+def _convolve(spec: ConvSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the same of float32 or float64 (or integers), by the array library or numba."""
+    algorithm = choose(x, weight, bias, spec)
+    if algorithm is None:  # nothing computes all of it at once
+        y = relu(conv2d(x, weight, bias, *spec[1:5]))
+        return y if spec.pool == NO_POOL else max_pool2d(y, spec.pool)
+    return Conv2dFunction(algorithm)(require_floating("conv_relu_pool", x) if spec.relu else x, weight, bias)
+
+
+class _Rounded(Function):
+    """x with what half precision keeps of it, in float32; the gradient stays as exact as it comes."""
+
+    __slots__ = ("low",)
+
+    replayable = True
+
+    def __init__(self, low: np.dtype[Any]) -> None:
+        self.low = low
+
+    def forward(self, x: Array) -> Array:
+        return cast(self.xp, cast(self.xp, x, self.low), FLOAT32)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (grad,)
+
+
+def in_low_precision(
+    dtype: np.dtype[Any],
+    function: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return function(x, weight, bias); in half precision of rounded inputs, with sums in float32, and rounded.
+
+    A float32 weight is rounded where it is read, and gets a float32 gradient.
+
+    Args:
+        dtype: in which inputs are read. If it is float16 or bfloat16, `function` is given float32.
+        function: computes in the dtype of its arguments.
+        x: images (n, h, w, c).
+        weight: (kh, kw, c / groups, o).
+        bias: (o,), or None.
+    """
+    if not is_low(dtype):
+        return function(x, weight, bias)
+    x = converted(converted(x, dtype), FLOAT32)
+    weight = _Rounded(dtype)(weight) if weight.dtype == FLOAT32 else converted(weight, FLOAT32)
+    bias = None if bias is None else converted(bias, FLOAT32)
+    result: Tensor = converted(function(x, weight, bias), dtype)
+    return result
+
+
+def checked_spec(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | Pair,
+    padding: int | Pair,
+    dilation: int | Pair,
+    groups: int,
+) -> ConvSpec:
+    """Return what `conv2d` is asked for, or refuse it; arguments and errors are its own."""
+    steps, border, spread = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
+    if x.ndim != 4:
+        raise ShapeError(f"conv2d needs images (batch, height, width, channels), not an array of shape {x.shape}")
+    if weight.ndim != 4:
+        raise ShapeError(f"conv2d needs a weight (kernel_height, kernel_width, in, out), not {weight.shape}")
+    if groups < 1 or x.shape[3] % groups or weight.shape[3] % groups:
+        raise UsageError(f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output channels")
+    if weight.shape[2] * groups != x.shape[3]:
+        raise ShapeError(
+            f"conv2d of images {x.shape} with {groups} groups needs a weight (.., .., {x.shape[3] // groups}, ..), "
+            f"not {weight.shape}"
+        )
+    if bias is not None and bias.shape != weight.shape[3:]:
+        raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
+    for axis, name in ((0, "height"), (1, "width")):
+        kernel, size = weight.shape[axis], x.shape[axis + 1]
+        if out_size(size, kernel, steps[axis], border[axis], spread[axis]) < 1:
+            reach = spread[axis] * (kernel - 1) + 1
+            raise ShapeError(
+                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {border[axis]}"
+            )
+    return ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)

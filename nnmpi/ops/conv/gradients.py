@@ -1,0 +1,134 @@
+"""The parts of im2col's backward pass: sums of products, and the input's gradient in two ways.
+
+ProductSum        sum over blocks of  columns^T dy
+InputGradient     columns(dy with a border) @ flipped kernels      of stride 1
+scatter_windows   dx[what kernel element r, s saw] += dy W[r, s]^T      of any stride
+pixel_sum         dbias = sum of dy over all pixels
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.windows import tap
+from nnmpi.ops.conv.algorithm import ConvSpec
+from nnmpi.ops.conv.columns import COLUMNS_BYTES, Columns
+
+
+class ProductSum:
+    """A sum of products of matrices, or of stacks of them.
+
+    Args:
+        xp: the library that computes.
+        total: where the sum goes, in the shape of a product.
+    """
+
+    __slots__ = ("_begun", "_product", "_total", "_xp")
+
+    def __init__(self, xp: Any, total: Array) -> None:
+        self._xp, self._total, self._begun = xp, total, False
+        self._product: Array | None = None
+
+    def add(self, left: Array, right: Array) -> None:
+        """Add left @ right."""
+        xp = self._xp
+        if not self._begun:
+            xp.matmul(left, right, out=self._total)
+            self._begun = True
+            return
+        if self._product is None:
+            self._product = xp.empty(self._total.shape, self._total.dtype)
+        xp.matmul(left, right, out=self._product)
+        xp.add(self._total, self._product, out=self._total)
+
+    def finish(self) -> Array:
+        """Return the sum, which is zero when nothing was added."""
+        if not self._begun:
+            self._xp.copyto(self._total, 0)
+        return self._total
+
+
+class InputGradient:
+    """The input's gradient of a convolution of stride 1: the result's gradient, convolved with the flipped kernel.
+
+        dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T
+
+    A block of dy is put into `columns.inner`, and `write` computes the same images of dx.
+
+    Args:
+        xp: the library that computes.
+        shape: of the result's gradient, (n, out_h, out_w, o).
+        weight: (kh, kw, c, o).
+        spec: the convolution.
+        out: where the gradient goes, (n, h, w, c), in memory without gaps but perhaps between its pixels.
+        source: the result's gradient, if it is known by now (see `Columns`).
+    """
+
+    __slots__ = ("_kernel", "_out", "_xp", "columns")
+
+    def __init__(
+        self,
+        xp: Any,
+        shape: tuple[int, ...],
+        weight: Array,
+        spec: ConvSpec,
+        out: Array,
+        source: Array | None = None,
+    ) -> None:
+        self._xp, self._out = xp, out
+        kh, kw, c, o = weight.shape
+        self.columns = Columns(xp, shape, weight.dtype, spec.backwards(), c, source=source)
+        kernel = xp.empty((kh, kw, o, c), weight.dtype)
+        xp.copyto(kernel, weight[::-1, ::-1].swapaxes(2, 3))
+        self._kernel = kernel.reshape(kh * kw * o, c)
+
+    def write(self, block: slice) -> None:
+        """Compute some images' gradient from the block of the result's gradient."""
+        out = self._out[block]
+        for strip in self.columns.strips(len(out)):
+            rows = out[:, strip.rows]
+            matrix = self.columns.fill(strip)  # (pixels, kh kw o)
+            self._xp.matmul(matrix, self._kernel, out=rows.reshape(len(matrix), rows.shape[3]))
+
+
+def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
+    """Write the input's gradient of any convolution: each window's share is added to the pixels that it saw.
+
+    Args:
+        xp: the library that computes.
+        grad: of the result, (n, out_h, out_w, o).
+        weight: (kh, kw, c, o).
+        spec: the convolution.
+        out: (n, h, w, c).
+    """
+    (kh, kw, c, o), (n, h, w, _), (top, left) = weight.shape, out.shape, spec.padding
+    pixels = grad.shape[1] * grad.shape[2]
+    count = max(1, min(n, 2 * COLUMNS_BYTES // max(1, (pixels * (c + o) + h * w * c) * grad.dtype.itemsize)))
+    memory = xp.empty((count * pixels, c), grad.dtype)
+    bordered = xp.empty((count, h + 2 * top, w + 2 * left, c), grad.dtype)
+    for start in range(0, n, count):
+        images = grad[start : start + count]
+        rows, block = images.reshape(len(images) * pixels, o), bordered[: len(images)]
+        share = memory[: len(rows)]
+        xp.copyto(block, 0)
+        for i, j in np.ndindex(kh, kw):
+            xp.matmul(rows, weight[i, j].T, out=share)  # (pixels, c)
+            seen = tap(block, (i, j), (images.shape[1], images.shape[2]), spec.stride, spec.dilation)
+            xp.add(seen, share.reshape(seen.shape), out=seen)
+        xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w])
+
+
+def pixel_sum(xp: Any, images: Array, out: Array) -> None:
+    """Write the sum over all pixels to out (c,): first over images, in long additions.
+
+    Args:
+        xp: the library that computes.
+        images: (n, h, w, c), C-contiguous.
+        out: (c,).
+    """
+    n, h, w, c = images.shape
+    sums = xp.dot(xp.ones(n, images.dtype), images.reshape(n, h * w * c))  # (h w c,)
+    xp.dot(xp.ones(h * w, images.dtype), sums.reshape(h * w, c), out=out)

@@ -1,0 +1,308 @@
+"""Winograd's convolution F(2x2, 3x3) by NumPy: 16 products instead of 36 for each 2x2 tile of the result.
+
+    images (n, h, w, c)                                kernels (3, 3, c, o)
+       |  4 x 4 pixels for each tile                       |
+       v  B^T d B                                          v  G g G^T
+    places (16, tiles, c)               @              places (16, c, o)       ->      (16, tiles, o)
+                                                                                           |  A^T m A
+                                                                                           v
+                                                                            2 x 2 results of each tile (n, h, w, o)
+
+After Lavin and Gray, "Fast algorithms for convolutional neural networks" (2016). With the matrices
+
+         |1  0 -1  0|          |1    0   0|          |1  1  1  0|
+    B^T =|0  1  1  0|     G =  |.5  .5  .5|    A^T = |0  1 -1  1|
+         |0 -1  1  0|          |.5 -.5  .5|
+         |0 -1  0  1|          |0    0   1|
+
+a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the 4x4 pixels that it sees (tiles overlap by two) and
+the product being that of channels, a GEMM for each of the 16 places. Backward is the adjoint, step by step; the
+result's gradient dy becomes A dy A^T, and so on.
+
+The transforms are products of these small matrices with large ones that have a row for each pixel or place: BLAS runs
+through memory once where additions would several times. Hence images stand next to the channels in a block's memory,
+(..., images, channels): the rows are long.
+
+A tile of the result is 2x2 pixels, and so is a window of the pooling: the four places in a tile are the planes of which
+the pooling takes the largest (see `planes`), and the convolution's result is never put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.kernels.planes import Planes
+from nnmpi.backend.windows import corners
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
+from nnmpi.ops.conv.columns import repeated
+from nnmpi.ops.conv.gradients import ProductSum
+
+TILES_BYTES = 5 << 18  # of a block of images: about a usual second-level cache
+
+_B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, -1, 0, 1]])  # B^T, (places, pixels)
+_G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+_A = np.array([[1, 1, 1, 0], [0, 1, -1, 1]])  # A^T, (results, places)
+_GG, _AA = np.kron(_G, _G), np.kron(_A, _A)  # both ways: (16, 9) and (4, 16)
+_OWN = _B.T[1:3]  # of a patch's four pixels, those that no other tile's are
+
+
+class WinogradNumpy(Algorithm):
+    """A convolution of images (n, h, w, c), h and w even, with kernels (3, 3, c, o) and a border of 1.
+
+    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward is, per image and in
+    the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8).
+    """
+
+    __slots__ = ()
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
+        n, o, spec = len(x), weight.shape[3], self.spec
+        kept: Array | None = None
+        if keep and spec.relu:
+            kept = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
+        kernel = kernel_places(xp, weight)  # (16, c, o)
+        biases: Array | None = None
+        for images, tiles in _blocks(xp, x, o):
+            tiles.load(x[images])
+            tiles.multiply(kernel)
+            if bias is not None and biases is None:
+                biases = repeated(xp, bias, tiles.results.size // o)
+            self._finish(xp, tiles, biases, y[images], None if kept is None else _of(kept, images))
+        return kept
+
+    def _finish(self, xp: Any, tiles: Tiles, bias: Array | None, y: Array, kept: Array | None) -> None:
+        """Make some images of the result from `tiles.results`.
+
+        Args:
+            xp: the array library.
+            tiles: the block's.
+            bias: the bias once per pixel, (pixels * o,), for at least as many; or None.
+            y: (count, h, w, o), or half as high and wide if there is a pooling.
+            kept: the images' part of what is kept, in one axis.
+        """
+        flat = tiles.results.reshape(tiles.results.size)
+        if self.spec.pool != NO_POOL:
+            pooled = tiles.pooled.reshape(tiles.pooled.size)
+            tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, kept)
+            tiles.planes.bias_relu(bias, pooled, kept)
+            xp.copyto(y.transpose(1, 2, 0, 3), tiles.pooled)
+            return
+        if bias is not None:
+            xp.add(flat, bias[: len(flat)], out=flat)
+        if self.spec.relu:
+            xp.maximum(flat, 0, out=flat)
+            if kept is not None:
+                xp.greater(flat, 0, out=kept)
+        xp.copyto(_in_places(y), tiles.results)
+
+    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
+        o = weight.shape[3]
+        kernel = _transposed_places(xp, weight) if out.x is not None else None  # (16, o, c)
+        to_kernel = ProductSum(xp, xp.empty((16, *weight.shape[2:]), weight.dtype))
+        to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
+        ones: Array | None = None
+        for images, tiles in _blocks(xp, x, o):
+            self._start(xp, tiles, grad[images], None if kept is None else _of(kept, images))
+            sums = tiles.spread()
+            if to_bias is not None:
+                ones = xp.ones(len(sums), sums.dtype) if ones is None else ones
+                to_bias.add(ones[: len(sums)], sums)
+            if out.weight is not None:
+                tiles.load(x[images])
+                to_kernel.add(*tiles.kernel_gradient())
+            if out.x is not None and kernel is not None:
+                tiles.input_gradient(kernel, out.x[images])
+        if out.weight is not None:
+            weight_gradient(xp, to_kernel.finish(), out.weight)
+        if to_bias is not None:
+            to_bias.finish()
+
+    def _start(self, xp: Any, tiles: Tiles, grad: Array, kept: Array | None) -> None:
+        """Put the gradient of the convolution alone into `tiles.results`; the arguments are those of `_finish`."""
+        if kept is None:
+            xp.copyto(tiles.results, _in_places(grad))
+        elif self.spec.pool == NO_POOL:
+            xp.copyto(tiles.results, kept.reshape(tiles.results.shape))
+            xp.multiply(tiles.results, _in_places(grad), out=tiles.results)
+        else:
+            xp.copyto(tiles.pooled, grad.transpose(1, 2, 0, 3))
+            planes = tiles.results.reshape(4, tiles.results.size // 4)
+            tiles.planes.gradient(tiles.pooled.reshape(tiles.pooled.size), kept, planes)
+
+
+def _blocks(xp: Any, x: Array, o: int) -> Iterator[tuple[slice, Tiles]]:
+    """Yield a few images at a time, with the memory for their tiles."""
+    n, h, w, c = x.shape
+    count = max(1, min(n, TILES_BYTES // image_bytes(h, w, c, o, x.dtype.itemsize)))
+    tiles = Tiles(xp, (count, h, w, c), o, x.dtype)
+    for start in range(0, n, count):
+        stop = min(start + count, n)
+        if stop - start < count:
+            tiles = Tiles(xp, (stop - start, h, w, c), o, x.dtype)
+        yield slice(start, stop), tiles
+
+
+def _in_places(images: Array) -> Array:
+    """Return images (count, h, w, o) as a view (2, 2, h / 2, w / 2, count, o)."""
+    return corners(images, (2, 2)).transpose(0, 1, 3, 4, 2, 5)
+
+
+def _of(kept: Array, images: slice) -> Array:
+    """Return the part of (n, elements per image) that belongs to some images, in one axis, in the tiles' order."""
+    part = kept[images]
+    return part.reshape(part.size)
+
+
+def _transposed_places(xp: Any, weight: Array) -> Array:
+    """Return the kernels' places as (16, o, c)."""
+    places = kernel_places(xp, weight).swapaxes(1, 2)
+    result: Array = xp.empty(places.shape, places.dtype)
+    xp.copyto(result, places)
+    return result
+
+
+def kernel_places(xp: Any, weight: Array) -> Array:
+    """Return G g G^T for the kernels g of a weight (3, 3, c, o): (16, c, o)."""
+    _, _, c, o = weight.shape
+    places: Array = xp.empty((16, c, o), weight.dtype)
+    xp.matmul(_GG.astype(weight.dtype), xp.reshape(weight, (9, c * o)), out=places.reshape(16, c * o))
+    return places
+
+
+def weight_gradient(xp: Any, places: Array, out: Array) -> None:
+    """Write the weight's gradient, given that of `kernel_places`.
+
+    Args:
+        xp: the array library.
+        places: (16, c, o).
+        out: (3, 3, c, o), C-contiguous.
+    """
+    _, c, o = places.shape
+    xp.matmul(_GG.T.astype(places.dtype), places.reshape(16, c * o), out=out.reshape(9, c * o))
+
+
+def image_bytes(h: int, w: int, c: int, o: int, itemsize: int) -> int:
+    """Return how many bytes the 16 places of an image and of its result take.
+
+    Args:
+        h, w: the image's rows and columns of pixels.
+        c, o: channels of the image and of the result.
+        itemsize: bytes of an element.
+    """
+    return 4 * h * w * (c + o) * itemsize
+
+
+class Tiles:
+    """The transforms of a block of images (count, h, w, c), h and w even, to results (count, h, w, o) and back.
+
+    Everything lies in memory that the next block uses again.
+
+    Attributes:
+        results: (2, 2, h / 2, w / 2, count, o): results by their place in a tile, or their gradient, for `spread`.
+        pooled: (h / 2, w / 2, count, o), for one element of each tile.
+        planes: pools the results' places.
+    """
+
+    __slots__ = (
+        "_back",
+        "_inner",
+        "_matrices",
+        "_patches",
+        "_places",
+        "_rows",
+        "_seen",
+        "_tiles",
+        "_xp",
+        "planes",
+        "pooled",
+        "results",
+    )
+
+    def __init__(self, xp: Any, shape: tuple[int, ...], o: int, dtype: Any) -> None:
+        count, h, w, c = shape
+        rows, columns, run = h // 2, w // 2, count * c
+        self._xp = xp
+        self._matrices = [each.astype(dtype) for each in (_B, _AA, _AA.T.copy(), _OWN)]
+        spread: Array = xp.zeros((h + 2, w + 2, count, c), dtype)
+        seen: Array = xp.empty((4, rows, w + 2, count, c), dtype)
+        self._inner = spread[1:-1, 1:-1]
+        # four rows of pixels for each row of tiles, and then four of each for each tile; they overlap by two
+        self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run))
+        self._seen = seen.reshape(4, rows, (w + 2) * run).swapaxes(0, 1)
+        self._tiles = _overlapping(seen.reshape(4, rows, w + 2, run))
+        self._patches: Array = xp.empty((4, 4, rows, columns, count, c), dtype)
+        self._back = seen.reshape(seen.size)[: 8 * rows * columns * run].reshape(4, 2, rows, columns, count, c)
+        self._places: Array = xp.empty((4, 4, rows, columns, count, o), dtype)
+        self.results: Array = xp.empty((2, 2, rows, columns, count, o), dtype)
+        self.pooled: Array = xp.empty((rows, columns, count, o), dtype)
+        self.planes = Planes(xp, 4, self.pooled.size)
+
+    def load(self, images: Array) -> None:
+        """Transform the patches of images: B^T d B."""
+        xp, patches = self._xp, self._patches
+        xp.copyto(self._inner, images.transpose(1, 2, 0, 3))  # (h, w, count, c)
+        xp.matmul(self._matrices[0], self._rows, out=self._seen)  # rows first, B^T d, and then columns
+        four, _, rows, columns, count, c = patches.shape
+        patches = patches.reshape(four, 4, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
+        xp.matmul(self._matrices[0], self._tiles, out=patches)
+
+    def multiply(self, kernel: Array) -> None:
+        """Compute the results of the loaded images."""
+        xp = self._xp
+        xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
+        xp.matmul(self._matrices[1], _by_rows(self._places), out=_by_rows(self.results))
+
+    def spread(self) -> Array:
+        """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2 count, o)."""
+        self._xp.matmul(self._matrices[2], _by_rows(self.results), out=_by_rows(self._places))
+        sums: Array = _stacked(self._places)[5]  # places (1, 1)
+        return sums
+
+    def kernel_gradient(self) -> tuple[Array, Array]:
+        """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places."""
+        return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
+
+    def input_gradient(self, kernel: Array, out: Array) -> None:
+        """Write the images' gradient, B dv B^T, to out (count, h, w, c); what was loaded is lost.
+
+        Args:
+            kernel: (16, o, c), the transposed places.
+        """
+        xp, v, back = self._xp, self._patches, self._back
+        _, _, rows, columns, count, c = v.shape
+        xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
+        size = rows * columns * count * c
+        xp.matmul(self._matrices[3], v.reshape(4, 4, size), out=back.reshape(4, 2, size))
+        xp.add(back[:, 0, :, 1:], v[:, 3, :, :-1], out=back[:, 0, :, 1:])  # the last pixel of the tile before
+        xp.add(back[:, 1, :, :-1], v[:, 0, :, 1:], out=back[:, 1, :, :-1])  # the first pixel of the tile after
+        own = v[0].reshape(2, 2, rows, columns, count, c)  # its memory is free by now
+        xp.matmul(self._matrices[3], back.reshape(4, 2 * size), out=own.reshape(2, 2 * size))
+        xp.add(own[0, :, 1:], back[3, :, :-1], out=own[0, :, 1:])  # the same for rows
+        xp.add(own[1, :, :-1], back[0, :, 1:], out=own[1, :, :-1])
+        xp.copyto(out.reshape(count, rows, 2, columns, 2, c).transpose(2, 4, 1, 3, 0, 5), own)
+
+
+def _stacked(places: Array) -> Array:
+    """Return places (4, 4, rows, columns, count, c) as matrices (16, rows columns count, c)."""
+    _, _, rows, columns, count, c = places.shape
+    return places.reshape(16, rows * columns * count, c)
+
+
+def _by_rows(places: Array) -> Array:
+    """Return places (a, b, rows, ...) as matrices (rows, a b, ...): BLAS is quicker at several moderate ones."""
+    a, b, rows, columns, count, c = places.shape
+    return places.reshape(a * b, rows, columns * count * c).swapaxes(0, 1)
+
+
+def _overlapping(pixels: Array) -> Array:
+    """Return of pixels (..., n, run) a view (..., n / 2 - 1, 4, run): each four, of which two are the next one's."""
+    *lead, n, run = pixels.shape
+    *steps, step, item = pixels.strides
+    view: Array = np.lib.stride_tricks.as_strided(
+        pixels, (*lead, n // 2 - 1, 4, run), (*steps, 2 * step, step, item), writeable=False
+    )
+    return view

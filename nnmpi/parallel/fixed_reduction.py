@@ -1,0 +1,168 @@
+"""Gradients summed in a fixed order: the same bits under every data-parallel and pipeline layout.
+
+The bits of a floating-point sum depend on its order, and those of a matrix product on its shape. So each microbatch is
+computed as a whole on one replica, with the same shapes in every layout, and the microbatches' gradients are added in a
+tree that depends on their number alone (see `comm.fixed_order`):
+
+    serial              4 microbatches on 1 replica:    ((0 + 1) + (2 + 3))
+    2 replicas          0 + 1  on one, 2 + 3 on the other, and then the sum of both
+    3 replicas          0 + 1  |  2  |  3               the tree stays
+
+It works for any number of replicas (those beyond the number of microbatches have nothing to do), of stages and of
+microbatches, as long as no parameter is used in two stages and no batch norm in two places. Two runs have the same bits
+if they have the same number of microbatches. That holds for what training computes (losses, gradients, their length,
+weights, running statistics), and not for the loss of an evaluation, whose batches the layout cuts. It holds on one
+processor type, with one BLAS library and one thread. Batch statistics are those of a microbatch; running statistics
+take in the microbatches in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from nnmpi import timeline
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.device.copies import put, room_like, to_host, to_hosts
+from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+
+
+class FixedReduction:
+    """Sums a model's gradients over microbatches and replicas, part by part of the model.
+
+    Args:
+        model: initialized; its batch norms' running statistics are updated here from now on.
+        group: the replicas.
+        parts: for each part (a stage, or the whole model) its parameters, by their numbers in the model's storage.
+        backend: where the model lives.
+
+    Attributes:
+        microbatch: the one whose forward runs, to which batch statistics then belong; the caller sets it before.
+
+    Raises:
+        UsageError: when a parameter belongs to two parts.
+    """
+
+    def __init__(self, model: Module, group: Group, parts: Sequence[Sequence[int]], backend: Backend) -> None:
+        self.model, self.group, self.backend = model, group, backend
+        self.storage = model.storage
+        self.microbatch = 0
+        self._parts = [list(part) for part in parts]
+        self._ranges = [self._find_ranges(part) for part in self._parts]
+        self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
+        self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
+        self._trees: list[dict[int, SumTree]] = []
+        self._count = 0
+        for number, norm in enumerate(self._norms):
+            norm.observe = partial(self._observe, number)
+
+    def begin(self, microbatches: int) -> None:
+        """Begin a step with so many microbatches, over all replicas."""
+        self._count = microbatches
+        self._trees = [{buffer: SumTree(microbatches) for buffer in ranges} for ranges in self._ranges]
+        for seen in self._seen:
+            seen.clear()
+
+    def add(self, part: int, microbatch: int) -> None:
+        """Take the gradients of one microbatch for one part of the model, and clear them in the model."""
+        for number in self._parts[part]:
+            self.storage.spans[number].parameter.finish_gradient()
+        for buffer, tree in self._trees[part].items():
+            tree.push(microbatch, to_host(self._slice(part, buffer)))
+        for number in self._parts[part]:
+            self.storage.spans[number].parameter.grad = None
+
+    def finish(self) -> None:
+        """Write the sums into the storage's gradients, and update running statistics. Collective."""
+        with timeline.span("gradients", "collective", timeline.REDUCE):
+            self._sum()
+        for norm, seen in zip(self._norms, self._seen, strict=True):
+            self._take_in(norm, seen)
+
+    def _sum(self) -> None:
+        for part, trees in enumerate(self._trees):
+            for buffer, tree in trees.items():
+                place = self._slice(part, buffer)
+                out = room_like(place, place.shape) if is_device(place) else place
+                sum_in_fixed_order(self.group, tree, out)
+                put(out, place)
+            for number in self._parts[part]:
+                parameter = self.storage.spans[number].parameter
+                parameter.grad = parameter.buffer
+
+    def sum_numbers(self, values: dict[int, float], group: Group) -> float:
+        """Return the sum of one number per microbatch, in the same tree; collective.
+
+        Args:
+            values: by microbatch; one rank of the group has each.
+        """
+        numbers = np.zeros(self._count)
+        for microbatch, value in values.items():
+            numbers[microbatch] = value
+        group.all_reduce(numbers, check=False)  # of each one rank has more than a zero, so nothing is rounded
+        tree = SumTree(self._count)
+        for microbatch in range(self._count):
+            tree.push(microbatch, numbers[microbatch : microbatch + 1])
+        (total,) = tree.blocks.values()
+        return float(total[0])
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of gradients that are summed over the replicas in a step; 0 for a single one."""
+        ranges = [(buffer, place) for part in self._ranges for buffer, place in part.items()]
+        size = sum((place.stop - place.start) * self.storage.grads[buffer].itemsize for buffer, place in ranges)
+        return size if self.group.size > 1 else 0
+
+    def release(self) -> None:
+        """Take the reduction off the model again."""
+        for norm in self._norms:
+            norm.observe = None
+
+    def _observe(self, number: int, mean: Array, variance: Array) -> None:
+        if self.microbatch in self._seen[number]:
+            raise UsageError(
+                "a batch normalization normalizes twice in one microbatch, as it stands in two places of the model; "
+                "make a layer for each place, or sum gradients in any order"
+            )
+        self._seen[number][self.microbatch] = (mean, variance)
+
+    def _take_in(self, norm: BatchNorm, seen: dict[int, tuple[Array, Array]]) -> None:
+        """Update running statistics by all microbatches' in order, wherever they were computed."""
+        channels = norm.running_mean.data.size
+        everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
+        for microbatch, (mean, variance) in seen.items():
+            everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
+        self.group.all_reduce(everyones.reshape(-1), check=False)  # one replica has each, so nothing is rounded
+        for mean, variance in everyones:
+            norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))
+
+    def _find_ranges(self, part: Sequence[int]) -> dict[int, slice]:
+        """Return where a part's parameters lie in each flat array."""
+        ranges: dict[int, slice] = {}
+        for number in part:
+            span = self.storage.spans[number]
+            known = ranges.get(span.buffer, slice(span.start, span.stop))
+            ranges[span.buffer] = slice(min(known.start, span.start), max(known.stop, span.stop))
+        inside = [
+            number
+            for number, span in enumerate(self.storage.spans)
+            if span.buffer in ranges and ranges[span.buffer].start <= span.start < ranges[span.buffer].stop
+        ]
+        if sorted(inside) != sorted(set(part)):
+            raise UsageError(
+                "a fixed order of sums needs each stage's parameters for itself, but some stand in two stages; cut the "
+                "model so that tied layers share a stage, or sum gradients in any order"
+            )
+        return ranges
+
+    def _slice(self, part: int, buffer: int) -> Array:
+        view: Array = self.storage.grads[buffer][self._ranges[part][buffer]]
+        return view

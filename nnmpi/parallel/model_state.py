@@ -1,0 +1,288 @@
+"""The state of a model that is spread over ranks: its arrays pass through rank 0, whole and one at a time.
+
+    gather    rank 1  [a0]--.                                         scatter  file -> rank 0 [a0 a1]
+              rank 2  [a1]--+--> rank 0 [a0 a1] -> file, then the next                 |--[a0]--> rank 1 --> rank 3
+              rank 3  [a0] (a replica, which owns nothing)                              `--[a1]--> rank 2
+
+No rank ever holds more than its own slices, one whole array and one slice of that. This module does not know layouts:
+the ranks report which slices they hold (see `shard_map`), so any layout can read what another one wrote.
+
+A rank that fails does not stop there. It keeps its error and answers "no" to each of its remaining transfers, so that
+nobody blocks waiting for it; after the last array, all ranks raise together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.agreement import CollectivePhase, refuse_different
+from nnmpi.comm.algorithms.tree import tree_broadcast
+from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import Rendezvous, rendezvous
+from nnmpi.errors import CheckpointError, LayoutError, ShapeError
+from nnmpi.parallel.shard_map import ArraySpec, ShardMap, check_fit, describe, shard_maps
+from nnmpi.shard import Region
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One array of this rank: a parameter, a buffer, or an optimizer's state of a parameter.
+
+    Attributes:
+        name: the full name in the full model ("2.weight"; "momentum/2.weight").
+        shape, dtype: of the whole array.
+        region: the part that this rank has; None for all of it.
+        array: the values, a live view (of `region.local_shape`), on the host or a device.
+        owned: whether this rank is the one that writes it; each element must have exactly one owner.
+
+    Raises:
+        ShapeError: when the array is not of the region's shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    region: Region | None
+    array: Array
+    owned: bool
+
+    def __post_init__(self) -> None:
+        """Check that the array has the region's shape."""
+        whole, local = (self.shape, self.shape)
+        if self.region is not None:
+            whole, local = self.region.shape, self.region.local_shape
+        if whole != self.shape or tuple(self.array.shape) != local:
+            raise ShapeError(
+                f"{self.name} has shape {tuple(self.array.shape)} here, but this rank's part of {self.shape} is {local}"
+            )
+
+    @classmethod
+    def of(cls, name: str, array: Array, region: Region | None = None, owned: bool = True) -> StateEntry:
+        """Return the entry of an array; the whole array's shape is the region's, its dtype the array's.
+
+        Args:
+            name, array, region, owned: see `StateEntry`.
+        """
+        shape = tuple(array.shape) if region is None else region.shape
+        return cls(name, shape, str(array.dtype), region, array, owned)
+
+
+class ModelState:
+    """The arrays that the ranks of a group hold, seen as those of one full model.
+
+    Args:
+        entries: this rank's arrays; there may be none.
+        order: the names of all arrays of the full model, in order; the same on all ranks.
+        group: all ranks over which the model and its replicas are spread.
+    """
+
+    def __init__(self, entries: Sequence[StateEntry], order: Sequence[str], group: Group) -> None:
+        self._entries, self._order, self._group = list(entries), list(order), group
+        self._own = {entry.name: entry.array for entry in self._entries}
+        self._maps: dict[str, ShardMap] | None = None
+
+    def specs(self) -> dict[str, ArraySpec]:
+        """Return shape and dtype of each whole array by name, in order. Collective the first time.
+
+        Raises:
+            LayoutError: on all ranks, when the ranks' arrays do not make up one model; the message says which.
+        """
+        return {name: shards.spec for name, shards in self._shard_maps().items()}
+
+    def gather(self, write: Callable[[str, Array], Any]) -> None:
+        """Call `write(name, whole array)` on rank 0 for each name, in order. Collective.
+
+        The array is C-contiguous, in host memory, and may be overwritten after the call has returned.
+
+        Raises:
+            LayoutError: on all ranks: see `specs`.
+            NnmpiError: on all ranks, when `write` raises or a rank cannot send its slice; nothing more is written then.
+        """
+        maps, phase = self._shard_maps(), CollectivePhase(self._group)
+        with rendezvous(self._group) as channel:
+            for name, shards in maps.items():
+                if self._group.is_root:
+                    whole = _gather_array(shards, self._own.get(name), channel, phase)
+                    phase.attempt(write, name, whole)
+                else:
+                    _send_slice(shards, self._group.rank, self._own.get(name), channel, phase)
+        phase.agree(speaker=0)
+
+    def check(self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint") -> None:
+        """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays have. Collective.
+
+        Args:
+            found, source: see `scatter`.
+
+        Raises:
+            CheckpointError: on all ranks, with the first difference.
+            LayoutError: on all ranks: see `specs`.
+        """
+        expected, phase = self.specs(), CollectivePhase(self._group)
+        if self._group.is_root:
+            phase.attempt(check_fit, found or {}, expected, source)
+        phase.agree(speaker=0)
+
+    def scatter(
+        self,
+        read: Callable[[str], Array],
+        found: Mapping[str, ArraySpec] | None = None,
+        source: object = "the checkpoint",
+    ) -> None:
+        """Give every rank its part of what rank 0's `read(name)` returns for each name, in order. Collective.
+
+        Args:
+            read: name -> the whole array; called on rank 0 alone.
+            found: on rank 0 the shapes and dtypes of what `read` will return; without it everything is read twice,
+                first for these.
+            source: what the arrays come from, for messages; on rank 0.
+
+        Raises:
+            CheckpointError: on all ranks, when a name is missing or unknown, or a shape or dtype differs; nothing is
+                changed then.
+            LayoutError: on all ranks: see `specs`.
+            NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of no use.
+        """
+        maps, phase, rank = self._shard_maps(), CollectivePhase(self._group), self._group.rank
+        if found is None and rank == 0:
+            found = phase.attempt(_look, read, maps)
+        phase.agree(speaker=0)
+        self.check(found, source)
+        with rendezvous(self._group) as channel:
+            for name, shards in maps.items():
+                whole = None if rank else phase.attempt(_read, read, name, shards.spec, source)
+                for region, holders in shards.holders().items():
+                    _distribute(shards, rank, region, holders, whole, self._own.get(name), channel, phase)
+        phase.agree(speaker=0)
+
+    def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
+        """Return copies of all whole arrays by name, in host memory, on rank 0 or `everywhere`; else nothing.
+
+        For models that fit into one rank's memory, as in tests. Collective.
+
+        Raises:
+            LayoutError, NnmpiError: see `gather`.
+        """
+        found: dict[str, Array] = {}
+        self.gather(lambda name, array: found.update({name: array.copy()}))
+        if everywhere:
+            for name, spec in self.specs().items():
+                array = found.setdefault(name, np.empty(spec.shape, spec.dtype))
+                self._group.broadcast(array)
+        return found
+
+    def _shard_maps(self) -> dict[str, ShardMap]:
+        """Return where every array is. Collective the first time."""
+        if self._maps is None:
+            own = [describe(e.name, ArraySpec(e.shape, e.dtype), e.region, e.owned) for e in self._entries]
+            digest = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
+            everyones = self._group.gather([digest, own])
+            problem = "the names of the model's arrays, or their order, differ between the ranks"
+            refuse_different([[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None)
+            self._maps = shard_maps([entries for _, entries in everyones], self._order)
+        return self._maps
+
+
+def _look(read: Callable[[str], Array], names: Iterable[str]) -> dict[str, ArraySpec]:
+    """Return the specs of those arrays that there are."""
+    found = {}
+    for name in names:
+        with suppress(KeyError):
+            found[name] = ArraySpec.of(read(name))
+    return found
+
+
+def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: object) -> Array:
+    whole = _to_host(read(name))
+    if ArraySpec.of(whole) != spec:
+        raise CheckpointError(f"{source} has changed: {name} is now of {ArraySpec.of(whole)}, not {spec}")
+    return whole
+
+
+def _to_host(array: Array) -> Array:
+    """Return the values as a C-contiguous array in host memory, a copy only where one is needed; 0-d stays 0-d."""
+    get = getattr(array, "get", None)
+    return np.asarray(array if get is None else get(), order="C")
+
+
+def _gather_array(shards: ShardMap, own: Array | None, channel: Rendezvous, phase: CollectivePhase) -> Array | None:
+    """Return the whole array on rank 0, from its own slice and those of the other owners; None after a failure."""
+    whole = phase.attempt(_empty, shards.spec, None)
+    for each in shards.written:
+        if each.rank == 0:
+            phase.attempt(_put, whole, each.region, own)
+            continue
+        # A slice that is the whole array is received in its place; others need a copy, as their rows lie apart.
+        direct = each.region is None or each.region.is_whole
+        part = whole if direct else phase.attempt(_empty, shards.spec, each.region)
+        if phase.require(channel.receive(None if phase.stopped else part, each.rank)) and not direct:
+            phase.attempt(_put, whole, each.region, part)
+    return None if phase.stopped else whole
+
+
+def _send_slice(shards: ShardMap, rank: int, own: Array | None, channel: Rendezvous, phase: CollectivePhase) -> None:
+    """Send what this rank owns of an array to rank 0, where `_gather_array` runs."""
+    if any(each.rank == rank for each in shards.written):
+        part = phase.attempt(_to_host, own)
+        phase.require(channel.send(part, to=0))
+
+
+def _distribute(
+    shards: ShardMap,
+    rank: int,
+    region: Region | None,
+    holders: Sequence[int],
+    whole: Array | None,
+    own: Array | None,
+    channel: Rendezvous,
+    phase: CollectivePhase,
+) -> None:
+    """Send a region of rank 0's whole array to all ranks that hold it, along a binomial tree, and write it there.
+
+    Args:
+        shards: where the array is.
+        rank: this rank.
+        region: what is sent; None for all of the array.
+        holders: the ranks that hold the region; rank 0 may be among them.
+        whole: on rank 0; None after a failure.
+        own: on the holders, the array that is written.
+        channel: what it is sent through.
+        phase: takes errors.
+    """
+    chain = [0, *(holder for holder in holders if holder != 0)]
+    if rank not in chain:
+        return
+    part = phase.attempt(_empty, shards.spec, region) if rank else phase.attempt(_take, whole, region)
+    for step in tree_broadcast(chain.index(rank), len(chain)):
+        if step.from_ is not None and not phase.require(channel.receive(part, chain[step.from_])):
+            part = None
+        if step.to is not None:
+            channel.send(part, chain[step.to])
+    if rank in holders:
+        phase.attempt(_write, own, part)
+
+
+def _empty(spec: ArraySpec, region: Region | None) -> Array:
+    return np.empty(spec.shape if region is None else region.local_shape, spec.dtype)
+
+
+def _put(whole: Array, region: Region | None, part: Array) -> None:
+    if region is None:
+        whole[...] = _to_host(part)
+    else:
+        region.put(whole, _to_host(part))
+
+
+def _take(whole: Array, region: Region | None) -> Array:
+    return np.asarray(whole if region is None else region.take(whole), order="C")
+
+
+def _write(own: Array, part: Array) -> None:
+    own[...] = namespace(own).asarray(part)

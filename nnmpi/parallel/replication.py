@@ -1,0 +1,94 @@
+"""Ranks that hold the same parameters: do they have the same model, and are the values equal everywhere.
+
+Every strategy that keeps replicas begins here: the same model, the same first values. `check_replicas` finds a drift of
+parameters that tensor parallelism repeats; that of data-parallel replicas is found by `DataParallel.check_equal`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.agreement import require_equal
+from nnmpi.comm.device.copies import to_host
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import Parameter
+
+
+def check_same_model(group: Group, storage: FlatStorage) -> None:
+    """Compare the names, shapes and dtypes of the parameters over all ranks; collective.
+
+    Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that those of different
+    models may have the same length.
+
+    Raises:
+        CommError: on all ranks, naming the first parameter that differs.
+    """
+    if group.size == 1:
+        return
+    dtypes = [str(array.dtype) for array in storage.data]
+    parameters = [f"{s.parameter.name} {s.parameter.shape} {dtypes[s.buffer]}" for s in storage.spans]
+    require_equal(group, parameters, "the ranks have different models", "build the same model on every rank")
+
+
+def check_free(model: Module) -> None:
+    """Refuse a model that has a strategy already, or that has parameters whose gradients would not be summed.
+
+    Raises:
+        UsageError: in both cases; the message says what to do.
+    """
+    stored = {id(span.parameter) for span in model.storage.spans}
+    strange = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
+    if strange:
+        raise UsageError(
+            f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
+            "model.initialize() again"
+        )
+    model.storage.finish_gradients()
+    parameters = [span.parameter for span in model.storage.spans]
+    if any(each.hook is not None or each.guard is not None for each in parameters):
+        raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
+    if model.storage.common:
+        raise UsageError("the model has a fused update already; call its worker's release() first")
+
+
+def broadcast_state(model: Module, group: Group) -> None:
+    """Give all ranks rank 0's parameters and buffers; collective."""
+    for array in [*model.storage.data, *(buffer.data for _, buffer in model.named_buffers())]:
+        if array.flags.c_contiguous:
+            group.broadcast(array)
+        else:
+            values = namespace(array).ascontiguousarray(array)
+            group.broadcast(values)
+            array[...] = values
+    if model.storage.common:
+        group.barrier()  # the parameters are the node's: nobody may write there before the last rank has
+
+
+def check_replicas(model: Module, group: Group) -> None:
+    """Compare a hash of each parameter and buffer that is replicated in a tensor group; collective.
+
+    They must stay equal bit for bit, or the ranks' results drift apart.
+
+    Raises:
+        CommError: on all ranks, naming one that differs and the ranks.
+    """
+    entries: dict[str, Parameter | Buffer] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = [name for name, entry in entries.items() if entry.region is None]
+    arrays = [to_host(entries[name].data) for name in names]
+    require_equal(
+        group,
+        [digest(array) for array in arrays],
+        lambda number: f"{names[number]}, which is replicated in the tensor group, differs between its ranks",
+        show=None,
+    )
+
+
+def digest(array: Array) -> str:
+    """Return a hash of an array's values: any shape and dtype, in host memory."""
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()

@@ -1,0 +1,250 @@
+"""Collectives as operations of the graph, in adjoint pairs: each one's backward is the other's forward.
+
+Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A replicated ("whole")
+activation counts as one vector that every rank has a copy of, and its gradient is replicated, too:
+
+    forward                       backward                      of
+
+    x          -> x x x           sum of the ranks' gradients   copy             whole -> each rank's own
+    x y z      -> x+y+z           the same gradient             sum_over_ranks           each rank's own -> whole
+    abc        -> a b c           abc on every rank             scatter          whole -> parts
+    a b c      -> abc             a b c                         gather           parts -> whole
+    a b c      -> abc abc abc     sums of a, of b, of c         gather_summing_grads   parts -> each rank's own
+
+`gather_summing_grads` is `copy` after `gather`, in one message. Every rank records the same operations in the same
+order, so the collectives of a backward pass match as those of the forward pass do. On a group of one rank all of them
+are the identity. Arrays on a device travel as `comm.device` says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.group import Group
+from nnmpi.comm.vector_collectives import all_gather_v, reduce_scatter_v
+from nnmpi.errors import ShapeError
+from nnmpi.parallel.sharded.placement import Placement
+from nnmpi.shard import Region
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.timeline import REDUCE, span
+
+CATEGORY = "tensor"  # of this package's events in a timeline
+
+
+def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
+    """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array` stays as it is."""
+    if out is None:
+        out = namespace(array).empty(array.shape, dtype=array.dtype)
+    out[...] = array
+    return sum_in_place(group, out)
+
+
+def sum_in_place(group: Group, array: Array) -> Array:
+    """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
+    whole = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    with span("all-reduce", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+        group.all_reduce(whole.reshape(-1), check=False)
+    if whole is not array:
+        array[...] = whole
+    return array
+
+
+class _Regions:
+    """Where the ranks' parts lie in an activation, given one of its forms."""
+
+    def __init__(self, group: Group, placement: Placement, shape: tuple[int, ...], is_whole: bool) -> None:
+        self.group = group
+        axis = placement.axis % len(shape)
+        if not is_whole:
+            shape = (*shape[:axis], _whole_length(group, placement, shape[axis]), *shape[axis + 1 :])
+        elif placement.repeats is not None and shape[axis] != placement.units * placement.unit * placement.repeats:
+            raise ShapeError(
+                f"an activation of shape {shape} came where the model was sharded for one with "
+                f"{placement.units * placement.unit * placement.repeats} in dimension {axis}; shard the model for the "
+                "samples that it gets"
+            )
+        self.whole = shape
+        self.parts: list[Region] = [placement.region(shape, axis, group.size, rank) for rank in range(group.size)]
+        self.own = self.parts[group.rank]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each rank's part has."""
+        return [int(np.prod(region.local_shape)) for region in self.parts]
+
+    def gather(self, part: Array) -> Array:
+        """Return the whole array, given this rank's part of it."""
+        if part.shape != self.own.local_shape:
+            raise ShapeError(
+                f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation {self.whole}, of which "
+                f"{self.own.local_shape} is its part; the layers were sharded for other sizes"
+            )
+        xp = namespace(part)
+        whole: Array = xp.empty(self.whole, dtype=part.dtype)
+        with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+            parts = all_gather_v(self.group, xp.ascontiguousarray(part).reshape(-1), self.counts)
+        for region, values in zip(self.parts, parts, strict=True):
+            region.put(whole, values)
+        return whole
+
+    def take(self, whole: Array) -> Array:
+        """Return this rank's part, contiguous."""
+        part: Array = namespace(whole).ascontiguousarray(self.own.take(whole))
+        return part
+
+    def reduce_scatter_v(self, whole: Array) -> Array:
+        """Return this rank's part of the sum over the ranks."""
+        flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
+        with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
+            own = reduce_scatter_v(self.group, flat, self.counts)
+        return own.reshape(self.own.local_shape)
+
+
+def _whole_length(group: Group, placement: Placement, own: int) -> int:
+    """Return how long the cut axis is altogether, given this rank's part of it."""
+    width = placement.width(group.size, group.rank)
+    placement.check_known(group.size)
+    repeats = own // width if placement.repeats is None else placement.repeats
+    return placement.units * placement.unit * repeats
+
+
+class Copy(Function):
+    """The same on every rank; the gradients are summed."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def forward(self, x: Array) -> Array:
+        return x
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (all_sum(self.group, grad, self.into(0)),)
+
+
+class SumOverRanks(Function):
+    """The sum over the ranks, and a bias that is added to it once."""
+
+    __slots__ = ("fresh", "group")
+
+    def __init__(self, group: Group, fresh: bool) -> None:
+        self.group, self.fresh = group, fresh
+
+    def forward(self, x: Array, bias: Array | None) -> Array:
+        y = sum_in_place(self.group, x) if self.fresh else all_sum(self.group, x)
+        if bias is not None:
+            y += bias
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        if not self.needs[1]:
+            return grad if self.needs[0] else None, None
+        rows = grad.reshape(int(np.prod(grad.shape[:-1])), grad.shape[-1])
+        return grad if self.needs[0] else None, namespace(grad).sum(rows, axis=0, out=self.into(1))
+
+
+class _Cut(Function):
+    """What the others share: how the activation is cut."""
+
+    __slots__ = ("group", "placement")
+
+    def __init__(self, group: Group, placement: Placement) -> None:
+        self.group, self.placement = group, placement
+
+    def _regions(self, x: Array, is_whole: bool) -> _Regions:
+        regions = _Regions(self.group, self.placement, x.shape, is_whole)
+        self.saved = (regions,)
+        return regions
+
+
+class Scatter(_Cut):
+    """This rank's part."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=True).take(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].gather(grad),)
+
+
+class Gather(_Cut):
+    """All parts together."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=False).gather(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].take(grad),)
+
+
+class GatherSummingGrads(_Cut):
+    """All parts together, on each rank for a use of its own."""
+
+    def forward(self, x: Array) -> Array:
+        return self._regions(x, is_whole=False).gather(x)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self.saved[0].reduce_scatter_v(grad),)
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Return x, replicated, for a computation that differs from rank to rank: its gradients are summed."""
+    return x if group.size == 1 else Copy(group)(x)
+
+
+def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None, fresh: bool = False) -> Tensor:
+    """Return the sum over the ranks of x, all of one shape, plus a bias; replicated.
+
+    Args:
+        x: (..., features), this rank's summand.
+        group: the ranks.
+        bias: (features,), replicated; added once.
+        fresh: whether x was just computed and nothing else uses its array, so that the sum may overwrite it.
+    """
+    if group.size == 1 and bias is None:
+        return x
+    return SumOverRanks(group, fresh)(x, bias)
+
+
+def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:
+    """Return this rank's part of x, which is replicated.
+
+    Args:
+        x: the whole activation.
+        group: the ranks.
+        placement: which part each rank gets.
+    """
+    return x if group.size == 1 or placement.is_replicated else Scatter(group, placement)(x)
+
+
+def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
+    """Return all ranks' parts together, on every rank, for a computation that is the same on all of them.
+
+    Args:
+        x: this rank's part.
+        group: the ranks.
+        placement: which part each rank has.
+
+    Raises:
+        ShapeError: when x is not the part that the placement says.
+    """
+    return x if group.size == 1 or placement.is_replicated else Gather(group, placement)(x)
+
+
+def gather_summing_grads(x: Tensor, group: Group, placement: Placement) -> Tensor:
+    """Return all ranks' parts together, for a computation that differs from rank to rank: its gradients are summed.
+
+    Args:
+        x: this rank's part.
+        group: the ranks.
+        placement: which part each rank has.
+
+    Raises:
+        ShapeError: when x is not the part that the placement says.
+    """
+    if group.size == 1:
+        return x
+    return copy(x, group) if placement.is_replicated else GatherSummingGrads(group, placement)(x)

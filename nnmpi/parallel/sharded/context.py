@@ -1,0 +1,171 @@
+"""What a layer's rule gets (`LayerContext`) and what it may put around a layer (`Redistributed`).
+
+A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange before the layer:
+
+    on_replicated    the layer as it is, on activations that are made whole      gather
+    to_each          whole, for a computation that differs from rank to rank     gather, gradients are summed
+    to_parts         each rank's part of it                                      scatter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.skip import Pop
+from nnmpi.parallel.sharded.collectives import gather, gather_summing_grads, scatter
+from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement
+from nnmpi.tensor.tensor import Tensor
+
+Redistribute: TypeAlias = Callable[[Tensor], Tensor]
+Placed: TypeAlias = tuple[Module, Placement]
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Where a layer stands in the model, and what comes to it.
+
+    Attributes:
+        name: its full name in the model.
+        placement: of the activation that comes to it.
+        shape: of a whole sample of that activation, without the batch; None when it is not known.
+        sharding: what the table has for the layer; None when it has nothing.
+        sharder: cuts parameters for this rank.
+    """
+
+    name: str
+    placement: Placement
+    shape: tuple[int, ...] | None
+    sharding: Sharding | None
+    sharder: ParameterSharder
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share each layer."""
+        return self.sharder.group
+
+    def on_replicated(self, module: Module, features: int | None = None) -> Placed:
+        """Return a layer that works as it is, on whole activations, with the exchange that makes them whole.
+
+        Args:
+            features: the length of their last axis, where the layer knows it.
+        """
+        if self.placement.is_replicated:
+            return module, REPLICATED
+        return Redistributed(module, before=self.to_replicated(features)), REPLICATED
+
+    def to_replicated(self, features: int | None = None) -> Redistribute:
+        """Return the exchange before work that is the same on every rank: whole; backward keeps this rank's slice."""
+        return partial(gather, group=self.group, placement=self._known(features))
+
+    def to_each(self, features: int | None = None) -> Redistribute:
+        """Return the exchange before work that differs from rank to rank: whole; backward sums over the ranks."""
+        return partial(gather_summing_grads, group=self.group, placement=self._known(features))
+
+    def _known(self, features: int | None) -> Placement:
+        if features is not None and self.placement.repeats is None:
+            return self.placement.resolve(features)
+        self.placement.check_known(self.group.size)
+        return self.placement
+
+    def to_parts(self, placement: Placement) -> Redistribute:
+        """Return what gives each rank its part of the activation in that placement."""
+        if placement == self.placement:
+            return _same
+        cut = partial(scatter, group=self.group, placement=placement)
+        if self.placement.is_replicated:
+            return cut
+        whole = self.to_replicated()
+        return lambda x: cut(whole(x))
+
+    def sample(self) -> tuple[int, int, int]:
+        """Return the whole image (height, width, channels) that comes to the layer.
+
+        Raises:
+            LayoutError: when it is not known, or no image.
+        """
+        if self.shape is None or len(self.shape) != 3:
+            raise self.refuse(
+                "works on the rows of images, whose height must be known: give shard() the shape of a sample, "
+                "sample=(height, width, channels)"
+            )
+        height, width, channels = self.shape
+        return height, width, channels
+
+    def refuse(self, why: str) -> LayoutError:
+        """Return the error that says which layer cannot be sharded so, and why."""
+        return LayoutError(f"layer {self.name!r} {why}")
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class Redistributed(Module):
+    """after(inner(before(x))).
+
+    It does not show in the model's tree: modules and parameters have the same names as without it.
+
+    Args:
+        inner: the module.
+        before, after: what happens to its input and its result; None for nothing.
+    """
+
+    def __init__(
+        self, inner: Module, before: Callable[[Any], Any] | None = None, after: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.inner = inner
+        self._before, self._after = before, after
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Yield the inner module under this one's name, and all below it."""
+        yield from self.inner.named_modules(prefix)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield the inner module's children."""
+        yield from self.inner.children()
+
+    def set_child(self, name: str, module: Module) -> None:
+        """Put a module in the place of the inner module's child with that name."""
+        self.inner.set_child(name, module)
+
+    def forward(self, x: Any) -> Any:
+        """Return the inner module's result, exchanged."""
+        y = self.inner(x if self._before is None else self._before(x))
+        return y if self._after is None else self._after(y)
+
+
+class RedistributedPop(Pop):
+    """pop(before(x), kept).
+
+    The exchange is in the Pop itself, and not after the layer before it: that layer's result may be stashed, too.
+
+    Args:
+        pop: the whole model's.
+        before: what happens to its first input.
+    """
+
+    def __init__(self, pop: Pop, before: Callable[[Any], Any]) -> None:
+        super().__init__(pop.name, pop.shortcut)
+        self._before = before
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        """Return the sum."""
+        return super().forward(self._before(x), kept)
+
+
+class Redistribution(Module):
+    """An exchange as a module of its own, without parameters, where there is no module to put it around."""
+
+    def __init__(self, exchange: Callable[[Any], Any]) -> None:
+        self._exchange = exchange
+
+    def forward(self, x: Any) -> Any:
+        """Return x, exchanged."""
+        return self._exchange(x)

@@ -1,0 +1,121 @@
+"""Layers without parameters, on activations that are cut: activations, softmax, flatten and dropout.
+
+Most work on any part as they are. Softmax needs its axis whole; dropout must drop what the whole layer would drop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.random import key_pair
+from nnmpi.comm.group import Group
+from nnmpi.nn.activation import Flatten, Softmax
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.dropout import dropout
+from nnmpi.parallel.sharded.context import LayerContext, Placed
+from nnmpi.parallel.sharded.placement import FEATURES, ROWS, Placement
+from nnmpi.shard import Region
+from nnmpi.tensor.tensor import Tensor
+
+
+def place_elementwise(layer: Module, context: LayerContext) -> Placed:
+    """Return the layer as it is: it works on each element alone, and so on any part."""
+    return context.on_replicated(layer) if context.sharding is Sharding.REPLICATED else (layer, context.placement)
+
+
+def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
+    """Return the layer as it is, unless its axis is cut; then on whole activations."""
+    if context.sharding is Sharding.REPLICATED or _is_cut(layer.axis, context):
+        return context.on_replicated(layer)
+    return layer, context.placement
+
+
+def _is_cut(axis: int, context: LayerContext) -> bool:
+    """Return whether an axis is the one that is cut, as far as is known; the first axis is the batch."""
+    if context.placement.has_rows:
+        return axis in (ROWS, ROWS - 4)
+    if axis < 0 or context.shape is None:
+        return axis >= -1  # counted from the front, it may be the last one
+    return axis == len(context.shape)
+
+
+def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
+    """Return the layer as it is; what was cut stays cut (see `placement`)."""
+    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer)
+    if context.placement.has_rows:
+        _, width, channels = context.sample()
+        return layer, Placement(context.placement.units, width * channels, axis=FEATURES)
+    if context.shape is None:
+        return layer, replace(context.placement, repeats=None)
+    return layer, replace(
+        context.placement, repeats=prod(context.shape) // (context.placement.units * context.placement.unit)
+    )
+
+
+class PartDropout(Dropout):
+    """Drops the elements of this rank's part that the whole layer would drop.
+
+    Whether an element is dropped is a function of its position in the whole row, not of the rank.
+
+    Args:
+        layer: the whole layer.
+        group: the ranks that share its input.
+        placement: how that lies on them.
+    """
+
+    def __init__(self, layer: Dropout, group: Group, placement: Placement) -> None:
+        self.rate = layer.rate
+        self._group, self._placement = group, placement
+        self._columns: dict[Any, Array] = {}  # by library and shape of a row: `positions`, made once
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, or in training x with dropped elements."""
+        if not current().training or self.rate == 0:
+            return x
+        xp, row = namespace(x.data), x.shape[1:]
+        columns = self._columns.get((xp.__name__, row))
+        if columns is None:
+            columns = xp.asarray(positions(self._group, self._placement, row))
+            self._columns[xp.__name__, row] = columns
+        return dropout(x, self.rate, self._draw, columns=columns)
+
+    def _draw(self) -> tuple[tuple[int, int], int]:
+        """Return what the mask depends on. See `nn.Dropout`."""
+        mode = current()
+        return key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row
+
+
+def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array:
+    """Return the positions, in a whole row, of the elements that this rank has of it: (elements,) uint32, in order.
+
+    Args:
+        group: the ranks.
+        placement: of the activation.
+        row: the shape of this rank's part of a row, which is a sample without the batch axis.
+    """
+    if prod(row) == 0:
+        return np.empty(0, np.uint32)
+    if placement.has_rows:
+        placement = Placement(placement.units, prod(row[1:]))
+    else:  # pixels before the last axis, and repeats within it, come one after another
+        placement = replace(placement, repeats=prod(row) // placement.width(group.size, group.rank))
+    total = placement.units * placement.unit * (placement.repeats or 1)
+    region: Region = placement.cut(total, group.size, group.rank)
+    numbers: Array = region.take(np.arange(total, dtype=np.uint32))
+    return numbers
+
+
+def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
+    """Return the layer for this rank's part of what comes to it."""
+    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer)
+    return PartDropout(layer, context.group, context.placement), context.placement

@@ -1,0 +1,226 @@
+"""What a run reports, in lines for people and in records for programs; both on rank 0 only.
+
+Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI no rank can know
+whether its output is a terminal (Open MPI gives every rank one).
+
+To log one more number per step: add it to `run_state.Totals` if it is a sum over steps, hand it over in the loop
+(`StepLoop._run_step`), write it in `Reporter.steps` and explain it in metrics.py.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, TextIO
+
+from nnmpi.compose.runner import EvalReport
+from nnmpi.compose.segment import SegmentReport
+from nnmpi.train.context import Extent
+from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
+from nnmpi.train.run_state import RunState, Totals
+
+
+class Console:
+    """Prints lines on one rank and nothing on the others.
+
+    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the training.
+    """
+
+    def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
+        """Print to `stream` (standard output when None) unless `quiet`."""
+        self._stream = sys.stdout if stream is None else stream
+        self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
+
+    def say(self, *lines: str) -> None:
+        """Print the lines at once."""
+        if self._quiet:
+            return
+        try:
+            for line in lines:
+                print(line, file=self._stream)
+            self._stream.flush()
+        except (OSError, ValueError):  # no reader, a full disk; ValueError: the stream is closed
+            self._quiet = True
+            self._drop()
+
+    def _drop(self) -> None:
+        """Let what is still in the stream go nowhere: Python would try once more at the end, and fail."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+class PrintTimer:
+    """Says when the next line of progress is due.
+
+    Args:
+        seconds: least time between two lines; the first is due so long after this call.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._last = clock()
+
+    def due(self) -> bool:
+        """Return whether it is time, and start again if so."""
+        now = self._clock()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+    def restart(self) -> None:
+        """Start again: a line of another kind was just printed."""
+        self._last = self._clock()
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(share: float) -> str:
+    """Return a share as per cent with two digits: 0.98056 -> 98.06 %."""
+    return f"{100 * share:.2f} %"
+
+
+class Reporter:
+    """Prints lines and writes records.
+
+    Args:
+        extent: how long the run is.
+        console: prints the lines.
+        recorder: writes the records.
+        print_every_s: least time between two printed lines of steps.
+    """
+
+    def __init__(self, extent: Extent, console: Console, recorder: MetricsRecorder, print_every_s: float) -> None:
+        self._extent, self._console, self._recorder = extent, console, recorder
+        self._timer = PrintTimer(print_every_s)
+
+    def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
+        """Report the steps in the state's window.
+
+        Args:
+            state: after the last of the steps.
+            norm: the length of the last gradient; NaN if there is none.
+            lr: the learning rate of the last step.
+            more: what else stands in the record, or stands there in the place of a mean over the window.
+        """
+        window, passes = state.window, self._extent.passes(state)
+        self._recorder.write(
+            {
+                "kind": "train",
+                "global_step": state.step,
+                "epoch": passes,
+                "loss": window.loss,
+                "accuracy": window.accuracy,
+                "learning_rate": lr,
+                "grad_norm": norm if isfinite(norm) else None,
+                "samples_per_second": window.samples_per_second,
+                "compute_s": window.per_step(window.compute_s),
+                "sync_s": window.per_step(window.sync_s),
+                "input_s": window.per_step(window.input_s),
+                "wait_s": window.per_step(window.wait_s),
+                "hidden_s": window.per_step(window.hidden_s),
+                "comm_bytes": window.per_step(window.comm_bytes),
+                "comm_calls": window.per_step(window.comm_calls),
+                "predicted_sync_s": window.predicted_step_s,
+                **more,
+            }
+        )
+        if self._timer.due():
+            self._console.say(
+                f"  step {state.step}/{self._extent.steps}, epoch {passes:.2f}: loss {window.loss:.4f}, "
+                f"accuracy {percent(window.accuracy)}, {window.samples_per_second:.0f} samples/s"
+            )
+
+    def epoch(self, number: int, totals: Totals, report: EvalReport | None, more: Sequence[str] = ()) -> None:
+        """Print an epoch.
+
+        Args:
+            number: of the epoch, from 1.
+            totals: sums over it; its times are means over the ranks.
+            report: the evaluation after it, if there was one.
+            more: lines below.
+        """
+        tested = f", test loss {report.loss:.4f}, test accuracy {percent(report.accuracy)}" if report else ""
+        self._console.say(
+            f"epoch {number}/{self._extent.epochs}: loss {totals.loss:.4f}, accuracy {percent(totals.accuracy)}"
+            f"{tested}, {totals.samples_per_second:.0f} samples/s",
+            f"  {totals.breakdown()}",
+            *([f"  {totals.communication()}"] if totals.comm_calls else []),
+            *(f"  {line}" for line in more),
+        )
+        self._timer.restart()
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print lines below an epoch's."""
+        self._console.say(*(f"  {line}" for line in lines))
+
+    def segment(self, state: RunState, report: SegmentReport) -> None:
+        """Record how stale the gradients of a segment were, and what was sent.
+
+        Args:
+            state: at the end of the segment.
+            report: what the worker counted in it.
+        """
+        batches = max(report.batches, 1)
+        stale = report.staleness
+        counted = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()
+        self._recorder.write(
+            {
+                "kind": "staleness",
+                "global_step": state.step,
+                "epoch": self._extent.passes(state),
+                "mean": counted["mean"],
+                "max": counted["max"],
+                "lead": report.lead,
+                "updates": report.updates,
+                "dropped": report.dropped,
+                "undealt": report.unassigned,  # the name that files of older runs have, too
+                "disagreement": report.disagreement,
+                "messages": report.messages / batches,
+                "bytes": report.bytes / batches,
+                "workers": counted["workers"],
+            }
+        )
+
+    def whole_run(self, state: RunState) -> None:
+        """Record and print how stale the gradients of the whole run were, its parts before a resume as well."""
+        total = sum_staleness(self._recorder.read())
+        if total.count():
+            record = {"kind": RUN_STALENESS, "global_step": state.step, "epoch": self._extent.passes(state)}
+            self._recorder.write(record | total.to_json())
+            words = f"{total.mean():.2f} on average, at most {total.largest()}"
+            self._console.say(f"staleness over the run: {words}, of {total.count():,} gradients")
+
+    def evaluation(self, kind: str, state: RunState, report: EvalReport) -> None:
+        """Record an evaluation.
+
+        Args:
+            kind: "eval" after an epoch, "test" at the end of the run.
+            state: whose weights were evaluated.
+            report: loss, accuracy and time over the test data.
+        """
+        seconds = max(report.seconds, 1e-9)
+        self._recorder.write(
+            {
+                "kind": kind,
+                "global_step": state.step,
+                "epoch": self._extent.passes(state),
+                "loss": report.loss,
+                "accuracy": report.accuracy,
+                "runtime": report.seconds,
+                "samples_per_second": report.samples / seconds,
+                "steps_per_second": self._extent.test_batches / seconds,
+                **({} if state.virtual_s is None else {"virtual_s": state.virtual_s}),
+            }
+        )

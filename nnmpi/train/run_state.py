@@ -1,0 +1,268 @@
+"""Where a run stands: what a checkpoint's state.json holds beside the optimizer's scalars."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from reprlib import repr as shortened
+from sys import float_info
+from typing import Any, NamedTuple
+
+from nnmpi.errors import CheckpointError
+from nnmpi.mesh import AXES
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a number of steps; all fields add up.
+
+    Attributes:
+        steps, samples: counts.
+        loss_sum, correct: sums over samples.
+        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
+        hidden_s: seconds of computing while messages were under way.
+        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
+        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
+        predicted_steps: the number of those steps.
+        wait_s: seconds of waiting for other stages of a pipeline: its bubble.
+        wall_s: seconds from the start of each step to its end.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    correct: float = 0.0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    input_s: float = 0.0
+    wall_s: float = 0.0
+    hidden_s: float = 0.0
+    comm_bytes: int = 0
+    comm_calls: int = 0
+    predicted_s: float = 0.0
+    predicted_steps: int = 0
+    wait_s: float = 0.0
+
+    def plus(self, other: "Totals") -> "Totals":
+        """Return the sums of both."""
+        return Totals(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; floats keep every bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Totals":
+        """Return what `to_json` gave."""
+        return cls(**values)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss of a sample."""
+        return self.loss_sum / self.samples if self.samples else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of samples that were classified rightly, 0 to 1."""
+        return self.correct / self.samples if self.samples else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return samples per second of wall time."""
+        return self.samples / self.wall_s if self.wall_s > 0 else 0.0
+
+    def per_step(self, seconds: float) -> float:
+        """Return a sum of seconds divided by the number of steps."""
+        return seconds / self.steps if self.steps else 0.0
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Return what the model gives the communication of a step; None if it knows none."""
+        return self.predicted_s / self.predicted_steps if self.predicted_steps else None
+
+    def communication(self) -> str:
+        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
+        steps, predicted_s = max(self.steps, 1), self.predicted_step_s
+        share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
+        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
+        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
+        return (
+            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
+            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
+        )
+
+    def breakdown(self) -> str:
+        """Return where an iteration's time went, in ms and per cent of its wall time."""
+        wall_s = max(self.wall_s, 1e-12)
+        parts: tuple[tuple[str, float], ...] = (
+            ("compute", self.compute_s),
+            ("synchronisation", self.sync_s),
+            ("input", self.input_s),
+        )
+        if self.wait_s:
+            parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
+        rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
+        words = [
+            f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
+            for name, seconds in (*parts, ("other", rest_s))
+        ]
+        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run between two steps.
+
+    Attributes:
+        step: updates done.
+        epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
+        window: sums since the last line of training metrics.
+        in_epoch: sums since the epoch began.
+        best_accuracy, best_epoch: the best evaluation so far and after how many epochs it was; 0 for none.
+        elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
+        samples: rows of the training set, which `batch` counts in.
+        virtual: where the clocks of virtual workers stand, in runs that have some; else None.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    window: Totals = field(default_factory=Totals)
+    in_epoch: Totals = field(default_factory=Totals)
+    best_accuracy: float = -1.0
+    best_epoch: int = 0
+    elapsed_s: float = 0.0
+    samples: int = 0
+    virtual: dict[str, Any] | None = None
+
+    @property
+    def virtual_s(self) -> float | None:
+        """The virtual time in seconds; None in a run that has none."""
+        return None if self.virtual is None else float(self.virtual["now_s"])
+
+    def after_step(self, totals: Totals) -> "RunState":
+        """Return the state after one more step with these numbers."""
+        return replace(
+            self,
+            step=self.step + 1,
+            batch=self.batch + 1,
+            window=self.window.plus(totals),
+            in_epoch=self.in_epoch.plus(totals),
+        )
+
+    def after_batches(self, batches: int, totals: Totals) -> "RunState":
+        """Return the state after so many more steps that were not done one by one, with these sums over them."""
+        step, batch = self.step + batches, self.batch + batches
+        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
+
+    def after_epoch(self) -> "RunState":
+        """Return the state at the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
+
+    def after_evaluation(self, accuracy: float, epoch: int) -> "RunState":
+        """Return the state with this evaluation after `epoch` epochs as the best, if it is better."""
+        better = accuracy > self.best_accuracy
+        return replace(self, best_accuracy=accuracy, best_epoch=epoch) if better else self
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunState":
+        """Return what `to_json` gave; other values in the mapping are left alone.
+
+        Raises:
+            CheckpointError: when a value is missing.
+        """
+        try:
+            plain = {name: values[name] for name in cls.__dataclass_fields__}
+            totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
+        return cls(**{**plain, **totals})
+
+
+class _Kind(NamedTuple):
+    """A kind of value: its name in messages, and whether a value is of it."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def check_stored(values: Mapping[str, Any], file: Path) -> None:
+    """Check that these values are of the kinds that a run writes.
+
+    Args:
+        file: where they come from, for the message.
+
+    Raises:
+        CheckpointError: for a value that is missing or of another kind.
+    """
+    for name, kind in _KINDS.items():
+        if name not in values:
+            raise CheckpointError(f"{file} lacks {name}, {kind.words}; {_WAY}")
+        if not kind.fits(values[name]):
+            raise CheckpointError(f"{file} has {name} {shortened(values[name])}, not {kind.words}; {_WAY}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
+
+
+def _is_sum(value: Any) -> bool:
+    """Return whether these are the fields of `Totals`."""
+    known = {each.name for each in fields(Totals)}
+    return isinstance(value, dict) and value.keys() == known and all(map(_is_number, value.values()))
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_layout(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and value.keys() == {*AXES} and all(_is_count(each) and each for each in value.values())
+    )
+
+
+def _are_algorithms(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_are_names, value.values()))
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("steps"))
+
+
+def _are_clocks(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not _is_number(value.get("now_s")):
+        return False
+    clocks = value.get("clocks")
+    steps = all(_are_counts(value.get(name)) for name in ("steps", "taken"))
+    return steps and isinstance(clocks, list) and all(map(_are_counts, clocks))
+
+
+_WAY = "remove the folder with that file to go on from an older checkpoint"
+_COUNT = _Kind("a whole number from 0 on", _is_count)
+_NUMBER = _Kind("a number", _is_number)
+_SUMS = _Kind("sums by name", _is_sum)
+_KINDS = {
+    **dict.fromkeys(("step", "epoch", "batch", "best_epoch", "samples"), _COUNT),
+    **dict.fromkeys(("best_accuracy", "elapsed_s"), _NUMBER),
+    **dict.fromkeys(("window", "in_epoch"), _SUMS),
+    "virtual": _Kind("null, or the clocks of virtual workers", _are_clocks),
+    "optimizer": _Kind('numbers by name with "steps"', _is_optimizer),
+    "ranks": _Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0),
+    "layout": _Kind("whole numbers from 1 on for dp, pp and tp", _is_layout),
+    "algorithms": _Kind("lists of names of all-reduces by part of the model", _are_algorithms),
+    "cuts": _Kind("whole numbers from 0 on", _are_counts),
+}
