@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nnmpi.command import Parser
+from nnmpi.command import HelpAsked, Parser, Switch, options_of, read_words
 from nnmpi.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -42,3 +44,65 @@ def test_it_says_what_is_wrong(words: str) -> None:
 def test_a_parser_raises() -> None:
     with pytest.raises(UsageError, match="see many --help"):
         Parser("many").parse_args(["--few"])
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is read here."""
+
+    batch_size: int = 3
+    """Rows."""
+    limit: str | None = None
+    """The most."""
+    shuffle: bool = True
+    """In another order."""
+    overlap: Switch = "auto"
+    """At the same time."""
+
+
+def read(words: str) -> dict[str, Any]:
+    return read_words(words.split(), options_of(Section), "few", "Few things.")
+
+
+def test_fields_of_a_dataclass_are_options() -> None:
+    assert read("") == {}
+    assert read("--batch-size 4 --limit 5 --no-shuffle --overlap") == {
+        "batch_size": 4,
+        "limit": "5",
+        "shuffle": False,
+        "overlap": "on",
+    }
+    assert read("--batch_size=4 --limit None --no_overlap") == {"batch_size": 4, "limit": None, "overlap": "off"}
+    assert read("--no-shuffle --shuffle --batch-size 4 --batch-size 5") == {"shuffle": True, "batch_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--batch-size 4 5", "--batch-size is 4 5; it must be a whole number"),
+        ("--batch 4", "--batch is not an option; did you mean --batch-size?"),
+        ("--shuffle=yes", "--shuffle takes no value, but yes follows it"),
+        ("--no-batch-size", "--no-batch-size is not an option; did you mean --batch-size"),
+        ("4 --batch-size 4", "4 is not an option; options begin with -- and are listed by --help"),
+    ],
+)
+def test_a_wrong_word_is_named(words: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(words)
+    assert str(caught.value).startswith(text)
+
+
+def test_help_has_forms_explanations_and_defaults() -> None:
+    with pytest.raises(HelpAsked) as caught:
+        read("--batch 4 --help")
+    assert str(caught.value).splitlines()[4:] == [
+        "  -h, --help              Print this.",
+        "",
+        "What is read here:",
+        "  --batch-size INT        Rows. (default: 3)",
+        "  --limit TEXT            The most. (default: none)",
+        "  --shuffle, --no-shuffle",
+        "                          In another order. (default: on)",
+        "  --overlap [auto|on|off], --no-overlap",
+        "                          At the same time. (default: auto)",
+    ]

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.group import Group
+from tests.layering.rules import Tree, dead_references
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+EXAMPLES = {"digits.py"}  # files of the reader's
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -72,7 +74,28 @@ def test_options_in_the_readme_exist() -> None:
 
 
 def test_files_that_the_readme_names_exist() -> None:
-    """Paths in backquotes below the folders of the checkout."""
-    named = re.findall(r"`((?:nnmpi|tests|scripts|benchmarks)/[\w/.-]*)`", README)
-    assert len(named) >= 5
-    assert not [path for path in named if not (ROOT / path).exists()]
+    """Paths in backquotes below the folders of the checkout, in this README and those of the benchmarks."""
+    written = {"README.md": README, **{str(path): path.read_text() for path in (ROOT / "benchmarks").rglob("*.md")}}
+    named = {
+        (file, path)
+        for file, text in written.items()
+        for path in re.findall(r"`((?:nnmpi|tests|scripts|benchmarks)/[\w/.-]*)`", text)
+    }
+    assert len(named) >= 15
+    assert not [(file, path) for file, path in named if not (ROOT / path).exists() and path not in EXAMPLES]
+
+
+def test_modules_that_the_readme_names_exist() -> None:
+    """In backquotes: paths such as `comm.steps`, and files without their folder."""
+    assert not list(dead_references(Tree(ROOT), "README.md", README))
+    there = {path.name for folder in ("nnmpi", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    assert not set(re.findall(r"`(\w+\.py)`", README)) - there - EXAMPLES
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    """As a user types it: each command is a line of its own in both, but for the README's comment."""
+    given = {line.split("#")[0].strip() for line in README.splitlines() if line.startswith("    scripts/")}
+    run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}
+    for command in ("scripts/train", "scripts/check", "scripts/test --all", "scripts/benchmark-check"):
+        assert command in given and f"{command} || status=1" in run
+    assert "scripts/test --backend fake --ranks 2" in given & run

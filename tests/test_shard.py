@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.shard import Region, buckets, owner, part, split
+from nnmpi.shard import Region, buckets, part, split
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -18,13 +18,6 @@ def test_split(n, parts):
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     assert pieces == tuple(part(n, parts, index) for index in range(parts))
-
-
-@given(st.integers(1, 200), st.integers(1, 40))
-def test_owner(n, parts):
-    """The part that holds an index."""
-    pieces = split(n, parts)
-    assert all(i in pieces[owner(i, n, parts)] for i in range(n))
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
@@ -55,8 +48,6 @@ def test_examples():
         (lambda: part(5, 2, 2), "part 2 of 2"),
         (lambda: part(5, 2, -1), "part -1 of 2"),
         (lambda: split(5, 0), None),
-        (lambda: owner(5, 5, 2), r"index 5 is not in 0\.\.4"),
-        (lambda: owner(-1, 5, 2), "index -1"),
         (lambda: buckets([1], 0), "bucket of 0 bytes"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nnmpi import timeline
 from nnmpi.errors import UsageError
-from nnmpi.timeline import Event, Timeline, recording, to_chrome, write_chrome
+from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from tests.chrome import arrows, breaches, names, spans
 
 
@@ -24,8 +24,8 @@ def ticking() -> Timeline:
     return Timeline(lambda: float(next(seconds)))
 
 
-def event(name: str, begin_s: float, end_s: float, track: str = "compute", **more: str) -> Event:
-    return Event(name, "test", track, begin_s, end_s, None, **more)
+def event(name: str, begin_s: float, end_s: float, track: str = "compute", **more: str) -> TraceEvent:
+    return TraceEvent(name, "test", track, begin_s, end_s, None, **more)
 
 
 # ---- recording ----
@@ -49,8 +49,8 @@ def test_spans_are_recorded_into_the_current_timeline() -> None:
         assert timeline.current() is outer
     assert timeline.current() is None
     assert outer.events == [
-        Event("b", "wait", "waiting", 1.0, 2.0, {"bytes": 3}),
-        Event("a", "forward", "compute", 0.0, 3.0),
+        TraceEvent("b", "wait", "waiting", 1.0, 2.0, {"bytes": 3}),
+        TraceEvent("a", "forward", "compute", 0.0, 3.0),
     ]
     assert [each.name for each in inner.events] == ["c"]
 
@@ -59,7 +59,7 @@ def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
     mine = ticking()
     with pytest.raises(KeyError), recording(mine), timeline.span("a", "forward"):
         raise KeyError
-    assert mine.events == [Event("a", "forward", "compute", 0.0, 1.0)]
+    assert mine.events == [TraceEvent("a", "forward", "compute", 0.0, 1.0)]
     assert timeline.current() is None
 
 
@@ -68,7 +68,7 @@ def test_events_with_times_of_the_callers_own() -> None:
     mine.add("a", "send", timeline.SEND, 1.0, 2.5, {"bytes": 8}, sends="m")
     with mine.span("b", "receive", timeline.RECEIVE, takes="m"):
         pass
-    assert mine.events[0] == Event("a", "send", "send", 1.0, 2.5, {"bytes": 8}, "m", "")
+    assert mine.events[0] == TraceEvent("a", "send", "send", 1.0, 2.5, {"bytes": 8}, "m", "")
     assert mine.events[1].takes == "m"
 
 
@@ -171,7 +171,7 @@ def test_the_ends_of_arrows_lie_within_their_events() -> None:
 )
 def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> None:
     """And every event is there, with its times, on a track of its kind."""
-    processes: dict[int, list[Event]] = {0: [], 1: [], 2: []}
+    processes: dict[int, list[TraceEvent]] = {0: [], 1: [], 2: []}
     for number, (rank, track, begin, length) in enumerate(drawn):
         ends = {"sends": f"m{number // 2}"} if number % 2 == 0 else {"takes": f"m{number // 2}"}
         processes[rank].append(event(str(number), begin / 7, (begin + length) / 7, track, **ends))
@@ -201,7 +201,7 @@ def test_no_events() -> None:
         ([event("a", 0, 1, takes="m"), event("b", 0, 1, takes="m")], "two events take the message 'm'"),
     ],
 )
-def test_what_cannot_be_drawn(events: list[Event], words: str) -> None:
+def test_what_cannot_be_drawn(events: list[TraceEvent], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         to_chrome({0: events})
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_drawn(events: list[Event], words: str) -> None:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("many", [0, 3])
 def test_a_file_holds_what_was_written(name: str, many: int, tmp_path: Path) -> None:
-    events = [Event(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i}) for i in range(many)]
+    events = [TraceEvent(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i}) for i in range(many)]
     trace = to_chrome({0: events})
     write_chrome(tmp_path / name, trace)
     content = (tmp_path / name).read_bytes()

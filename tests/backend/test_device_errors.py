@@ -74,20 +74,20 @@ def test_the_cause_counts_too() -> None:
 @pytest.mark.parametrize(
     ("status", "driver", "visible", "words"),
     [
-        (35, 0, None, "cupy finds no CUDA driver on this machine; install NVIDIA's driver, or use --backend numpy"),
+        (35, 0, None, "cupy finds no CUDA driver on this machine; install NVIDIA's driver, or use the backend numpy"),
         (
             35,
             12040,
             None,
             "cupy is built for CUDA 13.2, but the driver knows CUDA up to 12.4; install nnmpi[cuda12] in its place, or "
-            "a newer driver, or use --backend numpy",
+            "a newer driver, or use the backend numpy",
         ),
         (
             35,
             11080,
             None,
             "cupy is built for CUDA 13.2, but the driver knows CUDA up to 11.8; install a newer driver, or use "
-            "--backend numpy",
+            "the backend numpy",
         ),
         (
             2,
@@ -100,9 +100,9 @@ def test_the_cause_counts_too() -> None:
             13000,
             "",
             "cupy finds no CUDA device: CUDA_VISIBLE_DEVICES='' shows it none of this machine's; unset it, or name one "
-            "that nvidia-smi lists, or use --backend numpy",
+            "that nvidia-smi lists, or use the backend numpy",
         ),
-        (100, 13000, None, "cupy finds no CUDA device: the driver sees none (try nvidia-smi); use --backend numpy"),
+        (100, 13000, None, "cupy finds no CUDA device: the driver sees none (try nvidia-smi); use the backend numpy"),
         (
             46,
             13000,
@@ -117,7 +117,7 @@ def test_the_cause_counts_too() -> None:
             "cupy cannot use the device: the machine is not ready; where devices are joined by NVSwitch, "
             "nvidia-fabricmanager must run",
         ),
-        (999, 13000, None, "cupy cannot start CUDA (cudaErrorUnknown); try nvidia-smi, or use --backend numpy"),
+        (999, 13000, None, "cupy cannot start CUDA (cudaErrorUnknown); try nvidia-smi, or use the backend numpy"),
     ],
 )
 def test_why_there_is_no_device(
@@ -169,9 +169,9 @@ def test_out_of_memory() -> None:
     error = load().cuda.memory.OutOfMemoryError(20 * GIB, 100 * GIB, 0)
     assert str(explain_error(error, lambda: FACTS)) == (
         "NVIDIA H200, device 0 has no room for 20.00 GiB more: arrays of this process use 100.00 GiB, its pool holds "
-        "120.00 GiB, other processes and CUDA itself use 11.00 GiB and 9.00 GiB of 140.00 GiB are free; lower "
-        "--batch-size, raise --grad-accum, use --recompute or --precision bf16, or spread the model over more ranks "
-        "with --tp or --pp"
+        "120.00 GiB, other processes and CUDA itself use 11.00 GiB and 9.00 GiB of 140.00 GiB are free; make the "
+        "batch smaller, compute it in more parts, recompute activations, use precision bf16, or spread the model over "
+        "more ranks"
     )
 
 
@@ -186,7 +186,7 @@ def test_out_of_memory_of_other_libraries() -> None:
         raise runtime
 
     assert str(explain_error(runtime, silent)).startswith(
-        "the device has no room for some memory more (cudaErrorMemoryAllocation); lower --batch-size"
+        "the device has no room for some memory more (cudaErrorMemoryAllocation); make the batch smaller"
     )
 
 

@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from nnmpi.backend.kernels.active import jit, kernels
+from nnmpi.backend.kernels.lookup import compiled_kernels, jit
 from nnmpi.errors import UsageError
+from tests.harness.slow import KERNELS
 
 SIZES = [1, 2, 15, 16, 17, 100]
 
@@ -19,7 +20,7 @@ def compiled():
     """The kernels of this process."""
     pytest.importorskip("numba")
     with jit():
-        yield kernels()
+        yield compiled_kernels().functions
 
 
 def draw(*shape, seed=0):
@@ -39,21 +40,21 @@ def close(found, expected, least=1e-3):
 def test_off_unless_switched_on():
     """Nested contexts switch on and off, and each puts back what was before, after an error too."""
     pytest.importorskip("numba")
-    assert kernels() is None
+    assert compiled_kernels() is None
     with jit():
-        first = kernels()
+        first = compiled_kernels()
         assert first is not None
         with jit(False):
-            assert kernels() is None
+            assert compiled_kernels() is None
         with pytest.raises(ZeroDivisionError), jit(False):
             raise ZeroDivisionError
-        assert kernels() is first
+        assert compiled_kernels() is first
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(kernels()))
+        thread = threading.Thread(target=lambda: seen.append(compiled_kernels()))
         thread.start()
         thread.join()
         assert seen == [None]  # a mode of the context, not of the process
-    assert kernels() is None
+    assert compiled_kernels() is None
 
 
 def run(program, **environment):
@@ -78,7 +79,7 @@ sys.modules["numba"] = None
 import numpy as np
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.kernels.active import jit
+from nnmpi.backend.kernels.lookup import jit
 model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
 model.initialize(0)
 ops.cross_entropy(model(nnmpi.Tensor(np.ones((2, 4, 4, 1), np.float32))), np.array([0, 1])).backward()
@@ -96,14 +97,15 @@ except nnmpi.NnmpiError as error:
     assert "nnmpi[jit]" in words
 
 
+@pytest.mark.slow(KERNELS)
 def test_the_next_process_finds_the_machine_code(tmp_path):
     """Kernels for given sizes too: numba tells them apart by the sizes, and knows them again."""
     pytest.importorskip("numba")
     program = """
 import numba
-from nnmpi.backend.kernels.active import jit, kernels
+from nnmpi.backend.kernels.lookup import compiled_kernels, jit
 with jit():
-    k = kernels()
+    k = compiled_kernels().functions
     found = [k.sgd, *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
 print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cache_misses.values()) for f in found))
 """
@@ -111,12 +113,13 @@ print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cach
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "5 0"
 
 
+@pytest.mark.slow(KERNELS)
 def test_a_changed_helper_is_noticed(tmp_path):
     """Machine code made from another state of the folder is not used, though the kernel's own file is the same."""
     pytest.importorskip("numba")
     program = """
 import sys
-from nnmpi.backend.kernels import build, updates
+from nnmpi.backend.jit import build, updates
 build.sources = lambda: sys.argv[0] + "{}"
 sgd = build.build(updates.sgd, build.write(1), build.read(1), build.float64, build.float64)
 print(sum(sgd.stats.cache_hits.values()), sum(sgd.stats.cache_misses.values()))
@@ -129,9 +132,9 @@ def test_one_process_compiles_and_the_others_load(tmp_path):
     """Of several at once; the others have waited."""
     pytest.importorskip("numba")
     program = """
-from nnmpi.backend.kernels.active import jit, kernels
+from nnmpi.backend.kernels.lookup import compiled_kernels, jit
 with jit():
-    print(sum(kernels().softmax_loss.stats.cache_misses.values()))
+    print(sum(compiled_kernels().functions.softmax_loss.stats.cache_misses.values()))
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", program]
@@ -143,9 +146,9 @@ def test_where_no_lock_can_be_had(tmp_path):
     """Compiling works without it."""
     pytest.importorskip("numba")
     program = """
-from nnmpi.backend.kernels.active import jit, kernels
+from nnmpi.backend.kernels.lookup import compiled_kernels, jit
 with jit():
-    kernels().sgd
+    compiled_kernels().functions.sgd
 print("well")
 """
     (tmp_path / f"nnmpi-compile-{os.getuid()}.lock").mkdir()
@@ -248,7 +251,7 @@ def test_layer_norm(compiled, rows, n):
 
 def test_layer_norm_of_infinite_variance(compiled):
     """It is NaN, also as the function says it: what machine code makes of 1 / sqrt(infinity) is up to the compiler."""
-    from nnmpi.backend.kernels.layer_norm import layer_norm
+    from nnmpi.backend.jit.layer_norm import layer_norm
 
     ones = np.ones(4, np.float32)
     for function in (compiled.layer_norm, layer_norm):
@@ -330,8 +333,8 @@ def test_max_pool(compiled, shape):
 
 def test_an_import_that_fails_is_told(monkeypatch):
     """Not only a missing numba: one that does not fit this NumPy raises, too."""
-    from nnmpi.backend.kernels import active
+    from nnmpi.backend.kernels import lookup
 
-    monkeypatch.setitem(sys.modules, "nnmpi.backend.kernels.table", None)
+    monkeypatch.setitem(sys.modules, "nnmpi.backend.jit.kernels", None)
     with pytest.raises(UsageError, match=r"need numba.*nnmpi\[jit\]"):
-        active.load.__wrapped__()
+        lookup.load.__wrapped__()

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.counter import key_pair, random_bits
-from nnmpi.backend.random import stream
+from nnmpi.backend.random import key_pair, random_bits, stream
 from nnmpi.shard import split
 
 

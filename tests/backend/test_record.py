@@ -182,14 +182,14 @@ def test_a_limit_for_this_run(pool: Any) -> None:
     """The smaller one of it and of the part that a rank has anyway."""
     backend = device_backend()
     backend.limit_memory(200 * MIB)
-    assert (backend.memory().limit_bytes, backend.memory().note) == (200 * MIB, "as --memory-limit says")
+    assert (backend.memory().limit_bytes, backend.memory().note) == (200 * MIB, "as memory_limit says")
     backend.limit_memory(300 * MIB)
     backend.share(4)
     assert backend.memory().limit_bytes == 200 * MIB
     with pytest.raises(MemoryError) as caught:
         backend.zeros(300 * MIB, np.uint8)
     words = str(backend.explain(caught.value))
-    assert "of the 200.0 MiB that it may (as --memory-limit says)" in words
+    assert "of the 200.0 MiB that it may (as memory_limit says)" in words
     assert backend.explain(KeyError("x")) is None
     numpy_backend().limit_memory(1)
 

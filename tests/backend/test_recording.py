@@ -1,4 +1,4 @@
-"""Recorded calls: what is noted, what is a view, and memory that is lent again."""
+"""Recorded calls: what is noted, what is a view, and memory that is used again."""
 
 import gc
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi.backend.leases import Pool, alias
+from nnmpi.backend.memory_pool import MemoryPool, alias
 from nnmpi.backend.recording import Recorder, perform, refuse
 from nnmpi.errors import UsageError
 
@@ -90,7 +90,7 @@ def test_what_is_performed_is_noted_as_a_whole(recorder):
     assert xp.__name__ == "numpy"
 
 
-def test_memory_is_lent_again(recorder):
+def test_memory_is_used_again(recorder):
     """A chain of results needs two places, not one for each."""
     xp, x = recorder.module(np), np.arange(1000.0)
     y = x
@@ -104,8 +104,8 @@ def test_memory_is_lent_again(recorder):
 
 
 def test_a_view_keeps_the_memory(recorder):
-    pool = Pool()
-    whole = pool.lend((4, 256), np.dtype("float64"))
+    pool = MemoryPool()
+    whole = pool.allocate((4, 256), np.dtype("float64"))
     assert whole.ctypes.data % 64 == 0
     part = whole[1:, ::2].T
     del whole
@@ -117,7 +117,7 @@ def test_a_view_keeps_the_memory(recorder):
     assert noted.strides == part.strides
     del part
     assert len(pool.free) == 1  # the alias does not hold it
-    again = pool.lend((1000,), np.dtype("float64"))
+    again = pool.allocate((1000,), np.dtype("float64"))
     assert not pool.free
     assert pool.size_bytes == 8192
     again[...] = 3
@@ -125,8 +125,8 @@ def test_a_view_keeps_the_memory(recorder):
 
 
 def test_aliases_of_calls():
-    pool = Pool()
-    a, b = (pool.lend((200,), np.dtype("float64")) for _ in range(2))
+    pool = MemoryPool()
+    a, b = (pool.allocate((200,), np.dtype("float64")) for _ in range(2))
     a[...] = 1
     call = alias(partial(partial(np.add, a), 2, out=b))
     other = alias(a.fill)
@@ -141,8 +141,8 @@ def test_aliases_of_calls():
     assert alias("x") == "x"
 
 
-def test_short_results_are_not_lent():
-    pool = Pool()
-    assert pool.lend((3,), np.dtype("float32")).base is None
-    assert pool.lend((0, 5), np.dtype("float32")).shape == (0, 5)
+def test_short_results_have_memory_of_their_own():
+    pool = MemoryPool()
+    assert pool.allocate((3,), np.dtype("float32")).base is None
+    assert pool.allocate((0, 5), np.dtype("float32")).shape == (0, 5)
     assert pool.size_bytes == 0

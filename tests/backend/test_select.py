@@ -62,7 +62,7 @@ def test_cupy_that_is_not_installed(monkeypatch):
 def test_cupy_without_a_driver(monkeypatch):
     """It can be imported and finds no device: one sentence; auto takes NumPy."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(0))
-    with pytest.raises(DeviceError, match="cupy finds no CUDA device.* use --backend numpy"):
+    with pytest.raises(DeviceError, match="cupy finds no CUDA device.* use the backend numpy"):
         select("cupy")
     assert select("auto").name == "numpy"
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives.names import algorithms
-from benchmarks.collectives.rows import title
+from benchmarks.collectives.options import algorithms
+from benchmarks.collectives.rows import TABLE
 from tests.benchmarks.collectives_job import bench, read
+from tests.harness.slow import once_more
 from tests.train.jobs import once, send
 
 FIELDS = {
@@ -27,12 +28,12 @@ module.ring_reduce_scatter = broken
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [once_more(1), 2, once_more(3)])
 def test_everything_is_timed_and_right(tmp_path: Path, ranks: int) -> None:
     words = "--min 4 --max 64k --factor 128 --check --iterations 2 --json result.json --plot result.png"
     ending = bench(tmp_path, words, ranks)
     assert ending.status == 0, ending.output
-    assert title() in ending.output
+    assert TABLE.head() in ending.output
     assert f"{ranks} on 1 node, " in ending.output
     assert "results verified" in ending.output
     content = read(tmp_path / "result.json")
@@ -49,7 +50,7 @@ def test_everything_is_timed_and_right(tmp_path: Path, ranks: int) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["output", "result.json", "result.png"]
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("operation", ["broadcast", once_more("all-gather"), once_more("reduce-scatter")])
 def test_other_operations_are_timed_and_right(tmp_path: Path, operation: str) -> None:
     words = f"--operation {operation} --min 8 --max 80000 --factor 10000 --dtype float64 --check --iterations 2"
     ending = bench(tmp_path, words, ranks=3)
@@ -69,7 +70,7 @@ def test_a_wrong_result_is_one_sentence_and_status_1(tmp_path: Path) -> None:
     assert ending.seconds < 30
 
 
-@pytest.mark.parametrize("only_ranks", [True, False])
+@pytest.mark.parametrize("only_ranks", [True, once_more(False)])
 def test_an_interruption_leaves_the_rows_so_far(tmp_path: Path, only_ranks: bool) -> None:
     file = tmp_path / "result.json"
     begun = once(

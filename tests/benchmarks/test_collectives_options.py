@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives.names import algorithms, known
-from benchmarks.collectives.options import parse
+from benchmarks.collectives.options import algorithms, known, parse
 from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
 from tests.benchmarks.collectives_job import ROOT
@@ -62,20 +61,20 @@ def test_sizes_are_whole_elements_and_come_once() -> None:
             "--algorithms ps --operation broadcast",
             "--algorithms 'ps' is unknown; the names are all, native, ring, tree",
         ),
-        ("--algorithms ,", "--algorithms is empty"),
-        ("--operation alltoall", "--operation 'alltoall' is unknown; the names are all-reduce, broadcast"),
-        ("--min many", "--min: 'many' is not a number of bytes"),
-        ("--max 3x", "--max: '3x' is not a number of bytes"),
+        ("--algorithms ,", "argument --algorithms: ',' names nothing"),
+        ("--operation alltoall", "argument --operation: 'alltoall' is unknown; the names are all-reduce, broadcast"),
+        ("--min many", "argument --min: 'many' is not a number of bytes"),
+        ("--max 3x", "argument --max: '3x' is not a number of bytes"),
         ("--min 1m --max 4k", "--min 1 MB is more than --max 4 KB"),
         ("--min 1 --max 2", "--max 2 B has no room for one element; give at least 4"),
-        ("--factor 1", "--factor '1' is not a whole number above 1"),
-        ("--dtype float16", "--dtype 'float16' is unknown; the names are float32, float64, int16"),
-        ("--backend jax", "--backend 'jax' is unknown; the names are numpy, cupy"),
-        ("--iterations 0", "--iterations '0' is not a whole number above 0"),
-        ("--budget-s nan", "--budget-s 'nan' is not a number of seconds above 0"),
-        ("--budget-s soon", "--budget-s 'soon' is not a number of seconds above 0"),
-        ("--plot figure.txt", "--plot figure.txt: the name must end in .png, .svg, .pdf"),
-        ("--json=", "--json is empty"),
+        ("--factor 1", "argument --factor: '1' is not a whole number above 1"),
+        ("--dtype float16", "argument --dtype: 'float16' is unknown; the names are float32, float64, int16"),
+        ("--backend jax", "argument --backend: 'jax' is unknown; the names are numpy, cupy"),
+        ("--iterations 0", "argument --iterations: '0' is not a whole number above 0"),
+        ("--budget-s nan", "argument --budget-s: 'nan' is not a number of seconds above 0"),
+        ("--budget-s soon", "argument --budget-s: 'soon' is not a number of seconds above 0"),
+        ("--plot figure.txt", "argument --plot: figure.txt: the name must end in .png, .svg, .pdf"),
+        ("--json=", "argument --json: the path is empty"),
         ("--jsn file", "unrecognized arguments: --jsn file"),
         ("--json", "argument --json: expected one argument"),
     ],

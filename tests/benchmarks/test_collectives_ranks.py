@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives.command import main
-from benchmarks.collectives.names import algorithms
-from benchmarks.collectives.ranks import MpiRanks
-from benchmarks.collectives.results import read
-from nnmpi.comm.execute import Execution
+from benchmarks.collectives.options import algorithms
+from benchmarks.collectives.tables import read
+from benchmarks.collectives.timing import MpiRanks
+from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.errors import CommError, DeviceError, UsageError
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_on_rank_0_is_an_error_on_all(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("benchmarks.collectives.results.replace_durably", fail)
+    monkeypatch.setattr("benchmarks.harness.results.replace_durably", fail)
     with pytest.raises(CommError, match="No space left on device"):
         main(f"--algorithms native --max 4 --iterations 1 --json {tmp_path / 'a'}".split(), group)
 

@@ -1,16 +1,12 @@
 """From stamps to rows, and to files and pictures of them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.collectives import results
-from benchmarks.collectives.plot import draw
-from benchmarks.collectives.rows import Row, build_rows, bus_factor, line, title
+from benchmarks.collectives.rows import TABLE, CallTimes, build_rows, bus_factor, content, draw
 from benchmarks.collectives.timing import LEAST, MOST, rounds_within
-from nnmpi.errors import UsageError
 
 FIELDS = [
     *("algorithm", "size", "avg_us", "min_us", "max_us", "p50_us", "p99_us", "iterations", "algbw_gbs", "busbw_gbs"),
@@ -28,7 +24,7 @@ def two_ranks() -> np.ndarray:
     return stamps
 
 
-def rows(one_clock: bool = True) -> list[Row]:
+def rows(one_clock: bool = True) -> list[CallTimes]:
     return build_rows(
         ["native", "ring"], two_ranks(), 10_000, "all-reduce", one_clock, {"ring": 10e-6}, {"ring": "halving"}
     )
@@ -73,14 +69,14 @@ def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, factor: float) -> N
 
 
 def test_a_record_has_exactly_the_named_fields() -> None:
-    assert list(rows()[0].record()) == FIELDS
+    assert list(content(HEADER, rows(), finished=True)["rows"][0]) == FIELDS
 
 
 def test_lines_stand_under_their_titles() -> None:
-    words = title().split("  ")
+    words = TABLE.head().split("  ")
     assert {"algorithm", "size", "avg us", "p50 us", "p99 us"} <= {word.strip() for word in words}
-    native, ring = map(line, rows())
-    assert len(native) == len(title())
+    native, ring = map(TABLE.line, rows())
+    assert len(native) == len(TABLE.head())
     assert ring.endswith("  chose halving")
     assert native.split() == (
         ["native", "9.766", "KB", "11.00", "10.00", "12.00", "10.00", "10.00", "3", "1", "1", "-", "-", "1.00"]
@@ -91,33 +87,6 @@ def test_the_budget_decides_the_rounds_within_limits() -> None:
     assert rounds_within(1.0, 0.01) == 100
     assert rounds_within(-1.0, 0.01) == LEAST
     assert rounds_within(1.0, 1e-6) == rounds_within(1.0, 0.0) == MOST
-
-
-def test_the_file_holds_what_was_measured_so_far(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    results.check_writable("--json", file)
-    assert list(tmp_path.iterdir()) == []
-    results.write(file, HEADER, rows()[:1], finished=False)
-    results.write(file, HEADER, rows(), finished=True)
-    content = results.read(file)
-    assert content == json.loads(file.read_text())
-    assert content["header"] == {**HEADER, "finished": True}
-    assert [row["algorithm"] for row in content["rows"]] == ["native", "ring"]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--json .*/missing/a\.json cannot be written: No such file or directory"):
-        results.check_writable("--json", tmp_path / "missing" / "a.json")
-    with pytest.raises(UsageError, match="is a folder; give the name of a file in it"):
-        results.check_writable("--plot", tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"header": {}, "rows": []}'])
-def test_another_kind_of_file_is_no_result(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UsageError, match=r"a\.json holds no rows of this benchmark"):
-        results.read(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])

@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.collectives.claims import times_by_size
+from benchmarks.collectives.rows import CallTimes
+from benchmarks.collectives.rows import content as rows_content
+from benchmarks.collectives.tables import read, times_by_size
+from benchmarks.harness import results
+from nnmpi.errors import UsageError
 from tests.benchmarks.collectives_job import ROOT
 
 TABLES = ROOT / "benchmarks" / "collectives" / "tables.py"
@@ -89,3 +94,22 @@ def test_without_results_a_sentence_says_what_is_needed(words: list[str]) -> Non
     assert ending.returncode == 1
     assert "Traceback" not in ending.stderr
     assert ("missing.json holds no rows" if words else "python benchmarks/collectives/tables.py") in ending.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"header": {}, "rows": []}'])
+def test_another_kind_of_file_is_no_result(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UsageError, match=r"a\.json holds no rows of this benchmark"):
+        read(tmp_path / "a.json")
+
+
+def test_the_file_holds_what_was_measured_so_far(tmp_path: Path) -> None:
+    file, header = tmp_path / "a.json", {"ranks": 2}
+    row = CallTimes("ring", 4, *[1.0] * 5, 3, *[1.0] * 2, None, None, None)
+    for finished, rows in ((False, [row]), (True, [row, replace(row, algorithm="tree")])):
+        results.write(file, rows_content(header, rows, finished))
+    found = read(file)
+    assert found == json.loads(file.read_text())
+    assert found["header"] == {**header, "finished": True}
+    assert [each["algorithm"] for each in found["rows"]] == ["ring", "tree"]
+    assert list(tmp_path.iterdir()) == [file]

@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import ceilings, digits, mnist, tables
-from benchmarks.gpu.cases import BF16, CASES, FLOAT32, MNIST, MODES, TF32, TINY, target
+from benchmarks.gpu import ceilings, mnist, tables
+from benchmarks.gpu.cases import BF16, CASES, FLOAT32, MNIST, MODES, TF32, TINY, CaseArrays, target
+from benchmarks.gpu.command import parse
 from benchmarks.gpu.facts import collect, short_name
-from benchmarks.gpu.judge import TOLERANCES, Course, WrongResultError, compare, course, examine, rate
-from benchmarks.gpu.measure import Timing, fractions, measure, play, ratios, reference
-from benchmarks.gpu.options import parse
-from benchmarks.gpu.ours import Ours
-from benchmarks.gpu.side import Side
-from benchmarks.gpu.subject import Subject
+from benchmarks.gpu.judge import TOLERANCES, TrainingCourse, compare, course, examine, rate
+from benchmarks.gpu.measure import Timing, fractions, measure, ratios, reference, time_blocks
+from benchmarks.gpu.trainer import DeviceTrainer
+from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
 from benchmarks.gpu.work import flops, moved, products, uploaded
+from benchmarks.harness.turns import WrongResultError
 from benchmarks.training.cases import CASES as ON_CPU
 from nnmpi.backend.record import numpy_backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
+from tests.harness.slow import BENCHMARK
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests/device/fake"
@@ -64,18 +65,18 @@ def test_bytes_of_a_step() -> None:
     assert uploaded(TINY["gpt-fill"]) == 2 * 4 * 2 * 8 * 16
 
 
-class Machine(Side):
-    """A side whose steps take as long as it was told."""
+class Machine(DeviceTrainer):
+    """A trainer whose steps take as long as it was told."""
 
     def __init__(self, name: str, device_s: float, told: list[str]) -> None:
         super().__init__(TINY["mlp-fill"], FLOAT32)
         self.name, self._device_s, self._told, self._clock = name, device_s, told, 0.0
 
     def restore(self) -> None:
-        """See `Side.restore`."""
+        """See `DeviceTrainer.restore`."""
 
     def weights(self) -> list[Any]:
-        """See `Side.weights`."""
+        """See `DeviceTrainer.weights`."""
         return [np.zeros(1)]
 
     def upload(self) -> None:
@@ -88,11 +89,11 @@ class Machine(Side):
         self._clock += self._device_s
 
     def read(self, loss: Any) -> float:
-        """See `Side.read`."""
+        """See `DeviceTrainer.read`."""
         return 0.0
 
     def wait(self) -> None:
-        """See `Side.wait`."""
+        """See `DeviceTrainer.wait`."""
 
     def mark(self) -> float:
         """Return the time."""
@@ -103,90 +104,91 @@ class Machine(Side):
         return end - begin
 
     def used_bytes(self) -> int:
-        """See `Side.used_bytes`."""
+        """See `DeviceTrainer.used_bytes`."""
         return 1
 
     def peak_bytes(self) -> int:
-        """See `Side.peak_bytes`."""
+        """See `DeviceTrainer.peak_bytes`."""
         return 100
 
-    def forget_peak(self) -> None:
-        """See `Side.forget_peak`."""
+    def reset_peak(self) -> None:
+        """See `DeviceTrainer.reset_peak`."""
 
 
-def test_sides_take_turns() -> None:
+def test_contestants_take_turns() -> None:
     """Every round all of them, in changing order, as many steps each; the first round does not count."""
     told: list[str] = []
-    sides = [(Machine(name, seconds, told), dict[str, Any]()) for name, seconds in (("a", 0.01), ("b", 0.03))]
-    play(sides, Timing(rounds=5, block_s=0.1))
+    trainers = [(Machine(name, seconds, told), dict[str, Any]()) for name, seconds in (("a", 0.01), ("b", 0.03))]
+    time_blocks(trainers, Timing(rounds=5, block_s=0.1))
     steps = 5  # 0.1 s over the median of 0.01 and 0.03
-    for _, row in sides:
+    for _, row in trainers:
         assert row["steps"] == steps and len(row["device_blocks_s"]) == len(row["host_blocks_s"]) == 5
-    assert sides[0][1]["device_blocks_s"] == pytest.approx([0.01] * 5)
+    assert trainers[0][1]["device_blocks_s"] == pytest.approx([0.01] * 5)
     blocks = [told[i] for i in range(12, len(told), steps * 3)]  # behind the trial steps
     assert len(blocks) == 12 and {blocks[i] == "a" for i in range(0, 12, 2)} == {True, False}
     assert told.count("a uploads") == 6 * steps
 
 
 @pytest.fixture
-def subject() -> Iterator[Subject]:
+def arrays() -> Iterator[CaseArrays]:
     """The smallest case."""
-    yield Subject(TINY["mlp-fill"])
+    yield CaseArrays(TINY["mlp-fill"])
 
 
-def test_the_judge_notices_what_is_wrong(subject: Subject) -> None:
+def test_the_judge_notices_what_is_wrong(arrays: CaseArrays) -> None:
     """A loss, or a change of the weights, that is further off than the mode's rounding."""
-    right = reference(subject, numpy_backend(), None)
+    right = reference(arrays, numpy_backend(), None)
     length = np.sqrt(sum(float((a**2).sum()) for a in right.change))
-    weights = np.sqrt(sum(float((np.asarray(a, float) ** 2).sum()) for a in subject.weights))
+    weights = np.sqrt(sum(float((np.asarray(a, float) ** 2).sum()) for a in arrays.weights))
     assert 0.005 < length / weights < 0.011  # five steps of 0.2 %
     for mode in (FLOAT32, BF16):
-        side = Ours(subject, mode, numpy_backend(), compiled=False)
-        found = examine(side, subject.weights, right)
+        trainer = NnmpiDeviceTrainer(arrays, mode, numpy_backend(), compiled=False)
+        found = examine(trainer, arrays.weights, right)
         assert found.loss <= TOLERANCES[mode][0] and found.change <= TOLERANCES[mode][1]
-    side = Ours(subject, FLOAT32, numpy_backend(), compiled=True)
+    trainer = NnmpiDeviceTrainer(arrays, FLOAT32, numpy_backend(), compiled=True)
     worse = [right.losses[0] * (1 + 3e-5), *right.losses[1:]]
     for name, other in (
-        ("loss", Course(worse, right.change, right.lr)),
-        ("change", Course(right.losses, [1.01 * array for array in right.change], right.lr)),
-        ("loss", Course([nan, *right.losses[1:]], right.change, right.lr)),
+        ("loss", TrainingCourse(worse, right.change, right.lr)),
+        ("change", TrainingCourse(right.losses, [1.01 * array for array in right.change], right.lr)),
+        ("loss", TrainingCourse([nan, *right.losses[1:]], right.change, right.lr)),
     ):
         with pytest.raises(WrongResultError, match=f"nnmpi compiled, case mlp-fill in float32: its {name} is off"):
-            examine(side, subject.weights, other)
+            examine(trainer, arrays.weights, other)
     assert compare(right, right).change == 0
 
 
-def test_pytorch_is_the_same_model(subject: Subject) -> None:
-    """Its side on the CPU, in float64 and in each mode that it has there, for each model."""
+def test_pytorch_is_the_same_model(arrays: CaseArrays) -> None:
+    """Its trainer on the CPU, in float64 and in each mode that it has there, for each model."""
     pytest.importorskip("torch")
-    from benchmarks.gpu.theirs import Theirs
+    from benchmarks.gpu.trainer_torch import TorchDeviceTrainer
 
     for case in TINY.values():
-        given = Subject(case)
-        right = reference(given, numpy_backend(), None)
-        exact = Theirs(given, FLOAT32, "cpu", contiguous=True, dtype="float64")
-        assert rate(exact, given.weights) == pytest.approx(right.lr, rel=1e-6)
-        assert compare(course(exact, given.weights, right.lr), right).change < 1e-6
+        arrays = CaseArrays(case)
+        right = reference(arrays, numpy_backend(), None)
+        exact = TorchDeviceTrainer(arrays, FLOAT32, "cpu", contiguous=True, dtype="float64")
+        assert rate(exact, arrays.weights) == pytest.approx(right.lr, rel=1e-6)
+        assert compare(course(exact, arrays.weights, right.lr), right).change < 1e-6
         for mode in (FLOAT32, BF16):
-            examine(Theirs(given, mode, "cpu"), given.weights, right)
+            examine(TorchDeviceTrainer(arrays, mode, "cpu"), arrays.weights, right)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_recorded_step_in_bf16_is_the_plain_one(name: str) -> None:
-    """Also on the host, where recordings lend memory of a dtype that NumPy knows nothing of."""
-    given = Subject(replace(TINY[name], batch=40))  # long enough for lent memory
+    """Also on the host, where recordings use the memory pool for a dtype that NumPy knows nothing of."""
+    arrays = CaseArrays(replace(TINY[name], batch=40))  # long enough for the memory pool
     plain, recorded = (
-        course(Ours(given, BF16, numpy_backend(), compiled), given.weights, 0.01) for compiled in (False, True)
+        course(NnmpiDeviceTrainer(arrays, BF16, numpy_backend(), compiled), arrays.weights, 0.01)
+        for compiled in (False, True)
     )
     assert plain.losses == recorded.losses
 
 
 def test_rows_ratios_and_tables() -> None:
-    """The fastest way of each side counts; one that failed is told of; targets are looked up."""
-    subject = Subject(TINY["mlp-fill"])
+    """The fastest way of each trainer counts; one that failed is told of; targets are looked up."""
+    arrays = CaseArrays(TINY["mlp-fill"])
     made = [lambda: Machine("nnmpi", 0.02, []), lambda: Machine("torch", 0.01, [])]
-    right = Course([0.0], [np.zeros(1)], 1.0)
-    failed = measure(subject, TF32, made, right, Timing(1, 0.0))
+    right = TrainingCourse([0.0], [np.zeros(1)], 1.0)
+    failed = measure(arrays, TF32, made, right, Timing(1, 0.0))
     assert all("failed" in row for row in failed)  # a machine learns nothing
     rows = [
         {"case": "mlp-fill", "mode": TF32, "name": name, "device_s": seconds, "device_blocks_s": [seconds, 2 * seconds]}
@@ -220,22 +222,22 @@ def test_ceilings_are_measured() -> None:
 
 def test_mnist_or_what_is_made_up(tmp_path: Path) -> None:
     """Made-up images can be learnt, and say that they are; real ones are taken where they are."""
-    train, test, what = digits.load(tmp_path, (600, 100))
-    assert what == digits.MADE_UP and len(train) == 600 and train.x.dtype == np.uint8
-    task = mnist.Task(train, test, what, epochs=3)
-    row = mnist.ours(task, numpy_backend(), compiled=True)
-    assert row["accuracy"] > 0.9 and len(row["epochs_s"]) == 3 and row["data"] == digits.MADE_UP
+    train, test, what = mnist.load(tmp_path, (600, 100))
+    assert what == mnist.MADE_UP and len(train) == 600 and train.x.dtype == np.uint8
+    task = mnist.MnistTask(train, test, what, epochs=3)
+    row = mnist.train_nnmpi(task, numpy_backend(), compiled=True)
+    assert row["accuracy"] > 0.9 and len(row["epochs_s"]) == 3 and row["data"] == mnist.MADE_UP
     other = {**row, "name": "torch", "total_s": 3 * row["total_s"]}
-    assert mnist.ratio([row, other])["total"] == pytest.approx(3)  # type: ignore[index]
-    assert mnist.ratio([row]) is None and "made up" in tables.mnist([row])
+    assert mnist.total_ratio([row, other])["total"] == pytest.approx(3)  # type: ignore[index]
+    assert mnist.total_ratio([row]) is None and "made up" in tables.mnist([row])
 
 
 def test_pytorchs_epochs() -> None:
     """The same images through its DataLoader, on the CPU."""
     pytest.importorskip("torch")
-    part = digits.made_up(64, 0)
+    part = mnist.made_up(64, 0)
     assert isinstance(part, Dataset)
-    row = mnist.theirs(mnist.Task(part, part, digits.MADE_UP, epochs=1), "cpu", workers=0)
+    row = mnist.train_torch(mnist.MnistTask(part, part, mnist.MADE_UP, epochs=1), "cpu", workers=0)
     assert row["name"] == "torch, DataLoader with 0 workers" and 0 <= row["accuracy"] <= 1
 
 
@@ -268,6 +270,7 @@ def test_without_a_device() -> None:
     assert done.stderr.startswith("python benchmarks/gpu: nothing can be measured, for this benchmark needs a device: ")
 
 
+@pytest.mark.slow(BENCHMARK)
 def test_a_reduced_run_on_the_stand_in(tmp_path: Path) -> None:
     """All of a run: judged, timed, compared with ceilings, written."""
     file = tmp_path / "found.json"

@@ -17,6 +17,7 @@ from nnmpi.errors import DeviceError
 from tests.gpu import recorder, report
 from tests.gpu.recorder import Recorded
 from tests.harness.records import FAILED, PASSED, SKIPPED, STARTED
+from tests.harness.slow import ONCE_MORE
 from tests.harness.suite import Result
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ def test_a_run_on_the_stand_in(tmp_path: Path) -> None:
     assert outcomes["test_more_than_the_card_has"]["reason"] == "Skipped: the stand-in for a device has no driver"
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_without_an_mpi_library(tmp_path: Path) -> None:
     """All files are read; only the check that needs the library is left out, and says why; so is the part of ranks."""
     file = tmp_path / "report.json"
@@ -152,6 +154,7 @@ def part_of(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     return part, {check["name"].rpartition("::")[2]: check for check in part["checks"]}
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_a_lost_device_does_not_take_the_other_checks_along(tmp_path: Path) -> None:
     """A check ends the process with an error of the device; the next one is run in a new process."""
     checks = plant(
@@ -168,6 +171,7 @@ def test_a_lost_device_does_not_take_the_other_checks_along(tmp_path: Path) -> N
     assert "device-side assert triggered" in found["test_first"]["reason"]
 
 
+@pytest.mark.slow(ONCE_MORE)
 @pytest.mark.parametrize("options", [(), ("-p", "no:timeout")], ids=["plain", "without pytest-timeout"])
 def test_a_hung_check_does_not_take_the_other_checks_along(tmp_path: Path, options: tuple[str, ...]) -> None:
     """It keeps the interpreter's lock, as a call into CUDA may, so no signal and no thread of Python ends it."""
@@ -187,6 +191,7 @@ def test_a_hung_check_does_not_take_the_other_checks_along(tmp_path: Path, optio
     assert reason.startswith("It has not ended after 2 s.") and "in test_hung" in reason
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_a_part_that_reaches_its_limit(tmp_path: Path) -> None:
     """What ran is in the report, and so is why the rest is not."""
     checks = plant(tmp_path, "import time\ndef test_quick():\n    pass\ndef test_slow():\n    time.sleep(999)\n")
@@ -198,6 +203,7 @@ def test_a_part_that_reaches_its_limit(tmp_path: Path) -> None:
     assert (found["test_quick"]["outcome"], found["test_slow"]["outcome"]) == (PASSED, FAILED)
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_a_killed_command_leaves_what_was_known(tmp_path: Path) -> None:
     """The report is written while checks run: it says what ended, and what was running."""
     checks = plant(tmp_path, "import time\ndef test_quick():\n    pass\ndef test_slow():\n    time.sleep(60)\n")

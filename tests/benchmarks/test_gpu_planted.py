@@ -64,7 +64,7 @@ class Full:
 
     def explain(self, error: BaseException) -> DeviceError:
         """Return the engine's sentence, in short."""
-        return DeviceError(f"no room for {str(error).partition(': ')[2]}; lower --batch-size")
+        return DeviceError(f"no room for {str(error).partition(': ')[2]}; make the batch smaller")
 
 
 def test_out_of_memory_asks_for_more_than_is_kept() -> None:

@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import link
-from benchmarks.netlab.agent import write_agent
-from benchmarks.netlab.build import Builder, address_of
-from benchmarks.netlab.command import main
+from benchmarks.netlab.bench import Plan, fit_of
+from benchmarks.netlab.build import Builder, address_of, write_agent
+from benchmarks.netlab.command import main, make_plan, parse
 from benchmarks.netlab.host import Host
-from benchmarks.netlab.job import run_job
 from benchmarks.netlab.lab import Lab, find, sweep, take_down
-from benchmarks.netlab.launch import LIBRARIES, environment, find_library, parse_settings
+from benchmarks.netlab.launch import LIBRARIES, environment, find_library, parse_settings, run_job
 from benchmarks.netlab.link import Speed
-from benchmarks.netlab.plan import Plan
-from benchmarks.netlab.predict import fit_of
 from benchmarks.netlab.process import Process, children_of
-from benchmarks.netlab.row import Row, summary, verdict
+from benchmarks.netlab.row import LinkTimes, summary, verdict
 from benchmarks.netlab.shell import TOOLS, LabError, check_machine
 from benchmarks.netlab.state import State
 from nnmpi.comm.choose import choose
@@ -50,16 +47,16 @@ def add_script(folder: Path, name: str, text: str) -> None:
 
 
 def plan(**changes: str) -> Plan:
-    words = {"hosts": "2,4", "rates": "100mbit", "sizes": "1m,2m", "algorithms": "ps,ring", "cut": "1g"}
-    return Plan.parse(**{**words, **changes}, repeats=3)
+    words = {"hosts": "2,4", "rate": "100mbit", "sizes": "1m,2m", "algorithms": "ps,ring", "cut": "1g", "repeats": "3"}
+    return make_plan(parse(["bench", *(f"--{name}={word}" for name, word in {**words, **changes}.items())]))
 
 
-def row(algorithm: str, measured_s: float, predicted_s: float, sent: float = 1e9, expected: float = 0) -> Row:
-    return Row("MPI", "100mbit", 16, 2**20, algorithm, (measured_s,), predicted_s, "tree", expected, sent, 0.5)
+def row(algorithm: str, measured_s: float, predicted_s: float, sent: float = 1e9, expected: float = 0) -> LinkTimes:
+    return LinkTimes("MPI", "100mbit", 16, 2**20, algorithm, (measured_s,), predicted_s, "tree", expected, sent, 0.5)
 
 
 def test_lists_are_read_without_doubles() -> None:
-    read = plan(hosts="2, 16,2", rates="50mbit,1gbit", sizes="64k,1m", algorithms="ring,native")
+    read = plan(hosts="2, 16,2", rate="50mbit,1gbit", sizes="64k,1m", algorithms="ring,native")
     assert (read.hosts, read.sizes, read.algorithms) == ((2, 16), (65536, 2**20), ("ring", "native"))
     assert [speed.bits_per_s for speed in read.speeds] == [50e6, 1e9]
 
@@ -70,11 +67,11 @@ def test_lists_are_read_without_doubles() -> None:
         ("hosts", "1", "'1' is not a number of hosts from 2"),
         ("hosts", "four", "'four' is not a number of hosts"),
         ("hosts", "2,201", "'201' is not a number"),
-        ("rates", "100", "'100' is not a rate; write it like 100mbit"),
-        ("rates", "fast", "'fast' is not a rate"),
+        ("rate", "100", "'100' is not a rate; write it like 100mbit"),
+        ("rate", "fast", "'fast' is not a rate"),
         ("sizes", "many", "'many' is not a number of bytes"),
         ("sizes", "6", "a multiple of 4 bytes, not 6"),
-        ("algorithms", "ring,star", "no algorithm 'star' to run on the lab; the names are ring"),
+        ("algorithms", "ring,star", "argument --algorithms: 'star' is unknown; the names are ring"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(option: str, word: str, says: str) -> None:
@@ -83,8 +80,8 @@ def test_words_that_mean_nothing_are_refused(option: str, word: str, says: str) 
 
 
 def test_a_time_is_measured_at_least_once() -> None:
-    with pytest.raises(UsageError, match="not 0 times"):
-        Plan.parse("2", "1gbit", "1m", "ring", 0, "1g")
+    with pytest.raises(UsageError, match="argument --repeats: '0' is not a whole number above 0"):
+        plan(repeats="0")
 
 
 def test_jobs_on_more_hosts_and_slower_links_have_more_time() -> None:
@@ -311,7 +308,7 @@ def test_a_job_has_succeeded_when_every_rank_says_so(
     state.create()
     folder = state.folder / "job"
     add_script(tmp_path / "bin", "launcher", f"touch {folder}/done-0; " + does.replace("{}", str(folder)).format())
-    monkeypatch.setattr("benchmarks.netlab.job.find_launcher", lambda library: str(tmp_path / "bin" / "launcher"))
+    monkeypatch.setattr("benchmarks.netlab.launch.find_launcher", lambda library: str(tmp_path / "bin" / "launcher"))
     me = Host("h0", "", Process.of(os.getpid()), 1)
     found = run_job(Outside(state, me, me, [me, me]), "openmpi", 2, {}, {}, limit_s=2.0)
     if says:

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.netlab.shell import check_machine
 from nnmpi.errors import UsageError
+from tests.harness.slow import ONCE_MORE
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
@@ -133,6 +134,7 @@ def test_a_bench_on_two_hosts_sends_over_the_links_and_leaves_nothing(netlab: Ne
     assert "auto picks" in printed
 
 
+@pytest.mark.slow(ONCE_MORE)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_bench_that_is_ended_leaves_nothing(number: signal.Signals, netlab: Netlab, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -168,6 +170,7 @@ def test_of_a_lab_that_cannot_be_made_nothing_is_left(netlab: Netlab, tmp_path: 
         netlab.check_nothing_left()
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_hosts_share_no_memory_and_two_labs_do_not_meet(netlab: Netlab) -> None:
     assert netlab.run("up", "--hosts", "2")[0] == 0
     status, printed = netlab.run("up", "--hosts", "2")

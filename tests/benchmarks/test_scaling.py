@@ -8,10 +8,9 @@ import pytest
 
 from benchmarks.scaling.command import main
 from benchmarks.scaling.crossings import best_by_ranks, crossings, in_words
-from benchmarks.scaling.models import flat
-from benchmarks.scaling.sweep import Point, rank_counts
+from benchmarks.scaling.sweep import SimulatedTime, flat, rank_counts
 from nnmpi.comm.fit import save_fit
-from nnmpi.comm.sizes import name_seconds
+from nnmpi.comm.units import format_seconds
 from tests.comm.test_fit import make as make_fit
 
 ALPHA, BETA, GAMMA = 2e-6, 8e-11, 2e-11
@@ -40,7 +39,9 @@ def test_a_third_algorithm_between_two_is_found() -> None:
 
 def test_who_is_fastest_in_words() -> None:
     times = {2: (1, 1), 4: (3, 2), 8: (3, 3.5), 16: (4, 5), 32: (9, 6)}
-    points = [Point("m", 8, n, name, t) for n, pair in times.items() for name, t in zip("ab", pair, strict=True)]
+    points = [
+        SimulatedTime("m", 8, n, name, t) for n, pair in times.items() for name, t in zip("ab", pair, strict=True)
+    ]
     assert best_by_ranks(points) == ["b to 4", "a from 8 to 16", "b from 32 on"]
     assert best_by_ranks(points[:4]) == ["b for all"]
     assert rank_counts(16) == [2, 3, 4, 6, 8, 12, 16]
@@ -66,7 +67,7 @@ def test_a_fitted_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert shown.startswith("fit: 4 ranks on Head Node under Open MPI 5.0.11, nodes of 2 ranks\n")
     row = next(line for line in shown.splitlines() if line.startswith("     4 "))
-    assert row.split()[1:3] == name_seconds(make_fit().predict("ring", 2**20)).split()
+    assert row.split()[1:3] == format_seconds(make_fit().predict("ring", 2**20)).split()
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ def test_a_fitted_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFix
         ("--max-ranks 1", "'1' is not a number of ranks from 2"),
         ("--alpha fast", "'fast' is not a number of seconds"),
         ("--machine cray", "invalid choice: 'cray'"),
-        ("--plot a.txt", "a.txt names no kind of picture"),
+        ("--plot a.txt", "a.txt: the name must end in .png, .svg, .pdf"),
         ("--fit nowhere.json", "the fit nowhere.json cannot be read"),
-        ("--json /nowhere/a.json", "/nowhere/a.json cannot be written (No such file or directory)"),
+        ("--json /nowhere/a.json", "--json /nowhere/a.json cannot be written: No such file or directory"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

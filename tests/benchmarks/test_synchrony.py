@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.synchrony import marks, tables
-from benchmarks.synchrony.counts import over_mpi, per_step, played
-from benchmarks.synchrony.curve import Crossing, Point, cross, read, write
-from benchmarks.synchrony.model import Costs, predict
+from benchmarks.synchrony import tables, targets
+from benchmarks.synchrony.compare import compare_runs
+from benchmarks.synchrony.counts import in_virtual_time, over_mpi, per_step
+from benchmarks.synchrony.curve import Evaluation, GoalReached, reach_goal, read, write
+from benchmarks.synchrony.model import StepCosts, predict
 from benchmarks.synchrony.modes import CHANCE, EQUAL, MODES, ONE, OWN, last_ones, stragglers
 from benchmarks.synchrony.parts import SYNCHRONY
-from benchmarks.synchrony.play import Case, play
-from benchmarks.synchrony.split import split_times
-from benchmarks.synchrony.subject import Subject
+from benchmarks.synchrony.recipe import Recipe
+from benchmarks.synchrony.simulated import SimulatedRun, simulate
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
 
@@ -24,23 +24,23 @@ NBYTES = 4000
 
 
 def _curve(*accuracies: float) -> str:
-    return write([Point(10.0 * i, 0.5 * i, 1.0, accuracy) for i, accuracy in enumerate(accuracies)])
+    return write([Evaluation(10.0 * i, 0.5 * i, 1.0, accuracy) for i, accuracy in enumerate(accuracies)])
 
 
 def test_a_goal_is_reached_where_the_mean_of_five_evaluations_is() -> None:
     points = read(_curve(0.90, 0.92, 0.94, 0.96, 0.98, 1.00, 1.00))
-    assert cross(points, 0.95) == Crossing(pytest.approx(25.0), pytest.approx(1.25))
-    assert cross(points, 0.94) == Crossing(20.0, 1.0)  # from the first mean on
+    assert reach_goal(points, 0.95) == GoalReached(pytest.approx(25.0), pytest.approx(1.25))
+    assert reach_goal(points, 0.94) == GoalReached(20.0, 1.0)  # from the first mean on
 
 
 def test_one_lucky_evaluation_does_not_count() -> None:
-    assert cross(read(_curve(0.90, 0.90, 0.99, 0.90, 0.90, 0.90)), 0.93) is None
-    assert cross(read(_curve(0.99, 0.99)), 0.9) is None
+    assert reach_goal(read(_curve(0.90, 0.90, 0.99, 0.90, 0.90, 0.90)), 0.93) is None
+    assert reach_goal(read(_curve(0.99, 0.99)), 0.9) is None
 
 
 def test_curves_are_written_and_read() -> None:
-    points = [Point(0.0, 0.0, 2.345, 0.1), Point(12.0625, 1.2345678, 0.1, 0.9712)]
-    assert read(write(points)) == [points[0], Point(12.0625, 1.234568, 0.1, 0.9712)] and read("") == []
+    points = [Evaluation(0.0, 0.0, 2.345, 0.1), Evaluation(12.0625, 1.2345678, 0.1, 0.9712)]
+    assert read(write(points)) == [points[0], Evaluation(12.0625, 1.234568, 0.1, 0.9712)] and read("") == []
 
 
 def test_slow_workers_are_written_as_the_option_has_them() -> None:
@@ -53,7 +53,7 @@ def test_slow_workers_are_written_as_the_option_has_them() -> None:
 
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_the_model_has_the_closed_forms(workers: int) -> None:
-    equal, one = (Costs(workers, 1.0, NBYTES, slow=slow) for slow in (EQUAL, ONE))
+    equal, one = (StepCosts(workers, 1.0, NBYTES, slow=slow) for slow in (EQUAL, ONE))
     batches = 200
     assert predict(Sync(), one, batches) == pytest.approx(3 * batches)
     share = (workers - 1 + 1 / 3) / workers
@@ -66,7 +66,7 @@ def test_the_model_has_the_closed_forms(workers: int) -> None:
 
 
 def test_who_is_slow_by_chance_is_waited_for_less_the_further_apart_all_may_be() -> None:
-    costs, batches = Costs(16, 1.0, NBYTES, slow=CHANCE), 300
+    costs, batches = StepCosts(16, 1.0, NBYTES, slow=CHANCE), 300
     bsp = predict(Sync(), costs, batches) / batches
     assert bsp == pytest.approx(1 + 2 * (1 - 0.75**16))
     found = [predict(Sync("ssp", staleness=bound), costs, batches) / batches for bound in (1, 4, 16)]
@@ -77,7 +77,7 @@ def test_who_is_slow_by_chance_is_waited_for_less_the_further_apart_all_may_be()
 
 
 def test_messages_take_their_time() -> None:
-    costs = Costs(4, 1.0, NBYTES, alpha_s=0.01, beta=1e-5)
+    costs = StepCosts(4, 1.0, NBYTES, alpha_s=0.01, beta=1e-5)
     message, byte_s = 0.05, 0.04
     assert predict(Sync(), costs, 10) == pytest.approx(10 * (1 + 6 * 0.01 + 1.5 * byte_s))
     assert predict(Sync(servers=1), costs, 10) == pytest.approx(10 * (1 + 2 * 0.01 + 6 * byte_s))
@@ -86,15 +86,15 @@ def test_messages_take_their_time() -> None:
     assert predict(Sync("local"), costs, 16) == pytest.approx(16 + 2 * (6 * 0.01 + 1.5 * byte_s))
 
 
-SUBJECT = Subject("digits", None, 0.8, hidden=16, batch=64, steps=22, every=2, warm=2)
+RECIPE = Recipe("digits", None, 0.8, hidden=16, batch=64, steps=22, every=2, warm=2)
 
 
 @pytest.mark.parametrize("slow", [EQUAL, ONE])
 @pytest.mark.parametrize("name", MODES)
 def test_the_model_is_virtual_time(name: str, slow: str) -> None:
     sync = MODES[name]
-    row = play(Case(sync, 4, stragglers(slow, 4), SUBJECT, 0.02, "alpha_us=50,gbit=10", observed=False))
-    costs = Costs(4, 0.02, 4 * (64 * 16 + 16 + 16 * 10 + 10), 50e-6, 8e-10, slow)
+    row = simulate(SimulatedRun(sync, 4, stragglers(slow, 4), RECIPE, 0.02, "alpha_us=50,gbit=10", observed=False))
+    costs = StepCosts(4, 0.02, 4 * (64 * 16 + 16 + 16 * 10 + 10), 50e-6, 8e-10, slow)
     assert row["batches"] == 22
     # asp ends when the slow worker's last part is there, which the model of a rate does not know of
     late = 0.06 if slow == ONE else 0.001
@@ -102,7 +102,7 @@ def test_the_model_is_virtual_time(name: str, slow: str) -> None:
 
 
 def test_a_run_is_seen_on_its_way() -> None:
-    row = play(Case(Sync("asp"), 4, "", SUBJECT, 0.02, "", {"mode": "asp"}))
+    row = simulate(SimulatedRun(Sync("asp"), 4, "", RECIPE, 0.02, "", {"mode": "asp"}))
     points = read(row["curve"])
     batches = [point.batches for point in points]
     assert batches == sorted(batches) and batches[0] == 0 and batches[-1] == 22 and len(batches) == 1 + 11 + 1
@@ -112,10 +112,10 @@ def test_a_run_is_seen_on_its_way() -> None:
 
 def test_counts_are_those_of_virtual_time() -> None:
     for sync in MODES.values():
-        short = Subject("digits", None, hidden=16, batch=64, steps=16, warm=2)
-        row = play(Case(sync, 4, "", short, 0.001, "", observed=False))
-        nbytes = sum(array.nbytes for array in SUBJECT.build(SUBJECT.load()[0])[0].storage.data)
-        assert (row["messages"], row["bytes"]) == played(sync, 4, nbytes, 16, row["distant"])
+        short = Recipe("digits", None, hidden=16, batch=64, steps=16, warm=2)
+        row = simulate(SimulatedRun(sync, 4, "", short, 0.001, "", observed=False))
+        nbytes = sum(array.nbytes for array in RECIPE.build(RECIPE.load()[0])[0].storage.data)
+        assert (row["messages"], row["bytes"]) == in_virtual_time(sync, 4, nbytes, 16, row["distant"])
 
 
 def test_counts_over_mpi_have_a_reply_at_the_start_and_headers() -> None:
@@ -130,7 +130,7 @@ RISE = (0.1, 0.1, 0.6, 0.97, 0.97, 0.97, 0.97, 0.97)
 
 
 def _times(**changes: Any) -> dict[str, Any]:
-    settings = {"subject": {"goal": 0.97, "dataset": "mnist"}, "pace_s": 0.05, "network": ""}
+    settings = {"recipe": {"goal": 0.97, "dataset": "mnist"}, "pace_s": 0.05, "network": ""}
     rows = []
     for mode in MODES:
         row = {"mode": mode, "workers": 4, "slow": EQUAL, "curve": _curve(*RISE)}
@@ -145,26 +145,26 @@ def _times(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_gain_is_throughput_times_statistics() -> None:
-    faster = write([Point(12 * i, 0.3 * i, 1.0, accuracy) for i, accuracy in enumerate(RISE)])
+    faster = write([Evaluation(12 * i, 0.3 * i, 1.0, accuracy) for i, accuracy in enumerate(RISE)])
     content = _times(curve=faster)
-    asp = next(each for each in split_times(content) if each.row["mode"] == "asp")
+    asp = next(each for each in compare_runs(content) if each.row["mode"] == "asp")
     assert asp.sooner is not None and asp.throughput is not None and asp.statistics is not None
     assert asp.sooner == pytest.approx(5 / 3) == pytest.approx(asp.throughput * asp.statistics)
     assert asp.throughput == pytest.approx(2.0)
     assert "| asp | 60 | 1.50 | 1.67 | 2.00 | 0.83 | 25.00 | 50.00 | 2.000 | 0 | 98.00 |" in tables.times(content)
     last = "Batches with other seeds (1), 4 equal workers: bsp, ring: 50; asp: 60."
     assert tables.times(content).endswith(last)
-    assert marks.missed_times(content) == ["4 workers, equal, asp: model / measured 2.000"]
+    assert targets.missed_times(content) == ["4 workers, equal, asp: model / measured 2.000"]
 
 
 def test_a_run_that_does_not_get_there_has_a_speed_all_the_same() -> None:
-    assert marks.missed_times(_times()) == []
+    assert targets.missed_times(_times()) == []
     content = _times(curve=_curve(0.1, 0.5, 0.6))
     assert "| asp | - | - | - | 1.00 | - | 50.00 |" in tables.times(content)
     for row in content["rows"]:
         row["slow"] = ONE
     late = f"4 workers, {ONE}: asp reaches the goal not sooner than bsp through a server"
-    assert late in marks.missed_times(content)
+    assert late in targets.missed_times(content)
 
 
 def _heterogeneity(fall: float, largest: tuple[int, int] = (3, 9)) -> dict[str, Any]:
@@ -178,20 +178,20 @@ def _heterogeneity(fall: float, largest: tuple[int, int] = (3, 9)) -> dict[str, 
         rows += [row | {"staleness": {"mean": 3.0, "max": largest[factor > 1]}} for _ in range(2)]
     few = {"recipe": "lively", "mode": "asp", "workers": 1, "factor": 1.0, "accuracy": 0.9, "loss": 0.1}
     rows += [few | {"staleness": {"mean": 0.0, "max": 0}} for _ in range(2)]
-    return {"settings": {"subject": {"dataset": "mnist"}, "workers": 4, "slow_ones": 1}, "rows": rows}
+    return {"settings": {"recipe": {"dataset": "mnist"}, "workers": 4, "slow_ones": 1}, "rows": rows}
 
 
 def test_staleness_is_judged() -> None:
-    assert marks.missed_heterogeneity(_heterogeneity(0.05)) == []
+    assert targets.missed_heterogeneity(_heterogeneity(0.05)) == []
     assert "| lively | asp | 4 | 8 | 90.00 +- 0.00 | 0.1000 +- 0.0000 | 3.0 (9) |" in tables.heterogeneity(
         _heterogeneity(0.05)
     )
-    flat = marks.missed_heterogeneity(_heterogeneity(0.0))
+    flat = targets.missed_heterogeneity(_heterogeneity(0.0))
     assert flat == [
         "lively: with the workers accuracy falls by 0.00%, spread 0.00%",
         "own classes: accuracy by factor ['90.00%', '90.00%'], spread 0.00%",
     ]
-    assert marks.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "calm: the largest staleness is [9, 3]"
+    assert targets.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "calm: the largest staleness is [9, 3]"
 
 
 def test_the_readme_has_a_place_for_every_table() -> None:

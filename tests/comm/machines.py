@@ -2,8 +2,7 @@
 
 from hypothesis import strategies as st
 
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.machine import Curve, Link, Machine
 
 _SECONDS = st.floats(0.01, 1.0)
 

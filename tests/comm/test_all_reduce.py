@@ -12,9 +12,8 @@ import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
-from nnmpi.comm.execute import Execution
-from nnmpi.comm.group import Group, Pending
-from nnmpi.comm.native import Native
+from nnmpi.comm.execution import Execution, NativeExecution, Pending
+from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
 
 EVERY = [NATIVE, *ALGORITHMS]
@@ -34,7 +33,7 @@ def total(size: int, n: int, dtype: object = np.float32) -> Buffer:
 def cut(group: Group, array: Buffer, algorithm: str, max_bytes: int, tag: int = 7) -> Pending:
     """Bind an all-reduce whose messages are at most max_bytes long."""
     if algorithm == NATIVE:
-        return Native(array, group.comm, max_message_bytes=max_bytes)
+        return NativeExecution(array, group.comm, max_message_bytes=max_bytes)
     return Execution(ALGORITHMS[algorithm](group.rank, group.size), array, group.comm, tag, max_bytes, persistent=True)
 
 
@@ -177,8 +176,8 @@ def test_a_check_names_what_differs_on_all_ranks(group: Group, algorithm: str) -
     if group.size == 1:
         assert text == ""
         return
-    others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
-    expected = f"{others}: 10 elements of float32; rank {last}: 11 elements of float64"
+    others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
+    expected = f"{others} 10 elements of float32; rank {last} has 11 elements of float64"
     assert [expected in found for found in group.gather(text)] == [True] * group.size
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnmpi.comm.buckets import Bucket, plan_buckets
+from nnmpi.comm.gradients import Bucket, plan_buckets
 from nnmpi.errors import UsageError
 
 # four parameters in one buffer: 10, 2, 6 and 4 elements of 4 bytes

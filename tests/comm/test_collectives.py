@@ -7,9 +7,8 @@ from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
-from nnmpi.comm.execute import Execution
+from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.group import Group
-from nnmpi.comm.native import Native
 from nnmpi.errors import CommError, DtypeError, UsageError
 from nnmpi.shard import part
 
@@ -63,7 +62,7 @@ def test_messages_are_cut(group: Group, operation: str, algorithm: str) -> None:
     where, wanted = expected(group, operation, 7919)
     array = values(group.rank, 7919)
     if algorithm == NATIVE:
-        Native(array, group.comm, operation, max_message_bytes=1000).run()
+        NativeExecution(array, group.comm, operation, max_message_bytes=1000).run()
     else:
         steps = find_collective(operation, algorithm)(group.rank, group.size)
         Execution(steps, array, group.comm, 4, max_message_bytes=1000).run()
@@ -161,6 +160,6 @@ def test_arrays_that_differ_are_refused_on_all_ranks(group: Group, call: str) ->
         said = str(error)
     everyone = group.gather(said)
     if group.size > 1:
-        assert all("rank 0: 1000 elements of float32" in each and "rank 1: 1001" in each for each in everyone)
+        assert all("rank 0 has 1000 elements of float32" in each and "rank 1 has 1001" in each for each in everyone)
     else:
         assert everyone == [""]

@@ -10,7 +10,7 @@ from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.fit import save_fit
 from nnmpi.comm.render import render
-from nnmpi.comm.sizes import name_seconds
+from nnmpi.comm.units import format_seconds
 from nnmpi.errors import UsageError
 from tests.comm.test_fit import make as make_fit
 
@@ -85,7 +85,7 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
     file = tmp_path / "fit.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
     told = main(["price", "hierarchical", "--bytes", "1MB", "--fit", str(file)])
-    assert name_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
+    assert format_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
     assert ": predicted " in main(["choose", "--fit", str(file), "--bytes", "64k"])
     with pytest.raises(UsageError, match="--fit says what the machine is, and so does --beta"):
         main(["cost", "--fit", str(file), "--beta", "1"])

@@ -7,7 +7,7 @@ import pytest
 from nnmpi.comm import cost
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.machine import Link, Machine, blocks
-from nnmpi.comm.price import price
+from nnmpi.comm.simulate import price
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11
 PLAIN, ADDING = Machine.uniform(ALPHA, BETA), Machine.uniform(ALPHA, BETA, GAMMA)

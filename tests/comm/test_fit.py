@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
-from nnmpi.comm.curve import Curve
 from nnmpi.comm.fit import Fit, check_place, default_file, load_fit, save_fit
-from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
 

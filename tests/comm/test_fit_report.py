@@ -2,9 +2,8 @@
 
 import pytest
 
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.fitting.report import describe_fit, predictions
-from nnmpi.comm.fitting.segments import find_eager_limit, segments
+from nnmpi.comm.fitting.report import describe_fit, find_eager_limit, predictions, segments
+from nnmpi.comm.machine import Curve
 from tests.comm.test_fit import make
 
 STEP = tuple(

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi.comm import wire
+from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 
@@ -14,19 +14,19 @@ VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone"
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_json_values_come_back_from_the_wire(value: object) -> None:
-    assert wire.decode(wire.encode(value), 0) == value
+    assert decode_json(encode_json(value), 0) == value
 
 
 def test_floats_that_are_no_numbers_come_back_too() -> None:
-    assert math.isnan(wire.decode(wire.encode(math.nan), 0))
-    assert wire.decode(wire.encode([math.inf, -math.inf]), 0) == [math.inf, -math.inf]
+    assert math.isnan(decode_json(encode_json(math.nan), 0))
+    assert decode_json(encode_json([math.inf, -math.inf]), 0) == [math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
 def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
-    text = wire.encode(value)
+    text = encode_json(value)
     with pytest.raises(CommError, match="rank 5 sent what is not a JSON value"):
-        wire.decode(text, 5)
+        decode_json(text, 5)
 
 
 @pytest.mark.mpi

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.curve import Curve
-from nnmpi.comm.machine import Link, Machine, blocks
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.fit import Fit, default_file, save_fit
-from nnmpi.comm.fitting.measure import facts, find_fit, measure
-from nnmpi.comm.fitting.timing import time_calls
+from nnmpi.comm.fitting.measure import facts, find_fit, measure, time_calls
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 

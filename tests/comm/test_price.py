@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import Collective
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.price import Price, price
 from nnmpi.comm.prove import prove
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import Price, price, simulate
 from nnmpi.errors import UsageError
 from tests.comm.machines import machines
 

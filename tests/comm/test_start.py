@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.job import Ending, mpirun, run
+from tests.harness.slow import once_more
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -87,7 +88,10 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
     return run(command, folder / "output", LIMIT_S, {"PYTHONPATH": str(ROOT), **environ}, cwd=folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("an exception", "a sentence", "a status", "a good end too early", "a thread", "a good end", "a failed fork")
+
+
+@pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in CASES])
 def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     ending = run_program(tmp_path, BEGIN + case.body, ranks=3)

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-PURE = ["steps", "algorithms.registry", "replay", "prove", "choose", "buckets", "wire", "agree", "wording", "buffers"]
-PURE += ["sizes", "cost", "price", "simulate", "render"]
+PURE = ["steps", "algorithms.registry", "prove", "choose", "agreement", "buffers"]
+PURE += ["units", "cost", "simulate", "render"]
 
 
 def imported_without_mpi(*modules: str) -> subprocess.CompletedProcess[str]:
@@ -19,6 +19,6 @@ def test_the_pure_modules_need_no_mpi() -> None:
 
 
 def test_a_module_that_needs_mpi_would_be_found() -> None:
-    done = imported_without_mpi("execute")
+    done = imported_without_mpi("execution")
     assert done.returncode != 0
     assert "mpi4py" in done.stderr

@@ -15,8 +15,9 @@ from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.profile import profile
+from nnmpi.parallel.pipeline.profile import profile
 from nnmpi.tensor.tensor import Tensor
+from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -125,7 +126,7 @@ def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
     sentences = []
     for options in ({"fused_update": True}, {"clip": 1.0}):
         try:
-            Worker(model, optimizer, group, arrangement=where, **options).release()  # type: ignore[arg-type]
+            Worker(model, optimizer, group, arrangement=where, **grouped(**options)).release()  # type: ignore[arg-type]
             sentences.append("")
         except UsageError as error:
             sentences.append(str(error))

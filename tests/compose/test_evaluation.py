@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
-from tests.compose.virtual_play import build, dataset, optimizer_of
+from tests.compose.virtual_runs import build, dataset, optimizer_of
 
 ROWS = 23
 
@@ -31,14 +31,14 @@ def expected() -> tuple[float, float]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["worker", "relaxed", "virtual"])
+@pytest.mark.parametrize("kind", ["worker", "asynchronous", "virtual"])
 def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     """With batches and parts that divide nothing, and ranks that have no sample of the last batch."""
     model = build()
     alone = group.split(group.rank)
     workers: dict[str, Any] = {
         "worker": lambda: Worker(model, optimizer_of(model), group),
-        "relaxed": lambda: RelaxedWorker(model, optimizer_of(model), group, Sync("local")),
+        "asynchronous": lambda: AsynchronousWorker(model, optimizer_of(model), group, Sync("local")),
         "virtual": lambda: VirtualWorker(model, optimizer_of(model), alone, Sync("asp"), 3),
     }
     worker = workers[kind]()

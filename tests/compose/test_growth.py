@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from nnmpi import models, optim
-from nnmpi.backend.heap import keep_freed_memory
+from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.shard import part
+from tests.harness.slow import GROWTH
+from tests.worker_options import grouped
 
 ROWS = 24
 WARM_UP, STEPS = 150, 300
@@ -42,12 +44,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.host_only("the host's memory after hundreds of steps")
 @pytest.mark.mpi
+@pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
     """Objects and Python's memory to the byte but for a few caches; resident memory within a megabyte."""
     keep_freed_memory()
     model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
-    worker, batch = Worker(model, optim.Adam(model.storage), group, **way), make_batch(group)
+    worker, batch = Worker(model, optim.Adam(model.storage), group, **grouped(**way)), make_batch(group)
     worker.step(batch)
     tracemalloc.start()  # slows a step down, and sees only what is made from now on
     for _ in range(WARM_UP):

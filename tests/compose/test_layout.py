@@ -17,7 +17,7 @@ from nnmpi.errors import UsageError
         ({"recompute": "sometimes"}, "recompute 'sometimes' is unknown; choose one of never, always, except-last"),
         ({"reduction": "slow"}, "reduction 'slow' is unknown; choose one of fast, fixed"),
         ({"virtual_stages": 0}, "0 virtual stages are not possible"),
-        ({"virtual_stages": 2}, "belong to schedule interleaved; 1f1b has one per rank"),
+        ({"virtual_stages": 2}, "belong to the pipeline schedule interleaved; 1f1b has one per rank"),
         ({"split": (3, 0)}, "has a stage without layers"),
         ({"split": ()}, "has a stage without layers"),
         ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of links such as"),

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.segment import Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader, Parts
 from nnmpi.data.partition import own_samples
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
-from tests.compose.virtual_play import BATCH, BATCHES, build, dataset, optimizer_of, weights
+from tests.compose.virtual_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
 
 pytestmark = pytest.mark.mpi
 
@@ -38,9 +38,11 @@ def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
 
 
 def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
-    pace = Pace(0.0003, Slowdown.parse("random,probability=0.3,factor=3"))
+    throttle = Throttle(0.0003, Slowdown.parse("random,probability=0.3,factor=3"))
     model = build()
-    served = RelaxedWorker(model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), pace=pace)
+    served = AsynchronousWorker(
+        model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), throttle=throttle
+    )
     found = [train(served, loader_of(group))]
     served.release()
 
@@ -70,17 +72,17 @@ def replace_world(loader: Loader) -> Loader:
 def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow rank does fewer steps, and nobody does them on its samples in its place."""
     seen: list[int] = []
-    dealt = Parts.dealt
+    assigned = Parts.assigned
 
     def noted(self: Parts, *args: Any, **options: Any) -> Any:
-        batch = dealt(self, *args, **options)
+        batch = assigned(self, *args, **options)
         seen.extend(batch.indices.tolist())
         return replace(batch)
 
-    monkeypatch.setattr(Parts, "dealt", noted)
+    monkeypatch.setattr(Parts, "assigned", noted)
     model = build()
     slow = Slowdown.parse(f"rank={group.size - 1},factor=5") if group.size > 1 else Slowdown()
-    worker = RelaxedWorker(model, optimizer_of(model), group, Sync("asp"), pace=Pace(0.002, slow))
+    worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), throttle=Throttle(0.002, slow))
     train(worker, loader_of(group))
     worker.release()
     own = own_samples(dataset().y, "label", 0, group.rank, group.size).tolist()

@@ -14,8 +14,9 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.relaxed import RelaxedWorker
+from nnmpi.compose.options import Numerics
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
@@ -24,6 +25,7 @@ from nnmpi.nn.module import Module
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -74,9 +76,7 @@ def fused(group: Group, layout: Layout | None, **options: Any) -> tuple[Worker, 
         optim.Adam(model.storage, lr=1e-2),
         group,
         arrangement=where,
-        precision="fp16",
-        check=True,
-        **options,
+        **grouped(precision="fp16", check=True, **options),
     )
     here = any(module is fuse for _, module in model.named_modules())
     place = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
@@ -150,7 +150,7 @@ def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any]
     assert all(each == everyone[0] for each in everyone)
     assert everyone[0][0] == 16
     assert "gradient of" in everyone[0][1] and "step 1:" in everyone[0][1]
-    assert everyone[0][1].endswith("; float16 ends at 65504: --precision bf16 or smaller inputs may help")
+    assert everyone[0][1].endswith("; float16 ends at 65504: precision bf16 or smaller inputs may help")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -167,7 +167,7 @@ def train(group: Group, name: str, precision: str) -> float:
     trained, tested = data.load("digits")
     build = models.mlp if name == "mlp" else models.cnn
     model = build((8, 8, 1), 10).initialize(seed=0)
-    worker = Worker(model, optim.Adam(model.storage, lr=3e-3), group, precision=precision)
+    worker = Worker(model, optim.Adam(model.storage, lr=3e-3), group, numerics=Numerics(precision=precision))
     loader = Loader(trained, 32, seed=0, workers=0)
     for epoch in range(6):
         for batch in loader.epoch(epoch):
@@ -179,7 +179,7 @@ def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
     train_set, _ = data.load("digits")
     model = models.cnn((8, 8, 1), 10).initialize(seed=0)
     seen: list[np.dtype[Any]] = []
-    worker = Worker(model, optim.Adam(model.storage), group, precision="fp16")
+    worker = Worker(model, optim.Adam(model.storage), group, numerics=Numerics(precision="fp16"))
     with nn.mode.observed(lambda module, result: seen.append(result.dtype)):
         worker.step(next(iter(Loader(train_set, 32).epoch(0))))
     arrays = [*model.storage.data, *model.storage.grads, *worker.optimizer_state()[0].values()]
@@ -221,7 +221,7 @@ def test_what_does_not_go_together(group: Group, options: dict[str, Any], words:
     where = arrange(models.mlp((8, 8, 1), 10), group, layout, SAMPLE.astype(dtype), dtype=dtype)
     where.model.initialize(seed=0, dtype=dtype)
     with pytest.raises(UsageError, match=words):
-        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options)
+        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options))
 
 
 def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) -> None:
@@ -233,11 +233,11 @@ def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) ->
         optimizer = optim.SGD(model.storage, lr=0.1)
         if precision == "fp16":
             with pytest.raises(UsageError, match="in virtual time they do not meet in every step; use bf16"):
-                VirtualWorker(model, optimizer, group, Sync("asp"), 3, **options)
+                VirtualWorker(model, optimizer, group, Sync("asp"), 3, **grouped(**options))
             with pytest.raises(UsageError, match="with asp they do not meet in every step; use bf16"):
-                RelaxedWorker(model, optimizer, group, Sync("asp"), **options)
+                AsynchronousWorker(model, optimizer, group, Sync("asp"), **grouped(**options))
             continue
-        worker = VirtualWorker(model, optimizer, group, Sync("asp"), 3, **options)
+        worker = VirtualWorker(model, optimizer, group, Sync("asp"), 3, **grouped(**options))
         loader = Loader(train_set, 30, world=3, workers=0)
         report = worker.run(loader, 0, 0, 30, step=0, lr=lambda step: 0.1)
         losses[precision] = report.loss_sum / report.rows
@@ -253,8 +253,11 @@ def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
     last = group.rank == group.size - 1
     message = ""
     try:
-        Worker(model, optim.SGD(model.storage, lr=0.1), group, precision="fp16" if last else "float32").release()
+        Worker(
+            model, optim.SGD(model.storage, lr=0.1), group, numerics=Numerics(precision="fp16" if last else "float32")
+        ).release()
     except UsageError as error:
         message = str(error)
-    text = f"different precisions: rank 0 in float32, rank {group.size - 1} in fp16"
+    before = "rank 0 has" if group.size == 2 else f"ranks 0-{group.size - 2} have"
+    text = f"different precisions: {before} float32; rank {group.size - 1} has fp16"
     assert group.gather(text in message) == [group.size > 1] * group.size

@@ -11,7 +11,7 @@ from nnmpi.compose.state import slots
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.sync import Sync
-from tests.compose.relaxed_play import (
+from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     all_reduced,
     equal_on_all,
@@ -22,7 +22,7 @@ from tests.compose.relaxed_play import (
     skip_unless_fitting,
     train,
 )
-from tests.compose.virtual_play import BATCHES, build, weights
+from tests.compose.virtual_runs import BATCHES, build, weights
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import batches, release, tolerance
 from tests.equivalence.reference import build as build_worker

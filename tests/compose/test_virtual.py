@@ -10,11 +10,10 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.compose.gradient import LocalGradient
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.playing.statistics import Statistics
-from nnmpi.compose.relaxed import RelaxedWorker
-from nnmpi.compose.segment import Progress
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.replicas import LocalGradient
+from nnmpi.compose.segment import Progress, Throttle
+from nnmpi.compose.simulated_cluster import WorkerStatistics
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -22,7 +21,7 @@ from nnmpi.errors import CheckpointError, DivergenceError, UsageError
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
-from tests.compose.virtual_play import (
+from tests.compose.virtual_runs import (
     BATCH,
     BATCHES,
     EVERY_MODE,
@@ -208,7 +207,7 @@ def test_workers_normalize_by_their_own_statistics_which_are_averaged(group: Gro
 
 def test_statistics_count_by_the_gradients_that_they_saw() -> None:
     model = build(norm=True)
-    statistics = Statistics(model, 3)
+    statistics = WorkerStatistics(model, 3)
     mean = model.get("1").running_mean.data
     statistics.begin()
     for worker, value, rows in ((0, 1.0, 4), (1, 5.0, 4), (1, 7.0, 4), (2, 100.0, 0)):
@@ -242,7 +241,7 @@ def test_a_signal_ends_a_segment_after_whole_batches(group: Group, sync: Sync) -
     worker = make(group, sync, straggler="rank=2,factor=2")
     told: list[Progress] = []
     loader = Loader(dataset(240), BATCH, dtype="float64", workers=0)
-    report = worker.run(loader, 0, 0, 20, 0, lambda step: 0.1, progress=told.append, asked=lambda: next(calls))
+    report = worker.run(loader, 0, 0, 20, 0, lambda step: 0.1, progress=told.append, poll_signal=lambda: next(calls))
     assert report.signal == 15 and 0 < report.batches < 20
     assert {each.batch for each in told} == set(range(report.batches))
     if not sync.backup:
@@ -275,10 +274,10 @@ def test_it_does_what_as_many_ranks_do(group: Group, sync: Sync) -> None:
         return
     alone = group.split(group.rank)
     model = build(norm=True, dropout=0.1)
-    relaxed = RelaxedWorker(model, optimizer_of(model, "momentum"), group, sync, seed=5)
+    asynchronous = AsynchronousWorker(model, optimizer_of(model, "momentum"), group, sync, seed=5)
     loader = Loader(dataset(), BATCH, dtype="float64", workers=0, rank=group.rank, world=group.size)
-    real = relaxed.run(loader, 0, 0, BATCHES, 0, lambda step: 0.1 / (1 + step))
-    relaxed.release()
+    real = asynchronous.run(loader, 0, 0, BATCHES, 0, lambda step: 0.1 / (1 + step))
+    asynchronous.release()
     played = make(alone, sync, group.size, "momentum", model=build(norm=True, dropout=0.1), seed=5)
     report = played.run(loader, 0, 0, BATCHES, 0, lambda step: 0.1 / (1 + step))
     alone.free()
@@ -314,12 +313,12 @@ def test_impossible_workers_are_refused(group: Group) -> None:
     with pytest.raises(UsageError, match="0 virtual workers cannot compute anything; give 1 or more"):
         VirtualWorker(*options, Sync("asp"), 0)
     with pytest.raises(UsageError, match="a virtual step of 0 s is not possible; give a number above 0"):
-        VirtualWorker(*options, Sync("asp"), 2, pace=Pace(0.0))
-    with pytest.raises(UsageError, match="--sync gossip on one rank"):
+        VirtualWorker(*options, Sync("asp"), 2, throttle=Throttle(0.0))
+    with pytest.raises(UsageError, match="gossip on one rank"):
         VirtualWorker(*options, Sync("gossip"), 1)
-    with pytest.raises(UsageError, match="--straggler slows rank 4 down, which is none of the workers"):
+    with pytest.raises(UsageError, match="a straggler has the rank 4, which is none of the workers"):
         make(group, Sync("asp"), 4, straggler="rank=4,factor=2")
-    with pytest.raises(UsageError, match="--straggler slows rank 0 down"):  # it is the server
+    with pytest.raises(UsageError, match="a straggler has the rank 0, which"):  # it is the server
         make(group, Sync("asp", dedicated=True), 4, straggler="rank=0,factor=2")
     with pytest.raises(UsageError, match="the loss has reduction='mean'"):
         VirtualWorker(*options, Sync("asp"), 2, evaluation_loss=cross_entropy)

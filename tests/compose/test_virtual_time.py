@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from nnmpi.comm.cost import parameter_server, ring_all_reduce
 from nnmpi.comm.group import Group
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.segment import Progress
+from nnmpi.compose.segment import Progress, Throttle
 from nnmpi.compose.virtual import VirtualWorker
-from nnmpi.parallel.shards import cut_shards
+from nnmpi.parallel.server.shards import cut_shards
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
-from tests.compose.virtual_play import BATCH, BATCHES, ROWS, SPEED, build, make, optimizer_of, run, weights
+from tests.compose.virtual_runs import BATCH, BATCHES, ROWS, SPEED, build, make, optimizer_of, run, weights
 
 
 def nbytes(worker: Any) -> int:
@@ -154,8 +153,8 @@ def test_the_bound_holds_for_any_speeds_and_every_part_is_done_once(
     slowdown = Slowdown.parse(";".join([*rules, "random,probability=0.3,factor=4"]), seed)
     model = build("float32")
     sync = Sync("ssp", staleness=bound, servers=min(servers, workers))
-    pace = Pace(0.5, slowdown)
-    worker = VirtualWorker(model, optimizer_of(model), group, sync, workers, pace=pace, network=SPEED)
+    throttle = Throttle(0.5, slowdown)
+    worker = VirtualWorker(model, optimizer_of(model), group, sync, workers, throttle=throttle, network=SPEED)
     rows, steps, leads = list[tuple[int, int]](), [0] * workers, [0]
 
     def note(each: Progress) -> None:
@@ -179,7 +178,7 @@ def test_backup_workers_save_the_time_of_the_slowest(group: Group) -> None:
     used = Counter[int]()
     (report,) = run(worker, rows=60, progress=lambda each: used.update([each.worker]))
     assert worker.now_s < 5 * 2.5
-    assert report.dropped + report.undealt == 5 and report.dropped > 0
+    assert report.dropped + report.unassigned == 5 and report.dropped > 0
     assert sum(used.values()) == 15 and report.updates == 5 and report.rows == 45
 
 

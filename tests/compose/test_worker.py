@@ -12,9 +12,11 @@ from nnmpi.comm.group import Group
 from nnmpi.compose import worker as worker_module
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut, Loader
 from nnmpi.errors import CommError, UsageError
+from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -22,7 +24,9 @@ SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 def make(group: Group, layout: Layout, **options: Any) -> tuple[Worker, Arrangement]:
     where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, layout, SAMPLE)
     where.model.initialize(seed=0)
-    return Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options), where
+    return Worker(
+        where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options)
+    ), where
 
 
 def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
@@ -122,7 +126,7 @@ def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> No
         found = ""
     except CommError as error:
         found = str(error)
-    assert all(group.gather(found == "" if group.size == 1 else "of the tensor group" in found))
+    assert all(group.gather(found == "" if group.size == 1 else "in the tensor group" in found))
 
 
 def test_a_fixed_order_has_one_thread_for_the_gradients_length_too(
@@ -186,7 +190,12 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
     model = nn.Sequential(nn.Linear(7, 3)).initialize(seed=0)
     with monkeypatch.context() as patch:
         patch.setattr(Group, "broadcast", slow)
-        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=True if group.size > 1 else None)
+        worker = Worker(
+            model,
+            optim.SGD(model.storage, lr=0.1),
+            group,
+            exchange=GradientExchange(fused_update=True if group.size > 1 else None),
+        )
     for array in model.storage.data if group.is_root else ():
         array[...] = 5.0
     group.barrier()

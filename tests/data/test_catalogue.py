@@ -105,9 +105,9 @@ def test_nodes_that_share_a_folder_download_once(
 @pytest.mark.parametrize("function", [load, prepare])
 def test_wrong_data_dir_says_what_was_looked_for(name: str, function: Any, tmp_path: Path) -> None:
     wanted = "test_batch.bin" if name == "cifar10" else "train-images-idx3-ubyte"
-    with pytest.raises(UsageError, match=f"--data-dir {tmp_path} lacks them: looked there for {wanted}"):
+    with pytest.raises(UsageError, match=f"data_dir {tmp_path} lacks them: looked there for {wanted}"):
         function(name, tmp_path)
-    with pytest.raises(UsageError, match=f"--data-dir {tmp_path}/none does not exist: looked there for {wanted}"):
+    with pytest.raises(UsageError, match=f"data_dir {tmp_path}/none does not exist: looked there for {wanted}"):
         function(name, tmp_path / "none")
 
 
@@ -119,7 +119,7 @@ def test_a_folder_that_may_not_be_entered_is_one_sentence(
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     lock(tmp_path, monkeypatch)
     for name in ("mnist", "cifar10"):
-        with pytest.raises(UsageError, match=rf"^--data-dir {tmp_path} {reason}"):
+        with pytest.raises(UsageError, match=rf"^data_dir {tmp_path} {reason}"):
             function(name, tmp_path)
         with pytest.raises(UsageError, match=rf"^the folder for downloads {tmp_path}/{name} {reason}"):
             function(name)
@@ -132,7 +132,7 @@ def test_the_home_of_nobody_is_one_sentence(function: Any) -> None:
     sentence = "~no-such-user/x.csv: the system knows no home folder ~no-such-user; write it out$"
     with pytest.raises(UsageError, match=f"^data set {sentence}"):
         function("~no-such-user/x.csv")
-    with pytest.raises(UsageError, match=f"^--data-dir {sentence}"):
+    with pytest.raises(UsageError, match=f"^data_dir {sentence}"):
         function("mnist", "~no-such-user/x.csv")
 
 
@@ -147,7 +147,7 @@ def test_a_folder_of_tables_that_may_not_be_entered(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["iris", "digits", "table.csv"])
 def test_data_dir_where_it_does_nothing_is_refused(name: str, tmp_path: Path) -> None:
     for function in (load, prepare):
-        with pytest.raises(UsageError, match="leave out --data-dir"):
+        with pytest.raises(UsageError, match="leave out data_dir"):
             function(name, tmp_path)
 
 

@@ -154,7 +154,7 @@ def test_error_lists_what_each_mirror_said(site: Any, tmp_path: Path) -> None:
     assert f"{wanted.urls[1]}: sent nothing for 0.5 s" in text
     assert f"{wanted.urls[2]}: the file has SHA-256 {hashlib.sha256(OTHER).hexdigest()} and should have" in text
     assert f"{wanted.urls[3]}: [Errno 111] Connection refused" in text
-    assert "--data-dir" in text
+    assert "data_dir" in text
     assert "\n" not in text
     assert not (tmp_path / "file.bin").exists()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Cut, Loader
-from nnmpi.data.sampler import batch_indices
+from nnmpi.data.sampler import order, rows
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.errors import ShapeError, UsageError
 
@@ -30,7 +30,8 @@ def test_batch_holds_what_the_sampler_says() -> None:
     batches = list(loader.epoch(2))
     assert len(batches) == loader.batches_per_epoch == 3
     for number, batch in enumerate(batches):
-        mine = batch_indices(23, 10, number, seed=4, epoch=2, rank=1, world=3)
+        places = rows(23, 10, number, rank=1, world=3)[0][0]
+        mine = order(23, seed=4, epoch=2)[places.start : places.stop]
         np.testing.assert_array_equal(batch.indices, mine)
         np.testing.assert_array_equal(batch.y, data.y[mine])
         np.testing.assert_allclose(batch.x, data.x[mine] / 255, rtol=1e-15)

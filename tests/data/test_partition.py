@@ -25,7 +25,7 @@ def labelled(n: int, classes: int = 5) -> Dataset:
 def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> None:
     labels = labelled(n).y
     if n < workers:
-        with pytest.raises(UsageError, match=f"--partition {partition} shares {n} training samples"):
+        with pytest.raises(UsageError, match=f"^partition {partition} shares {n} training samples"):
             own_samples(labels, partition, 1, 0, workers)
         return
     owned = [own_samples(labels, partition, 1, worker, workers) for worker in range(workers)]
@@ -71,18 +71,18 @@ def test_loaders_give_own_samples_alone(world: int) -> None:
         assert max(again.values()) - min(again[sample] for sample in own) <= 1  # nothing is skipped between two turns
 
 
-def test_whole_batches_are_of_all_workers_and_dealt_parts_of_the_one_who_got_them() -> None:
+def test_whole_batches_are_of_all_workers_and_assigned_parts_of_the_one_who_got_them() -> None:
     data = labelled(40)
     parts = Loader(data, 10, partition="label", workers=0).parts(1)
     whole = parts.whole(2, 3)
     assert whole.indices.tolist() == [i for worker in range(3) for i in parts(2, worker, 3).indices.tolist()]
     assert [len(range(cut.start, cut.stop)) for cut in whole.cuts] == [4, 3, 3] and whole.global_rows == 10
     own = set(own_samples(data.y, "label", 0, 2, 3).tolist())
-    first, second = (parts.dealt(2, part, 3, worker=2, taken=taken) for part, taken in ((0, 5), (1, 8)))
+    first, second = (parts.assigned(2, part, 3, worker=2, taken=taken) for part, taken in ((0, 5), (1, 8)))
     assert set(first.indices.tolist()) | set(second.indices.tolist()) <= own
     assert first.indices.tolist() != second.indices.tolist()
     shared = Loader(data, 10, workers=0).parts(1)
-    assert shared.dealt(2, 1, 3, worker=2, taken=5).indices.tolist() == shared(2, 1, 3).indices.tolist()
+    assert shared.assigned(2, 1, 3, worker=2, taken=5).indices.tolist() == shared(2, 1, 3).indices.tolist()
 
 
 def test_what_makes_no_sense_is_refused() -> None:

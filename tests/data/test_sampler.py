@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnmpi.data.sampler import batch_indices, batches_per_epoch, order, rows
+from nnmpi.data.sampler import batches_per_epoch, order, rows
 
 WORLDS = range(1, 10)
 
@@ -18,8 +18,9 @@ def test_every_world_partitions_every_batch_alike(n: int, size: int, seed: int, 
         batch = whole[number * size : (number + 1) * size]
         for world in WORLDS:
             parts = [
-                batch_indices(n, size, number, seed=seed, epoch=epoch, rank=rank, world=world, shuffle=shuffle)
+                whole[mine.start : mine.stop]
                 for rank in range(world)
+                for mine in rows(n, size, number, rank, world)[0].values()
             ]
             np.testing.assert_array_equal(np.concatenate(parts), batch)
             lengths = [len(part) for part in parts]

@@ -1,4 +1,4 @@
-"""pytest --backend fake: the whole suite on the double of CuPy.
+"""pytest --backend fake: the suite on the double of CuPy.
 
 The engine is the same to the letter. Around it, what a test writes for the host means the device:
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,9 +33,14 @@ from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device import library
 
+TESTS_FOLDER = Path(__file__).parents[1]
 BETWEEN = ("numpy", "_pytest", "pytest", "hypothesis", "contextlib")
 TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of derivatives
 HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for it by name
+
+
+# Tests of the double itself, of scripts and of benchmarks: the same with and without --backend fake.
+SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts")
 
 
 @dataclass
@@ -55,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", words)
     if config.getoption("--backend") == "fake":
         config.pluginmanager.register(Everywhere(), "nnmpi-everywhere")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not run once more what is the same on the double, unless it is named in the command."""
+    same = config.getoption("--backend") == "fake" and collection_path in [TESTS_FOLDER / each for each in SAME]
+    return True if same else None
 
 
 class Everywhere:

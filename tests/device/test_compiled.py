@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.kernels.active import jit
+from nnmpi.backend.kernels.lookup import jit
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend, load
 from tests.nn.test_compiled import network

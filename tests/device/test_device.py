@@ -10,7 +10,8 @@ import pytest
 from nnmpi import models, nn, optim
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError
 from nnmpi.tensor import Tensor
@@ -22,7 +23,14 @@ def train(group: Group, backend: Backend, build: Any, **options: Any) -> dict[st
     """Return the losses, weights and evaluation of one epoch."""
     dataset = digits()
     model = build(dataset.sample_shape, dataset.classes, **options).initialize(seed=0, dtype="float64", backend=backend)
-    worker = Worker(model, optim.Adam(model.storage), group, backend=backend, clip=1.0, bucket_bytes=20_000, check=True)
+    worker = Worker(
+        model,
+        optim.Adam(model.storage),
+        group,
+        backend=backend,
+        exchange=GradientExchange(bucket_bytes=20_000, check=True),
+        numerics=Numerics(clip=1.0),
+    )
     loader = Loader(dataset, 31, rank=group.rank, world=group.size, microbatches=2, dtype="float64")
     losses = [worker.step(batch).loss for batch in loader.epoch(0)]
     report = worker.evaluate(loader.epoch(0))

@@ -19,6 +19,7 @@ from nnmpi.nn.chain import open_chain
 from nnmpi.shard import split
 from tests.device.library import device_backend
 from tests.equivalence.reference import digits
+from tests.worker_options import grouped
 
 
 def train(group: Group, backend: Backend, build: Any, layout: Layout) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def train(group: Group, backend: Backend, build: Any, layout: Layout) -> dict[st
     model = where.model.initialize(seed=0, dtype="float64", backend=backend)
     clip = None if layout.asynchronous else 1.0
     options: dict[str, Any] = {"backend": backend, "clip": clip, "check": True, "arrangement": where}
-    worker = Worker(model, optim.Adam(model.storage, lr=1e-3), group, **options)
+    worker = Worker(model, optim.Adam(model.storage, lr=1e-3), group, **grouped(**options))
     place = {"rank": where.data_rank, "world": where.data_ranks, "whole": layout.fixed}
     loader = Loader(dataset, 31, microbatches=4, dtype="float64", **place)
     reports = [worker.step(batch) for batch in loader.epoch(0)]

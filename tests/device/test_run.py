@@ -13,6 +13,7 @@ import pytest
 
 from tests.device.library import FOLDER
 from tests.harness.job import Ending, mpirun, run
+from tests.harness.slow import ONCE_MORE, once_more
 from tests.train.jobs import ROOT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.host_only("each run chooses its backend itself")]
@@ -55,7 +56,10 @@ def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("clipped-parts", "pipeline")
+
+
+@pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in LAYOUTS])
 def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
     """Losses and gradients step by step, and the evaluation, under every way to use several ranks."""
     options, ranks = LAYOUTS[name]
@@ -71,7 +75,7 @@ def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
     assert all(each["device_peak_bytes"] > 0 for each in device) and "device_peak_bytes" not in host[0]
 
 
-@pytest.mark.parametrize("order", [("numpy", "cupy"), ("cupy", "numpy")], ids="-then-".join)
+@pytest.mark.parametrize("order", [once_more(("numpy", "cupy")), ("cupy", "numpy")], ids="-then-".join)
 def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: Path) -> None:
     """Stopped after 6 of 12 steps and resumed elsewhere, it ends as one that stayed."""
     words = f"{WORDS} {SMALL_MODEL} --save-steps 6"
@@ -85,6 +89,7 @@ def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: 
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
     """Which device, how many ranks share it, and how much of its memory each may take."""
     limits = {"CUPY_GPU_MEMORY_LIMIT": ""}

@@ -11,10 +11,11 @@ from nnmpi import models, optim
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.algorithms.registry import ALGORITHMS, IPC, NATIVE, NCCL, SHARED
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from tests.device.library import device_backend, load
 from tests.equivalence.reference import digits
+from tests.worker_options import grouped
 
 
 def train(group: Group, backend: Backend, allreduce: str, overlap: bool, bucket_bytes: int = 9_000) -> Any:
@@ -22,7 +23,9 @@ def train(group: Group, backend: Backend, allreduce: str, overlap: bool, bucket_
     dataset = digits()
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, dtype="float64", backend=backend)
     options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": bucket_bytes, "check": True}
-    worker = Worker(model, optim.SGD(model.storage, 0.1), group, backend=backend, allreduce=allreduce, **options)
+    worker = Worker(
+        model, optim.SGD(model.storage, 0.1), group, backend=backend, **grouped(allreduce=allreduce, **options)
+    )
     loader = Loader(dataset, 256, rank=group.rank, world=group.size, microbatches=2, dtype="float64")
     losses = [worker.step(batch).loss for batch in loader.epoch(0)]
     names = {choice.algorithm for choice in worker.parallel.exchange.choices}

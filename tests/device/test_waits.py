@@ -14,8 +14,9 @@ from nnmpi import models, nn, optim
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.gradient import LocalGradient
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import Numerics
+from nnmpi.compose.replicas import LocalGradient
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
@@ -23,9 +24,11 @@ from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.data.upload import batches
 from nnmpi.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.nn.mode import training
+from nnmpi.optim.clip import read_squares, write_squares
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend, load
 from tests.equivalence.reference import digits
+from tests.worker_options import grouped
 
 
 @contextmanager
@@ -50,7 +53,7 @@ def _counted(counts: Counter[str], name: str, function: Any) -> Any:
 def worker(group: Group, build: Any = models.mlp, **options: Any) -> Worker:
     dataset = digits()
     model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device_backend())
-    return Worker(model, optim.Adam(model.storage), group, backend=device_backend(), **options)
+    return Worker(model, optim.Adam(model.storage), group, backend=device_backend(), **grouped(**options))
 
 
 @pytest.mark.parametrize("build", [models.mlp, models.cnn, models.resnet], ids=["mlp", "cnn", "resnet"])
@@ -102,7 +105,9 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
     model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(16, 12, 8, 8))
     where = arrange(model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend)
     model = where.model.initialize(seed=0, backend=backend)
-    one = Worker(model, optim.Adam(model.storage), group, backend=backend, clip=0.5, arrangement=where)
+    one = Worker(
+        model, optim.Adam(model.storage), group, backend=backend, arrangement=where, numerics=Numerics(clip=0.5)
+    )
     loader = Loader(
         dataset, 24, rank=where.data_rank, world=where.data_ranks, microbatches=4, whole=layout.fixed, workers=0
     )
@@ -112,8 +117,22 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
         report = one.step(next(given))
     given.close()
     assert np.isfinite(report.loss)
-    assert counts["stream"] == 1
+    # A stage between others that has no layers has no number of its own either: neither a loss nor a gradient.
+    assert counts["stream"] == (1 if model.storage.grads else 0)
     one.release()
+
+
+@pytest.mark.parametrize("grad", [[], [0.0] * 5, [1e-30, 2e-30], [1e30]], ids=["empty", "zero", "small", "large"])
+def test_a_sum_of_squares_is_read_once(monkeypatch: pytest.MonkeyPatch, grad: list[float]) -> None:
+    """A device adds up in float64, so that no sum of its own is worth a second question."""
+    backend = device_backend()
+    array, total = backend.asarray(np.array(grad, "float32")), backend.asarray(np.full(1, np.nan))
+    write_squares(array, total)
+    value = float(backend.to_host(total)[0])
+    with watched(monkeypatch) as counts:
+        found = read_squares(value, array)
+    assert found == pytest.approx(sum(np.float64(np.float32(x)) ** 2 for x in grad), rel=1e-12, abs=0)
+    assert not counts
 
 
 @pytest.mark.parametrize("rows", [6, 0])

@@ -15,13 +15,14 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.report import EvalReport
+from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
-from nnmpi.parallel.state import Entry, LayoutState
+from nnmpi.parallel.model_state import ModelState, StateEntry
+from tests.worker_options import grouped
 
 # 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows.
 # The fifth step is the next epoch's first: a batch of the usual size after a short one.
@@ -93,7 +94,7 @@ def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_opt
     model.initialize(seed=5, dtype=setup.dtype)
     optimizer = optim.build(setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options})
     options = {"check": True, "seed": 3, **setup.worker, **worker_options}
-    return Worker(model, optimizer, group, arrangement=where, **options)
+    return Worker(model, optimizer, group, arrangement=where, **grouped(**options))
 
 
 def place(worker: Worker) -> tuple[int, int]:
@@ -143,9 +144,9 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     for name, parameter in model.named_parameters():
         owned = worker.group.is_root if where is None else where.mesh.place.d == 0 and where.counts(name, parameter)
         assert parameter.buffer is not None
-        entries.append(Entry.of(name, parameter.buffer, parameter.region, owned))
+        entries.append(StateEntry.of(name, parameter.buffer, parameter.region, owned))
     order = [name for name, _ in model.named_parameters()] if where is None else list(where.parameters)
-    return LayoutState(entries, order, worker.group).to_dict(everywhere=where is None)
+    return ModelState(entries, order, worker.group).to_dict(everywhere=where is None)
 
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update

@@ -22,7 +22,7 @@ def assert_every_kind(group: Group, alone: Group, setup: Setup, **options: Any) 
     """Compare a run under each kind of layout with the serial one."""
     serial = run(setup, alone) if group.is_root else None
     for layout in kinds(group.size, setup, **options):
-        assert_same(group, run(setup, group, layout, synchronous=True), serial, setup, str(layout))
+        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
 @pytest.mark.parametrize("model", [own.skipping, own.nested])
@@ -37,7 +37,7 @@ def test_cuts_go_through_residual_blocks_at_every_link(group: Group, alone: Grou
     count, ranks = links(setup), group.size
     for first in range(1, min(count - ranks + 1, 9), 2) if ranks > 1 else ():
         split = (first, *[1] * (ranks - 2), count - first - (ranks - 2))
-        parallel = run(setup, group, Layout(pp=ranks, split=split), synchronous=True)
+        parallel = run(setup, group, Layout(pp=ranks, split=split), synchronous_sends=True)
         assert_same(group, parallel, serial, setup, f"split {split}")
 
 
@@ -57,8 +57,8 @@ def test_the_state_holds_tied_weights_once(group: Group) -> None:
         model, optimizer = worker.state()
         expected = [f"{layer}.{part}" for layer in (1, 3, 5, 9, 13) for part in ("weight", "bias")]
         expected.remove("9.bias")  # which is 5.bias
-        assert list(model.outlines()) == expected
-        assert len(optimizer.outlines()) == 2 * len(expected)
+        assert list(model.specs()) == expected
+        assert len(optimizer.specs()) == 2 * len(expected)
         release(worker)
 
 
@@ -91,7 +91,7 @@ def test_stages_may_have_no_parameters(group: Group, alone: Group, reduction: st
     serial = run(setup, alone, Layout(reduction=reduction)) if group.is_root else None
     for dp, pp, _ in (mesh for mesh in meshes(group.size) if mesh[1] > 1 and mesh[2] == 1):
         layout = Layout(dp, pp, 1, reduction=reduction, split=(*[1] * (pp - 1), links(setup) - pp + 1))
-        assert_same(group, run(setup, group, layout, synchronous=True), serial, setup, str(layout))
+        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
 def test_weights_are_the_serial_runs_from_the_start(group: Group, alone: Group) -> None:

@@ -20,7 +20,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.errors import CommError
 from nnmpi.optim.clip import sum_of_squares
-from nnmpi.parallel import crossing
+from nnmpi.parallel.pipeline import boundary as boundary
 from nnmpi.tensor.flat import FlatStorage
 from tests.equivalence import own
 from tests.equivalence.cover import SETUPS, links, spread
@@ -36,7 +36,7 @@ def found(group: Group, alone: Group) -> Callable[..., Found]:
     """Return a function that runs a setup under a layout, and returns on all ranks what the contract finds."""
 
     def work(setup: Setup, layout: Layout, **options: Any) -> Found:
-        parallel = run(setup, group, layout, synchronous=True, **options)
+        parallel = run(setup, group, layout, synchronous_sends=True, **options)
         serial = run(setup, alone) if group.is_root else None
         result: Found = group.share(differences(parallel, serial, setup) if serial is not None else None)
         return result
@@ -66,7 +66,7 @@ def test_one_receive_buffer_for_all_microbatches(
     layout = replace(layout, split=split)
     assert not found(setup, layout)
     memory: dict[Any, Array] = {}
-    monkeypatch.setattr(crossing, "new_buffer", lambda *look: memory.setdefault(look, np.empty(look[0], look[1])))
+    monkeypatch.setattr(boundary, "new_buffer", lambda *look: memory.setdefault(look, np.empty(look[0], look[1])))
     assert any("gradient of step 1" in line for line in found(setup, layout))
 
 

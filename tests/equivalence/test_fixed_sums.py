@@ -26,7 +26,7 @@ def bits_that_differ(parallel: Run, serial: Run) -> list[str]:
 
 def assert_same_bits(group: Group, setup: Setup, case: Case, serial: Run | None) -> None:
     """Fail on all ranks if a run under a fixed order of sums has other bits than the one on rank 0 alone."""
-    parallel = run(setup, group, case.layout, synchronous=True)
+    parallel = run(setup, group, case.layout, synchronous_sends=True)
     found = bits_that_differ(parallel, serial) if serial is not None else []
     everyones = group.gather([found, parallel.losses])
     assert not everyones[0][0], f"{case} in {setup.microbatches} microbatches: {everyones[0][0]}"

@@ -25,7 +25,7 @@ def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: st
     for case in cases(group.size):
         if case.model == model:
             options = {"allreduce": case.allreduce, "bucket_bytes": 2000}
-            parallel = run(setup, group, case.layout, synchronous=True, **options)
+            parallel = run(setup, group, case.layout, synchronous_sends=True, **options)
             assert_same(group, parallel, serial, setup, str(case))
 
 
@@ -43,7 +43,7 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
         )
         case = replace(case, model=model)
         serial = run(setup, alone) if group.is_root else None
-        assert_same(group, run(setup, group, case.layout, synchronous=True), serial, setup, str(case))
+        assert_same(group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case))
 
 
 @pytest.mark.mpi
@@ -51,5 +51,5 @@ def test_measured_cuts_give_the_serial_run(group: Group, alone: Group) -> None:
     """Wherever the measured times put the cuts."""
     setup = SETUPS["resnet"]
     serial = run(setup, alone) if group.is_root else None
-    parallel = run(setup, group, Layout(pp=group.size, split="auto"), synchronous=True)
+    parallel = run(setup, group, Layout(pp=group.size, split="auto"), synchronous_sends=True)
     assert_same(group, parallel, serial, setup, "split auto")

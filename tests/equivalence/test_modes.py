@@ -26,7 +26,7 @@ def test_batch_statistics_are_those_of_a_microbatch(group: Group, alone: Group, 
     for layout in kinds(group.size, setup):
         if layout.tp == 1 or reduction == "fast":
             layout = spread(setup, (layout.dp or 1, layout.pp or 1, layout.tp or 1), "gpipe", reduction=reduction)
-            assert_same(group, run(setup, group, layout, synchronous=True), serial, setup, str(layout))
+            assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
 def test_running_statistics_depend_on_the_number_of_microbatches(group: Group, alone: Group) -> None:
@@ -44,7 +44,7 @@ def test_recomputing_changes_nothing(group: Group, alone: Group, recompute: str)
     for layout in kinds(group.size, setup, recompute=recompute):
         if layout.pp == 1:
             continue
-        assert_same(group, run(setup, group, layout, synchronous=True), serial, setup, str(layout))
+        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("never", 0), ("always", 4), ("except-last", 3)])
@@ -53,7 +53,7 @@ def test_recomputing_computes_again(group: Group, recompute: str, again: int) ->
     setup = Setup(own.counted, microbatches=4)
     for mesh in meshes(group.size):
         if mesh[1] in (2, 4) and mesh[2] == 1:
-            worker = build(setup, group, spread(setup, mesh, "1f1b", recompute=recompute), synchronous=True)
+            worker = build(setup, group, spread(setup, mesh, "1f1b", recompute=recompute), synchronous_sends=True)
             worker.step(next(batches(setup, worker)))
             counters = [layer for _, layer in worker.model.named_modules() if isinstance(layer, own.Counter)]
             found = group.gather([counter.calls[True] for counter in counters])
@@ -83,7 +83,7 @@ def test_clipping_and_decay(group: Group, alone: Group, setup: Setup) -> None:
     clip = setup.worker.get("clip")
     assert serial is None or clip is None or min(serial.norms) > clip
     for layout in kinds(group.size, setup)[-3:]:
-        assert_same(group, run(setup, group, layout, synchronous=True), serial, setup, str(layout))
+        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
 def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) -> None:
@@ -101,7 +101,7 @@ def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) ->
 
     expected = work(build(setup, alone))
     for layout in kinds(group.size, setup):
-        found = work(build(setup, group, layout, synchronous=True))
+        found = work(build(setup, group, layout, synchronous_sends=True))
         assert all(group.gather(found == pytest.approx(expected, rel=1e-9))), layout
 
 

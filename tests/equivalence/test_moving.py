@@ -44,8 +44,8 @@ def move(old: Worker, new: Worker) -> None:
     """Give one worker's state to another, through the whole arrays on rank 0."""
     for mine, theirs in zip(old.state(), new.state(), strict=True):
         whole: dict[str, Array] = {}
-        mine.pull(lambda name, array, into=whole: into.update({name: array.copy()}))
-        theirs.push(whole.__getitem__)
+        mine.gather(lambda name, array, into=whole: into.update({name: array.copy()}))
+        theirs.scatter(whole.__getitem__)
     new.optimizer.steps = old.optimizer.steps
 
 
@@ -97,7 +97,7 @@ def test_another_models_state_is_refused_on_all_ranks_and_changes_nothing(group:
         if group.is_root:
             whole["13.bias" if "13.bias" in whole else "13.weight"] = np.zeros(4)
         with pytest.raises(CheckpointError):
-            worker.state()[0].push(whole.__getitem__)
+            worker.state()[0].scatter(whole.__getitem__)
         same = [np.array_equal(p.data, old) for p, old in zip(worker.model.parameters(), before, strict=True)]
         assert all(map(all, group.gather(same)))
         release(worker)

@@ -18,7 +18,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
-from nnmpi.nn.chain import Part, cut_chain, open_chain
+from nnmpi.nn.chain import ModelPart, cut_chain, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.tensor.tensor import Tensor
@@ -46,7 +46,7 @@ class Delayed:
         starts = [sum(split[:i]) for i in range(len(split))]
         cuts = [range(start, start + length) for start, length in zip(starts, split, strict=True)]
         self.stages = [
-            [name for name, _ in Part(self.model, part).named_parameters()] for part in cut_chain(links, cuts)
+            [name for name, _ in ModelPart(self.model, part).named_parameters()] for part in cut_chain(links, cuts)
         ]
         self.parameters = dict(self.model.named_parameters())
         self.weights = {name: parameter.data.copy() for name, parameter in self.parameters.items()}
@@ -85,7 +85,7 @@ class Delayed:
 
 def trained(setup: Setup, group: Group, layout: Layout) -> tuple[list[float], list[list[list[int]]], dict[str, Array]]:
     """Return the losses, every step's staleness on each rank, and the weights on every rank."""
-    worker = build(setup, group, layout, synchronous=True)
+    worker = build(setup, group, layout, synchronous_sends=True)
     reports = [worker.step(batch) for batch in islice(batches(setup, worker), STEPS)]
     weights = worker.state()[0].to_dict(everywhere=True)
     release(worker)

@@ -84,7 +84,7 @@ def test_every_kind_of_layout_gives_the_run_of_one_rank(group: Group, alone: Gro
     setup = half(name)
     reference = run(setup, alone, precision=precision) if group.is_root else None
     for layout in kinds(group.size, setup):
-        found = run(setup, group, layout, synchronous=True, precision=precision)
+        found = run(setup, group, layout, synchronous_sends=True, precision=precision)
         check(group, found, reference, name, precision, str(layout))
 
 

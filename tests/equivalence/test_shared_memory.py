@@ -11,12 +11,14 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing import memory as memory_module
-from nnmpi.compose import Worker
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
 from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run
+from tests.worker_options import grouped
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def build(group: Group, optimizer: str = "adamw", **options: Any) -> Worker:
     """Return a worker for the digits."""
     dataset = digits()
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=group.rank, dtype="float32")
-    return Worker(model, optim.build(optimizer, model.storage, lr=0.01), group, **options)
+    return Worker(model, optim.build(optimizer, model.storage, lr=0.01), group, **grouped(**options))
 
 
 def batches(group: Group) -> list[Batch]:
@@ -147,7 +149,7 @@ def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
     grads = worker.model.storage.grads
     right = [shared == (ranks.size > 1), not ranks.size > 1 or not ranks.memory().holds(grads[0])]
     worker.optimizer.step()  # with gradients that are zero
-    again = Worker(worker.model, worker.optimizer, ranks, allreduce="shared")
+    again = Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="shared"))
     again.step(batches(ranks)[1])
     assert all(map(all, ranks.gather(right)))
 
@@ -164,12 +166,12 @@ def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
         if worker.fused is not None:
             worker.parallel.release()
             with pytest.raises(UsageError, match=r"release\(\) first"):
-                Worker(worker.model, worker.optimizer, ranks, allreduce="ring")
+                Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="ring"))
             with pytest.raises(UsageError, match=r"release\(\) first"):
                 DataParallel(worker.model, ranks)
         worker.release()
         allocated.append(ranks.memory().allocations)
-        again = Worker(worker.model, worker.optimizer, ranks, allreduce="ring", check=True)
+        again = Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="ring", check=True))
         losses.append([loss for loss, _ in found + train(again, parts[3:])])
         again.release()
     assert np.allclose(losses[0], losses[1], rtol=1e-5)
@@ -185,7 +187,7 @@ def test_a_second_worker_is_refused_before_it_moves_anything(ranks: Group, first
     train(alone, parts[:2])
     if ranks.size > 1 or worker.fused is not None:  # one rank's ordinary worker leaves no trace on the model
         with pytest.raises(UsageError, match="already"):
-            Worker(worker.model, worker.optimizer, ranks, fused_update=True)
+            Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(fused_update=True))
     after, expected = train(worker, parts[2:]), train(alone, parts[2:])
     assert np.allclose([loss for loss, _ in after], [loss for loss, _ in expected], rtol=1e-5)
     worker.release()

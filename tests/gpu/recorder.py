@@ -19,8 +19,7 @@ from typing import Any, TextIO
 import pytest
 
 from nnmpi.backend.device_errors import _FATAL  # the one table of them, by CUDA's numbers
-from tests.harness.plugin import DEFAULT_LIMIT_S, LIMIT
-from tests.harness.records import FAILED, PASSED, SKIPPED, STARTED
+from tests.harness.records import DEFAULT_LIMIT_S, FAILED, LIMIT, PASSED, SKIPPED, STARTED
 
 FILE = "NNMPI_GPU_RECORDS"
 LOST = 70  # exit status

@@ -26,14 +26,14 @@ def library(device: Backend) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32, TF32, BF16, FP16])
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
-def test_convolution_by_either_way(device: Backend, check: Check, way: str, mode: str) -> None:
+def test_convolution_by_either_algorithm(device: Backend, check: Check, algorithm: str, mode: str) -> None:
     """cuDNN is skipped where it is not installed; what it cannot build falls back to im2col by itself."""
-    if way == "cudnn" and isinstance(cudnn.load(device.xp), str):
+    if algorithm == "cudnn" and isinstance(cudnn.load(device.xp), str):
         pytest.skip(f"no cuDNN: {cudnn.load(device.xp)}")
     sample = exact(check.sample(np.random.default_rng(11)), mode)
     right = call(sample, numpy_backend(), [np.dtype(FLOAT64)] * len(sample.inputs))
-    with precise(mode), cudnn.use_convolution(way):
+    with precise(mode), cudnn.use_convolution(algorithm):
         found = call(sample, device, dtypes(sample, mode))
     assert not differences(found, right, TOLERANCES[mode])

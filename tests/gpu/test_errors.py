@@ -26,7 +26,7 @@ def test_out_of_memory(device: Backend) -> None:
         pool.set_limit(size=before)
     explained = device.explain(caught.value)
     assert isinstance(explained, DeviceError)
-    assert f"no room for {gib(asked)}" in str(explained) and "--batch-size" in str(explained)
+    assert f"no room for {gib(asked)}" in str(explained) and "make the batch smaller" in str(explained)
     assert float(device.zeros(8, np.float64).sum()) == 0
 
 

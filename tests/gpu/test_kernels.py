@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.backend.cuda.table import DeviceKernels
-from nnmpi.backend.kernels.active import kernels_for
+from nnmpi.backend.cuda.kernels import DeviceKernels
+from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.record import Backend
 from tests.backend.cuda import test_dense, test_images, test_rows, test_tables
 from tests.backend.cuda.host import held
@@ -25,7 +26,7 @@ MODULES = (test_dense, test_images, test_rows, test_tables)
 class Remote:
     """The kernels of a device for arrays of the host, which are copied there and back in each call."""
 
-    def __init__(self, kernels: DeviceKernels, backend: Backend) -> None:
+    def __init__(self, kernels: DeviceFunctions, backend: Backend) -> None:
         self._kernels, self._backend = kernels, backend
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -61,7 +62,7 @@ def on_the_device(device: Backend, request: pytest.FixtureRequest, monkeypatch: 
     kernels = kernels_for(device.zeros(1, np.float32))
     assert isinstance(kernels, DeviceKernels), "device arrays are computed without kernels"
     for module in MODULES:
-        monkeypatch.setattr(module, "kernels", lambda: Remote(kernels, device))
+        monkeypatch.setattr(module, "kernels", lambda: Remote(kernels.functions, device))
     yield
     device.synchronize()  # an error of a kernel is that of the test that called it
 

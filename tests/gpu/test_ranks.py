@@ -12,17 +12,18 @@ from nnmpi import optim
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.relaxed import RelaxedWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
-from tests.compose.relaxed_play import EVERY_MODE, name_of, skip_unless_fitting
-from tests.compose.virtual_play import BATCH, dataset
-from tests.compose.virtual_play import build as small
+from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
+from tests.compose.virtual_runs import BATCH, dataset
+from tests.compose.virtual_runs import build as small
 from tests.equivalence.cover import SETUPS, spread
 from tests.equivalence.reference import digits
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise
+from tests.worker_options import grouped
 
 SIZE, MICROBATCHES = 31, 3
 # Of losses and of weights, as a share of the largest: after three steps of Adam with a large eps.
@@ -72,7 +73,7 @@ def train(
     place = {"rank": rank, "world": world, "dtype": wide, "workers": 0}
     parts = {"microbatches": MICROBATCHES, "whole": layout is not None and layout.fixed}
     with precise(mode):
-        worker = Worker(model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **options)
+        worker = Worker(model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **grouped(**options))
         losses = [worker.step(batch).loss for batch in Loader(data, SIZE, **place, **parts).epoch(0)]
         evaluation = worker.evaluate(Loader(data, 17, **place).epoch(0))
         state = worker.state()[0].to_dict(everywhere=True)
@@ -133,10 +134,10 @@ def test_layout_in_lower_precision(group: Group, device: Backend, name: str, mod
     assert_equal(group, device, "cnn", mode, spread(SETUPS["cnn"], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
 
 
-def relaxed(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:
+def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:
     """Return the last epoch's loss and the weights after some epochs out of step."""
     model = small(backend=backend)
-    worker = RelaxedWorker(model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend)
+    worker = AsynchronousWorker(model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend)
     loader = Loader(dataset(), BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
     count = loader.batches_per_epoch
     for epoch in range(epochs):
@@ -148,20 +149,20 @@ def relaxed(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("sync", WAITING, ids=name_of)
-def test_relaxed_modes_that_wait(group: Group, device: Backend, sync: Sync) -> None:
+def test_asynchronous_modes_that_wait(group: Group, device: Backend, sync: Sync) -> None:
     """Servers in step, local steps, gossip: what they do does not depend on who is faster."""
     skip_unless_fitting(group, sync)
-    right, found = (relaxed(group, backend, sync) for backend in (numpy_backend(), device))
+    right, found = (asynchronous(group, backend, sync) for backend in (numpy_backend(), device))
     words = group.gather(differences(found, right, LIMITS[FLOAT64]))
     assert not any(words), words
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("sync", RUNNING, ids=name_of)
-def test_relaxed_modes_that_run_free(group: Group, device: Backend, sync: Sync) -> None:
+def test_asynchronous_modes_that_run_free(group: Group, device: Backend, sync: Sync) -> None:
     """Nobody waits, so no two runs are alike: the loss is that of a model that learns, and all ranks agree."""
     skip_unless_fitting(group, sync)
-    found = relaxed(group, device, sync, epochs=12)
+    found = asynchronous(group, device, sync, epochs=12)
     everyones = group.gather([float(value.sum()) for value in found.values()])
     assert all(each == everyones[0] for each in everyones)
     assert float(found["loss"]) < 0.95  # three classes by chance: 1.1

@@ -40,20 +40,20 @@ def test_batches_are_the_hosts_to_the_last_bit(device: Backend, dtype: str) -> N
 @pytest.mark.usefixtures("mpi_library")
 def test_no_copy_overtakes_the_work_on_what_lay_there(device: Backend) -> None:
     """A device that is far behind the host still sums up each batch, and not the one after the next."""
-    from nnmpi.compose.readings import Readings  # its package imports mpi4py, which the other checks do without
+    from nnmpi.compose.runner import DeferredScalars  # its package imports mpi4py, which the other checks do without
 
     dataset = images()
     loader = Loader(dataset, 300, workers=2, prefetch=4)
     busy = device.asarray(np.full((2048, 2048), 1 / 2048, np.float32))
-    readings, expected = Readings(device), []
+    scalars, expected = DeferredScalars(device), []
     with loader.epoch(0) as host, batches(loader, 0, device) as there:
         for number, (ours, theirs) in enumerate(zip(there, host, strict=True)):
             for _ in range(4):
                 busy = device.xp.matmul(busy, busy)
-            readings.add(number, ours.y.sum())
-            readings.add("all", (ours.x.astype("float64") * (number + 1)).sum())
+            scalars.add(number, ours.y.sum())
+            scalars.add("all", (ours.x.astype("float64") * (number + 1)).sum())
             expected.append((int(theirs.y.sum()), float((theirs.x.astype("float64") * (number + 1)).sum())))
-    values = readings.read()
+    values = scalars.read()
     assert [values[number] for number in range(len(expected))] == [y for y, _ in expected]
     assert values["all"] == pytest.approx(sum(x for _, x in expected), rel=1e-9)
 

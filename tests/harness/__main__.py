@@ -1,12 +1,25 @@
-"""python -m tests.harness [options] [arguments for pytest]: the serial tests, then the MPI tests at several sizes."""
+"""The serial tests, and the MPI tests on several numbers of ranks.
+
+Plainly: every kind of test, on 2, 3 and 4 ranks, without those that are marked slow, several runs at once. --all: every
+test on 1, 2, 3, 4, 6 and 8 ranks. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run
+comes after the other and prints as it goes, and tests that are slow are not left out.
+"""
+
+from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import time
 from collections import Counter
 
-from tests.harness.records import FAILED, PASSED, SKIPPED
+from tests.harness.lanes import run_side_by_side
+from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
 from tests.harness.suite import Result, run_suite
+
+QUICK_RANKS = [2, 3, 4]
+ALL_RANKS = [1, 2, 3, 4, 6, 8]
 
 
 def main() -> int:
@@ -14,37 +27,70 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that running jobs are ended
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     options, arguments = _parser().parse_known_args()
+    begin = time.monotonic()
+    quick = not options.all and not arguments
+    ranks = options.ranks if options.ranks is not None else ALL_RANKS if options.all else QUICK_RANKS
+    sizes = ([] if options.no_serial else [0]) + ranks
+    lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
+    words = [*(["--quick"] if quick else []), *arguments]
     results = []
-    for ranks in ([] if options.no_serial else [0]) + options.ranks:
-        result = Result(ranks)
-        _say(f"\n==== {result.name} ====\n")
-        results.append(run_suite(ranks, arguments, options.limit_s, options.test_limit_s, _say))
-    _say(table(results))
+    if lanes > 1:
+        _say(f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n")
+        results = run_side_by_side(sizes, lanes, words, options.limit_s, options.test_limit_s, _say)
+    else:
+        for size in sizes:
+            result = Result(size)
+            _say(f"\n==== {result.name} ====\n")
+            results.append(run_suite(size, words, options.limit_s, options.test_limit_s, _say))
+    _say(table(results, time.monotonic() - begin))
+    if quick:
+        _say("scripts/test --all runs what was left out, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks\n")
     return int(any(result.failures for result in results) or not any(result.outcomes for result in results))
 
 
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.harness", description=__doc__)
-    parser.add_argument(
+    parser = argparse.ArgumentParser(
+        prog="scripts/test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--all", action="store_true", help="leave nothing out, and run the MPI tests on 1, 2, 3, 4, 6 and 8 ranks")
+    add(
         "--ranks",
         type=lambda text: [int(word) for word in text.replace(",", " ").split()],
-        default=[1, 2, 3, 4, 6, 8],
-        help="numbers of ranks for the MPI tests (default 1,2,3,4,6,8)",
+        help="numbers of ranks for the MPI tests (default 2,3,4; '' for none)",
     )
-    parser.add_argument("--no-serial", action="store_true", help="leave the serial tests out")
-    parser.add_argument("--limit-s", type=float, default=1200, help="seconds for one number of ranks (default 1200)")
-    parser.add_argument("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")
+    add("--no-serial", action="store_true", help="leave the serial tests out")
+    add(
+        "--jobs",
+        type=int,
+        help="runs at once (default: one for each core; 1 where pytest gets arguments or --no-serial is given)",
+    )
+    add("--limit-s", type=float, default=1800, help="seconds for one run (default 1800)")
+    add("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")
     return parser
 
 
-def table(results: list[Result]) -> str:
-    """Return the totals, the failures, and why tests were skipped."""
-    lines = ["", "==== total ===="]
+def table(results: list[Result], seconds: float) -> str:
+    """Return the totals, why tests were skipped or left out, and the failures."""
+    lines = ["", f"==== total ({seconds:.0f} s) ===="]
     for result in results:
         counts = f"{result.count(PASSED):5d} passed, {result.count(FAILED):d} failed, {result.count(SKIPPED):d} skipped"
+        left_out = result.count(LEFT_OUT)
+        counts += f", {left_out} left out" if left_out else ""
         lines.append(f"{result.name:>8}: {counts}  ({result.seconds:.1f} s)")
-    reasons = Counter(reason for result in results for reason in result.reasons.values())
-    lines += [f"skipped {count}: {reason}" for reason, count in reasons.most_common()]
+    for outcome in (SKIPPED, LEFT_OUT):
+        reasons = Counter(
+            reason
+            for result in results
+            for test, reason in result.reasons.items()
+            if result.outcomes.get(test) == outcome
+        )
+        lines += [f"{outcome} {count}: {reason}" for reason, count in reasons.most_common()]
     lines += [f"FAILED on {result.name}: {test}" for result in results for test in result.failures]
     passed, failed = (sum(result.count(outcome) for result in results) for outcome in (PASSED, FAILED))
     return "\n".join([*lines, f"{passed} passed, {failed} failed", ""])

@@ -1,5 +1,7 @@
 """Starting a command, on several ranks or plainly, so that nothing of it outlives its time limit."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal
@@ -116,7 +118,7 @@ def _run(
     return Ending(status, output.read_text(errors="replace"), time.monotonic() - begin)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process, if it still runs, and whatever it left in its session."""
     if process.poll() is None:
         process.terminate()

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,10 +24,8 @@ from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
 from tests.harness import records
+from tests.harness.records import CLAIMS, DEFAULT_LIMIT_S, LIMIT, RUN_FOLDER
 
-RUN_FOLDER = "NNMPI_TEST_RUN"
-LIMIT = "NNMPI_TEST_LIMIT_S"
-DEFAULT_LIMIT_S = 60.0
 PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
 
 
@@ -42,6 +41,19 @@ def start_quietly() -> Any:
     world = start()
     threading.excepthook = hook
     return world
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --quick."""
+    parser.addoption("--quick", action="store_true", help="leave out the tests that are marked slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not read a file without MPI tests where nothing else is asked for: every rank would, at every size."""
+    if config.option.markexpr != "mpi" or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    return True if "mark.mpi" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,6 +72,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Find this rank's place, and register what it needs there."""
     folder = os.environ.pop(RUN_FOLDER, None)  # it is not for what the tests start
+    claims = os.environ.pop(CLAIMS, None)
     rank = 0
     if config.getoption("--with-mpi", default=False):
         try:
@@ -76,6 +89,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")  # rank 0 speaks for all
     if folder is not None:
         config.pluginmanager.register(Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder")
+    if claims is not None:
+        place, _, name = claims.rpartition(":")
+        config.pluginmanager.register(Sharer(records.Claims(Path(place), name)), "nnmpi-sharer")
 
 
 def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
@@ -100,11 +116,16 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what is done."""
-        left_out = [item for item in items if item.nodeid in self._done]
+        """Leave out what is done, and what is slow where that is asked for."""
+        kept, left_out = [], []
+        for item in items:
+            slow = item.get_closest_marker("slow") if config.option.quick else None
+            if slow is not None:
+                self._writer.write(item.nodeid, records.LEFT_OUT, f"slow: {slow.args[0]}")
+            (left_out if slow is not None or item.nodeid in self._done else kept).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item.nodeid not in self._done]
+            items[:] = kept
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that the test has begun."""
@@ -137,6 +158,32 @@ class Recorder:
             session.exitstatus = pytest.ExitCode.OK
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             self._writer.finish()
+
+
+class Sharer:
+    """Shares the test files with other runs of the same suite: whoever comes first to a file runs it."""
+
+    def __init__(self, claims: records.Claims) -> None:
+        self._claims = claims
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run this run's tests, as pytest's own loop does; a file is claimed when its turn comes."""
+        if session.config.option.collectonly or session.testsfailed:
+            return None
+        for item, following in pairwise(chain(self._taken(session.items), [None])):
+            assert item is not None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+        return True
+
+    def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        for file, tests in groupby(items, key=lambda item: item.nodeid.partition("::")[0]):
+            if self._claims.take(file):
+                yield from tests
 
 
 class Guard:

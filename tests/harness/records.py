@@ -4,16 +4,27 @@ RANK.log    one JSON object a line: a test has started, or has ended with an out
 RANK.err    what the rank says of a failure or a hang
 RANK.ok     the rank's session came to its end
 done        tests that a run after an abort leaves out, one a line
+
+Serial runs that share the tests have one more folder, with a file for each test file, named by who claims it.
 """
 
+from __future__ import annotations
+
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STARTED, PASSED, FAILED, SKIPPED = "started", "passed", "failed", "skipped"
+STARTED, PASSED, FAILED, SKIPPED, LEFT_OUT = "started", "passed", "failed", "skipped", "left out"
+
+# Variables by which the runner speaks to the plugin on every rank.
+RUN_FOLDER = "NNMPI_TEST_RUN"
+LIMIT = "NNMPI_TEST_LIMIT_S"
+CLAIMS = "NNMPI_TEST_CLAIMS"
+DEFAULT_LIMIT_S = 60.0
 
 
 class Writer:
@@ -39,9 +50,9 @@ class Records:
     """What all ranks of one run left.
 
     Attributes:
-        outcomes: tests that are over: passed or skipped on all ranks, or failed on any.
+        outcomes: tests that are over: passed, skipped or left out on all ranks, or failed on any.
         culprit: the test that the run did not survive; None if it did, or if no test had begun.
-        reasons: why tests were skipped, by test.
+        reasons: why tests were skipped or left out, by test.
         complete: whether every rank came to its end.
         words: what the ranks said, those that said the same together.
     """
@@ -64,10 +75,12 @@ def read(folder: Path, ranks: int) -> Records:
         if FAILED in found:
             outcomes[name] = FAILED
         elif len(found) == ranks:
-            outcomes[name] = PASSED if PASSED in found else SKIPPED
+            outcomes[name] = PASSED if PASSED in found else found[0]
     complete = all((folder / f"{rank}.ok").exists() for rank in range(ranks))
     culprit = None if complete else next((name for name in names if outcomes.get(name, FAILED) == FAILED), None)
-    reasons = {name: log[name]["reason"] for log in ended for name in log if log[name]["outcome"] == SKIPPED}
+    reasons = {
+        name: log[name]["reason"] for log in ended for name in log if log[name]["outcome"] in (SKIPPED, LEFT_OUT)
+    }
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks))
 
 
@@ -80,6 +93,38 @@ def read_done(folder: Path) -> set[str]:
     """Return the tests to leave out."""
     path = folder / "done"
     return set(path.read_text().splitlines()) if path.exists() else set()
+
+
+def count_ended(folder: Path) -> dict[str, int]:
+    """Return how many tests ended so far on the first rank, by outcome."""
+    counts: dict[str, int] = {}
+    for line in _lines(folder / "0.log"):
+        if line["outcome"] != STARTED:
+            counts[line["outcome"]] = counts.get(line["outcome"], 0) + 1
+    return counts
+
+
+class Claims:
+    """Which of several runs, each with a name of its own, takes a test file.
+
+    Args:
+        folder: a folder that all of them share.
+        name: this run's name; a run that is started again after an abort has the same one.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+
+    def take(self, file: str) -> bool:
+        """Return whether the test file is this run's from now on, or has been before."""
+        path = self._folder / re.sub(r"\W", "-", file)
+        try:
+            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as new:
+                new.write(self._name)
+        except FileExistsError:
+            return path.read_text() == self._name
+        return True
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,11 @@
 """Running the test suite on one number of ranks, to its last test, whatever fails on the way."""
 
+from __future__ import annotations
+
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from tests.harness import records
 from tests.harness.job import mpirun, run
-from tests.harness.plugin import LIMIT, RUN_FOLDER
+from tests.harness.records import CLAIMS, LIMIT, RUN_FOLDER
 
 LOST_S = 10.0  # a rank that has said what failed and still runs after this time is stuck
 END_S = 60.0  # from the first rank's end to the last one's
@@ -29,14 +32,20 @@ class Result:
 
     Attributes:
         outcomes: by test; a test that the run broke on without naming it is under its own words.
-        reasons: why tests were skipped, by test.
+        reasons: why tests were skipped or left out, by test.
         seconds: how long it took.
+        claims: for serial runs that share the test files: the folder of claims, a colon, and this run's name.
+        stopped: set to end the run.
+        folder: where the tests that run now are recorded.
     """
 
     ranks: int
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    claims: str | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +63,12 @@ class Result:
 
 
 def run_suite(
-    ranks: int, arguments: Sequence[str], limit_s: float, test_limit_s: float, say: Callable[[str], None]
+    ranks: int,
+    arguments: Sequence[str],
+    limit_s: float,
+    test_limit_s: float,
+    say: Callable[[str], None],
+    result: Result | None = None,
 ) -> Result:
     """Run the serial tests (0 ranks) or the MPI tests, again after each abort without the tests that are done.
 
@@ -64,12 +78,13 @@ def run_suite(
         limit_s: for all of it together.
         test_limit_s: for one test under MPI.
         say: called with what there is to print.
+        result: what to fill in, where somebody else watches it meanwhile.
     """
-    result = Result(ranks)
+    result = result or Result(ranks)
     begin = time.monotonic()
     for _ in range(MAX_RUNS):
         left_s = limit_s - (time.monotonic() - begin)
-        if left_s <= 0 or not _run_on(result, arguments, left_s, test_limit_s, say):
+        if left_s <= 0 or result.stopped.is_set() or not _run_on(result, arguments, left_s, test_limit_s, say):
             break
     else:
         say(f"{MAX_RUNS} runs ended in an abort; the tests after the last one were not run\n")
@@ -84,15 +99,23 @@ def _run_on(
     with tempfile.TemporaryDirectory(prefix="nnmpi-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         records.write_done(folder, result.outcomes)
+        result.folder = folder
+        spoke_long_ago = _spoke_long_ago(folder)
         ending = run(
             _command(result.ranks, arguments),
             folder / "output",
             limit_s,
-            environ={RUN_FOLDER: name, LIMIT: f"{test_limit_s:g}", "NNMPI_EXIT_LIMIT_S": f"{test_limit_s + END_S:g}"},
+            environ={
+                RUN_FOLDER: name,
+                LIMIT: f"{test_limit_s:g}",
+                CLAIMS: result.claims,
+                "NNMPI_EXIT_LIMIT_S": f"{test_limit_s + END_S:g}",
+            },
             on_output=say,
-            is_lost=_spoke_long_ago(folder),
+            is_lost=lambda: spoke_long_ago() or result.stopped.is_set(),
             cwd=ROOT,
         )
+        result.folder = None
         found = records.read(folder, max(1, result.ranks))
     result.outcomes |= found.outcomes
     result.reasons |= found.reasons

@@ -1,14 +1,18 @@
 """The harness itself: planted tests that fail, hang or vanish on one rank of three."""
 
 import re
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.harness.job import NOT_STARTED, Ending, mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
+from tests.harness.slow import HARNESS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -63,6 +67,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Ending:
     return on_three(tmp_path_factory.mktemp("planted"), "".join([OK, *bodies, alike, LAST]), limit_s=12)
 
 
+@pytest.mark.slow(HARNESS)
 @pytest.mark.parametrize("name", PLANTED)
 def test_one_rank_fails_and_so_do_all(name: str, planted: Ending) -> None:
     assert planted.output.count(f"FAILED on 3 ranks: test_planted.py::test_{name}\n") == 1, planted.output
@@ -74,17 +79,20 @@ def test_one_rank_fails_and_so_do_all(name: str, planted: Ending) -> None:
         assert any(word in reported.partition("---- rank 1 of 3 ----")[2] for word in words.split("|")), reported
 
 
+@pytest.mark.slow(HARNESS)
 def test_the_others_pass(planted: Ending) -> None:
     assert planted.status == 1
     assert f"3 ranks:     2 passed, {len(PLANTED) + 1} failed" in planted.output
     assert "was killed after" not in planted.output  # every job ended by itself
 
 
+@pytest.mark.slow(HARNESS)
 def test_what_all_ranks_fail_in_is_shown_once(planted: Ending) -> None:
     assert planted.output.count("ValueError: alike") == 1, planted.output
     assert planted.output.count("said") == 2  # in the source line, and as captured output
 
 
+@pytest.mark.slow(HARNESS)
 def test_a_slow_rank_is_not_blamed_for_what_follows(tmp_path: Path) -> None:
     slow = "def test_slow(group):\n    if group.rank == 2: time.sleep(2)\n"
     planted = "def test_planted(group):\n    if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -93,6 +101,7 @@ def test_a_slow_rank_is_not_blamed_for_what_follows(tmp_path: Path) -> None:
     assert "FAILED on 3 ranks: test_planted.py::test_planted" in ending.output
 
 
+@pytest.mark.slow(HARNESS)
 def test_a_hang_that_lets_no_other_thread_run_is_ended_too(tmp_path: Path) -> None:
     """PyDLL keeps the interpreter's lock during the call, so no Python code can notice the time."""
     planted = "def test_planted():\n    ctypes.PyDLL(None).sleep(999)\n"
@@ -101,12 +110,14 @@ def test_a_hang_that_lets_no_other_thread_run_is_ended_too(tmp_path: Path) -> No
     assert "3 ranks:     2 passed, 1 failed" in ending.output, ending.output
 
 
+@pytest.mark.slow(HARNESS)
 def test_a_marker_gives_a_test_more_time(tmp_path: Path) -> None:
     planted = "@pytest.mark.timeout(60)\ndef test_planted(group):\n    time.sleep(3)\n"
     ending = on_three(tmp_path, planted, limit_s=1)
     assert ending.status == 0, ending.output
 
 
+@pytest.mark.slow(HARNESS)
 def test_sizes_are_counted_apart_and_rank_0_speaks_for_all(tmp_path: Path) -> None:
     planted = "def test_planted(group): assert group.size != 2\n"
     skipped = "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n"
@@ -138,6 +149,7 @@ def test_a_crash_in_the_serial_tests_hides_only_itself(tmp_path: Path) -> None:
     assert "FAILED on serial: test_planted.py::test_c" in ending.output
 
 
+@pytest.mark.slow(HARNESS)
 @pytest.mark.parametrize("tests", ["def test_planted(:\n", "import no_such_module\n"])
 def test_a_file_that_cannot_be_read_is_a_failure(tests: str, tmp_path: Path) -> None:
     ending = on_three(tmp_path, tests)
@@ -146,10 +158,12 @@ def test_a_file_that_cannot_be_read_is_a_failure(tests: str, tmp_path: Path) -> 
     assert "test_planted.py" in ending.output
 
 
+@pytest.mark.slow(HARNESS)
 def test_no_tests_are_no_success(tmp_path: Path) -> None:
     assert on_three(tmp_path, "").status == 1
 
 
+@pytest.mark.slow(HARNESS)
 def test_a_run_has_a_limit(tmp_path: Path) -> None:
     """Here no rank can tell, since all are stopped: again and again, as mpirun lets them go on before it ends them."""
     planted = "def test_planted(group):\n    while True:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -166,6 +180,87 @@ def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
     assert ending.status == 1
     assert ending.output.count("rank 1 of 3: ") == 1, ending.output
     assert ending.output.count("AssertionError: planted") == 1
+
+
+@pytest.mark.slow(HARNESS)
+def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: Path) -> None:
+    """Every test runs once, a crash takes one test along, and the two sizes and the serial tests are counted apart."""
+    ran = tmp_path / "ran"
+    ran.mkdir()
+    for name in "abcd":
+        lines = "".join(
+            f"def test_{number}(): open({str(ran)!r} + '/{name}{number}', 'x').close(); time.sleep(0.2)\n"
+            for number in range(3)
+        )
+        crash = "def test_crash(): os.kill(os.getpid(), 11)\n" * (name == "b")
+        (tmp_path / f"test_{name}.py").write_text("import os, time\n" + lines + crash)
+    ending = harness(
+        tmp_path, OK + "def test_planted(group): assert group.size != 2\n", "--jobs", "2", "--ranks", "2,3"
+    )
+    assert ending.status == 1
+    for line in (
+        "serial:    12 passed, 1 failed",
+        "2 ranks:     1 passed, 1 failed",
+        "3 ranks:     2 passed, 0 failed",
+    ):
+        assert line in ending.output, ending.output
+    assert "FAILED on serial: test_b.py::test_crash" in ending.output
+    assert "AssertionError" in ending.output
+    assert len(list(ran.iterdir())) == 12
+
+
+@pytest.mark.slow(HARNESS)
+def test_an_interruption_ends_all_runs(tmp_path: Path) -> None:
+    """Of the harness, by a signal; a rank of either run that outlived it would go on ticking."""
+    tick = "    for _ in range(999):\n        open(__file__ + {name!r}, 'w').close(); time.sleep(0.1)\n"
+    mpi = BEGIN + "def test_planted(group):\n" + tick.format(name=".mpi")
+    (tmp_path / "test_mpi.py").write_text(mpi)
+    (tmp_path / "test_serial.py").write_text("import time\ndef test_planted():\n" + tick.format(name=".serial"))
+    ticks = [tmp_path / "test_mpi.py.mpi", tmp_path / "test_serial.py.serial"]
+    options = ["--jobs", "2", "--ranks", "2", "-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.harness", *options], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as job:
+        wait_until(lambda: all(tick.exists() for tick in ticks))
+        job.terminate()
+        assert job.wait(60) == 128 + signal.SIGTERM
+    time.sleep(1)  # mpirun ends some 0.1 s before the ranks that it has killed
+    for path in ticks:
+        path.unlink()
+    time.sleep(1)
+    assert [path.name for path in ticks if path.exists()] == []
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 120) -> None:
+    """Wait until something holds."""
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < limit_s
+        time.sleep(0.1)
+
+
+def test_what_is_slow_is_left_out_and_counted(tmp_path: Path) -> None:
+    tests = "".join(f"@pytest.mark.slow('starts much')\ndef test_{n}(group): assert 0\n" for n in "ab")
+    serial = "import pytest\n@pytest.mark.slow('draws much')\ndef test_c(): assert 0\ndef test_d(): pass\n"
+    (tmp_path / "test_serial.py").write_text(serial)
+    ending = harness(tmp_path, OK + tests, "--ranks", "2", "--quick")
+    assert ending.status == 0, ending.output
+    for line in (
+        "serial:     1 passed, 0 failed, 0 skipped, 1 left out",
+        "2 ranks:     1 passed, 0 failed, 0 skipped, 2 left out",
+        "left out 2: slow: starts much",
+        "left out 1: slow: draws much",
+    ):
+        assert line in ending.output, ending.output
+
+
+def test_help_needs_nothing_that_is_installed() -> None:
+    """-I and -S: without what site-packages hold."""
+    code = "import runpy, sys; sys.path.insert(0, '.'); sys.argv[1:] = ['--help']; runpy.run_module('tests.harness')"
+    code = code.replace("('tests.harness')", "('tests.harness', run_name='__main__')")
+    ran = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "--ranks" in ran.stdout
 
 
 def test_nothing_outlives_a_job(tmp_path: Path) -> None:

@@ -24,8 +24,10 @@ STRANGERS: dict[str, frozenset[str]] = {
     "plan": frozenset({"tensor", "nn", "models", "parallel"}),
 }
 
-# One strategy per file, and none imports another.
-STRATEGIES = frozenset(f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "gossip", "tensor", "pipeline"))
+# One strategy per file or folder, and none imports another.
+STRATEGIES = frozenset(
+    f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "averaging", "tensor", "pipeline")
+)
 
 # Libraries that only one part knows.
 HOMES = {
@@ -45,7 +47,7 @@ INHERITED = frozenset({"forward", "backward"})
 
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
-    ("nnmpi/backend/kernels/active.py", "nnmpi.backend.kernels.table"): "it imports numba, which a user may not have",
+    ("nnmpi/backend/kernels/lookup.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
     ("nnmpi/comm/__main__.py", "nnmpi.comm.start"): "it needs MPI, which the other commands do without",
     (
         "nnmpi/comm/__main__.py",
@@ -55,16 +57,22 @@ LATE_IMPORTS = {
     ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
     ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
     ("nnmpi/verify/__main__.py", "nnmpi.verify.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
-    ("nnmpi/comm/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
-    ("nnmpi/comm/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/start.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/start.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset({"command", "train", "verify"})
-LAST_WORDS = frozenset({"nnmpi/comm/leave.py", "nnmpi/comm/start.py"})
+LAST_WORDS = frozenset({"nnmpi/comm/shutdown.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
+
+# What library modules may write like options of nnmpi's own: those of other programs.
+FOREIGN_FLAGS = {
+    "--mpi": "srun's",
+    "--shm-size": "docker's",
+}
 
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
+# Class names that stand in several files because they mean one thing there.
+SHARED_NAMES: dict[str, str] = {}

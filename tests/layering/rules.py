@@ -1,6 +1,7 @@
 """The rules. Each takes the files and yields sentences, each beginning with file:line."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ MUTATORS = frozenset(
     }
 )
 
+# A path of the package in backquotes: `comm.steps`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
+QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
+UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")
+
+
+# An option as it is typed, and not an arrow or a word with dashes in it.
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![a-z-])")
+
 
 class Tree:
     """All files of the package, with what they import."""
@@ -32,8 +41,8 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.sources = read_tree(root)
         self.packages = frozenset(source.module for source in self.sources if source.is_init)
-        modules = frozenset(source.module for source in self.sources)
-        self.imports = {source.path: imports(source, modules) for source in self.sources}
+        self.modules = {source.module: source for source in self.sources}
+        self.imports = {source.path: imports(source, frozenset(self.modules)) for source in self.sources}
 
     def each_import(self) -> Iterator[tuple[Source, Import]]:
         """Yield every import with its file."""
@@ -70,8 +79,15 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
 def strategies_apart(tree: Tree) -> Iterator[str]:
     """No parallel strategy imports another."""
     for source, found in _inside(tree):
-        if source.module in layers.STRATEGIES and found.target in layers.STRATEGIES:
+        own, other = (_strategy_of(module) for module in (source.module, found.target))
+        if own and other and own != other:
             yield f"{source.path}:{found.line}: one strategy imports another, {found.target}; use a third file"
+
+
+def _strategy_of(module: str) -> str:
+    """Return the strategy that a module is or belongs to, else an empty string."""
+    package = ".".join(module.split(".")[:3])
+    return package if package in layers.STRATEGIES else ""
 
 
 def defining_module(tree: Tree) -> Iterator[str]:
@@ -135,6 +151,18 @@ def talking_in_train(tree: Tree) -> Iterator[str]:
                 yield f"{source.path}:{node.lineno}: {ast.unparse(node)[:40]}: only train/ and __main__ files talk"
 
 
+def options_in_train(tree: Tree) -> Iterator[str]:
+    """Library modules name arguments; only modules that read the command line speak of `--options`.
+
+    Docstrings may show a command as an example.
+    """
+    for source in tree.sources:
+        for node in [] if _may_talk(source) else _strings(source.tree):
+            for flag in FLAG.findall(node.value):
+                if flag not in layers.FOREIGN_FLAGS:
+                    yield f"{source.path}:{node.lineno}: speaks of {flag}; name the argument here, the option in train/"
+
+
 def no_shared_state(tree: Tree) -> Iterator[str]:
     """No `global`, and no list or dictionary of a module that its functions change."""
     for source in tree.sources:
@@ -149,19 +177,6 @@ def no_shared_state(tree: Tree) -> Iterator[str]:
                     yield f"{source.path}:{line}: changes the module's {name}; no state is kept in modules"
 
 
-def short_enough(tree: Tree) -> Iterator[str]:
-    """Files and functions stay short; a function's docstring is not counted."""
-    for source in tree.sources:
-        lines = source.text.count("\n")
-        if lines > layers.FILE_LINES:
-            yield f"{source.path}:1: {lines} lines; a file has at most {layers.FILE_LINES}"
-        for function in _functions(source.tree):
-            length = _length(function)
-            if length > layers.FUNCTION_LINES:
-                where = f"{source.path}:{function.lineno}: {function.name}"
-                yield f"{where} has {length} lines; a function has at most {layers.FUNCTION_LINES}"
-
-
 def documented(tree: Tree) -> Iterator[str]:
     """Every module, and every public class, function and method, has a docstring."""
     for source in tree.sources:
@@ -172,6 +187,60 @@ def documented(tree: Tree) -> Iterator[str]:
                 inherited = bool(getattr(owner, "bases", [])) and getattr(node, "name", "") in layers.INHERITED
                 if _needs_docstring(node) and not inherited and ast.get_docstring(node) is None:
                     yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+
+
+def one_meaning(tree: Tree) -> Iterator[str]:
+    """A class name stands in one file, or for one thing in several."""
+    found: dict[str, list[str]] = {}
+    for source in tree.sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    for name, places in found.items():
+        if len(places) > 1 and name not in layers.SHARED_NAMES:
+            yield f"{places[-1]}: {name} is a class of {places[0]}, too; one name means one thing"
+
+
+def references_exist(tree: Tree) -> Iterator[str]:
+    """What docstrings and comments name in backquotes, and maps without, is a module, or a name in one."""
+    for source in tree.sources:
+        yield from dead_references(tree, source.path, source.text)
+        written = ast.get_docstring(source.tree) or ""
+        for found in UNQUOTED.finditer(written):
+            if not refers(tree, found[1]):
+                yield f"{source.path}:1: names {found[0]}, which does not exist"
+
+
+def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
+    """Yield a sentence for each path of the package in backquotes that leads nowhere."""
+    for found in QUOTED.finditer(text):
+        if not refers(tree, found[1]):
+            line = text[: found.start()].count("\n") + 1
+            yield f"{path}:{line}: names {found[0]}, which does not exist"
+
+
+def refers(tree: Tree, words: str) -> bool:
+    """Return whether words like "comm.steps.Step" lead to a module or a name in it; also if they are no path at all."""
+    module, names = PACKAGE, re.split("[./]", words.removesuffix(".py"))
+    if f"{module}.{names[0]}" not in tree.modules or names[-1] == "csv":  # a user's train.csv is no module
+        return True
+    while names and f"{module}.{names[0]}" in tree.modules:
+        module = f"{module}.{names.pop(0)}"
+    return not names or names[0] in _defined(tree.modules[module].tree)
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module has: classes, functions, values and what it imports."""
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        names |= {each.id for target in _targets(node) for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return names
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
 
 
 def no_cycles(tree: Tree) -> Iterator[str]:
@@ -195,9 +264,11 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     libraries_at_home,
     imports_on_top,
     talking_in_train,
+    options_in_train,
     no_shared_state,
-    short_enough,
     documented,
+    one_meaning,
+    references_exist,
     no_cycles,
 )
 
@@ -215,17 +286,16 @@ def _may_talk(source: Source) -> bool:
     return source.part in layers.TALKERS or source.module.endswith("__main__")
 
 
+def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the literal strings, and the literal parts of f-strings, that are no docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node
+
+
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the lines of a function without its docstring."""
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function) is not None:
-        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return lines
 
 
 def _needs_docstring(node: ast.stmt) -> bool:

@@ -10,7 +10,7 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
-from nnmpi.nn.chain import Part, cut_chain, join_links, kept_at, open_chain, run_links
+from nnmpi.nn.chain import ModelPart, cut_chain, join_links, kept_at, open_chain, run_links
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
@@ -77,7 +77,7 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     links = open_chain(built)
     found: dict[str, Array] = {}
     for stage in cut_chain(links, [range(2), range(2, 5), range(5, len(links))]):
-        found |= Part(built, stage).initialize(seed=3).state()
+        found |= ModelPart(built, stage).initialize(seed=3).state()
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], value) for name, value in expected.items())
 
@@ -87,7 +87,7 @@ def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
     model[2].weight = model[0].weight
     links = open_chain(model)
     names = [
-        [name for name, _ in Part(model, stage).named_parameters()]
+        [name for name, _ in ModelPart(model, stage).named_parameters()]
         for stage in cut_chain(links, [range(2), range(2, 3)])
     ]
     assert names == [["0.weight", "0.bias"], ["0.weight", "2.bias"]]
@@ -125,14 +125,14 @@ def test_cuts_go_through_all_links() -> None:
 def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
     norm = BatchNorm(3)
     model = Sequential(Linear(3, 3), norm, Linear(3, 3), norm)
-    part = Part(model, open_chain(model))
+    part = ModelPart(model, open_chain(model))
     assert [name for name, _ in part.named_buffers()] == [name for name, _ in model.named_buffers()]
     assert len(part.parameters()) == len(model.parameters())
 
 
 def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
     model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
-    first, last = (Part(model, links) for links in cut_chain(open_chain(model), [range(2), range(2, 3)]))
+    first, last = (ModelPart(model, links) for links in cut_chain(open_chain(model), [range(2), range(2, 3)]))
     for part, own in ((first, "body"), (last, "head")):
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
         assert part.storage.groups == [own]

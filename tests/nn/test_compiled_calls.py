@@ -118,7 +118,9 @@ def test_a_callable_objects_own_names_are_left_alone():
     assert step(np.ones(1)).item() == 5 and step.calls == 1
 
 
-@pytest.mark.parametrize("size", [3, 4000])  # short arrays have memory of their own in a recording, long ones lend it
+@pytest.mark.parametrize(
+    "size", [3, 4000]
+)  # short arrays have memory of their own in a recording, long ones the pool's
 def test_gradients_of_loose_leaves_are_the_callers(size):
     """What is no parameter has no place of its own for its gradient: each step gives another array."""
     leaf = Tensor(np.arange(float(size)), requires_grad=True)

@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi.nn
 from nnmpi import nn, ops
-from nnmpi.backend.counter import key_pair
+from nnmpi.backend.random import key_pair
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor

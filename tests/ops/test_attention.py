@@ -1,17 +1,14 @@
 """Attention: in bands and blocks of any size as in one, nothing seen that is masked or was never written."""
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 
 import nnmpi
 from nnmpi import ops
+from nnmpi.backend.kernels import attention as module
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
-
-module = import_module("nnmpi.ops.attention")  # nnmpi.ops has a function of this name
 
 
 def reference(q, k, v, grad, causal):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.ops import columns
-from nnmpi.ops.conv import conv2d
+from nnmpi.ops.conv import columns
+from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.tensor.tensor import Tensor
 
 

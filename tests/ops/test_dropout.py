@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.counter import key_pair
+from nnmpi.backend.random import key_pair
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.dropout import dropout
 from nnmpi.shard import split

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi.backend.kernels import pooling
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.ops import pool
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
 
@@ -58,7 +58,7 @@ def test_against_loops(kind, kernel, stride, border):
 @pytest.mark.parametrize("images_each", [1, 2, 100])
 def test_more_places_than_a_byte_counts(stride, images_each, monkeypatch):
     """256 of them, and ties: the first wins. In blocks of some images."""
-    monkeypatch.setattr(pool, "PLANES_BYTES", images_each * 256 * 8 * (1 + (20 - 16) // stride) ** 2)
+    monkeypatch.setattr(pooling, "PLANES_BYTES", images_each * 256 * 8 * (1 + (20 - 16) // stride) ** 2)
     rng = np.random.default_rng(0)
     x = Tensor(rng.integers(0, 2, (3, 20, 20, 1)).astype(float), requires_grad=True)
     x.data[0] = 1

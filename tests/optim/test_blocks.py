@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.optim import blocks
-from nnmpi.optim.blocks import Scratch, block_elements, cut, pieces
+from nnmpi.optim.blocks import ScratchArrays, block_elements, cut, pieces
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -57,7 +57,7 @@ def test_scratch_is_shared_and_bounded(monkeypatch):
     monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 64)
     small, large, wide = np.zeros(3, "float32"), np.zeros(1000, "float32"), np.zeros(5)
     assert block_elements(large) == 16
-    scratch = Scratch([small, large, wide])
+    scratch = ScratchArrays([small, large, wide])
     first, second = scratch.like(large[:16].reshape(4, 4))
     assert first.shape == second.shape == (4, 4)
     assert not np.shares_memory(first, second)

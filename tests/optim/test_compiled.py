@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.kernels.active import jit
+from nnmpi.backend.kernels.lookup import jit
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays

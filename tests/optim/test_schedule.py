@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.errors import UsageError
-from nnmpi.optim.schedule import Constant, Cosine, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling
 
 RATES = st.floats(0, 1e3)
 STEPS = st.integers(0, 10**12)
-CONSTANTS = st.builds(Constant, RATES)
+CONSTANTS = st.builds(ConstantRate, RATES)
 STEP_DECAYS = st.builds(StepDecay, RATES, st.integers(1, 10**6), st.floats(0, 1))
 COSINES = st.builds(Cosine, RATES, st.integers(1, 10**9), st.floats(0, 1))
 PLAIN = st.one_of(CONSTANTS, STEP_DECAYS, COSINES)
@@ -86,14 +86,14 @@ def test_after_the_warm_up_the_other_schedule_counts_from_its_own_start(schedule
 
 
 def test_warm_up_by_hand():
-    assert [Warmup(3, Constant(8.0))(step) for step in range(5)] == [2, 4, 6, 8, 8]
+    assert [Warmup(3, ConstantRate(8.0))(step) for step in range(5)] == [2, 4, 6, 8, 8]
 
 
 def test_schedules_are_values():
     """They can be compared, used as keys and shown, and not changed."""
     schedule = Warmup(3, Cosine(0.1, 10))
     assert schedule == Warmup(3, Cosine(0.1, 10))
-    assert len({schedule, Warmup(3, Cosine(0.1, 10)), Constant(0.1)}) == 2
+    assert len({schedule, Warmup(3, Cosine(0.1, 10)), ConstantRate(0.1)}) == 2
     assert "Warmup(steps=3, then=Cosine(lr=0.1, total=10, final=0.0))" in repr(schedule)
     with pytest.raises(dataclasses.FrozenInstanceError):
         schedule.steps = 4
@@ -108,15 +108,15 @@ def test_linear_scaling():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Constant(-0.1), "lr is -0.1"),
-        (lambda: Constant(math.nan), "lr is nan"),
+        (lambda: ConstantRate(-0.1), "lr is -0.1"),
+        (lambda: ConstantRate(math.nan), "lr is nan"),
         (lambda: StepDecay(0.1, 0), "every is 0; give at least 1"),
         (lambda: StepDecay(0.1, 1, 1.5), "factor is 1.5; give a number from 0 to 1"),
         (lambda: StepDecay(math.inf, 1), "lr is inf"),
         (lambda: Cosine(0.1, 0), "total is 0; give at least 1"),
         (lambda: Cosine(0.1, 5, -0.1), "final is -0.1"),
         (lambda: Cosine(-1.0, 5), "lr is -1.0"),
-        (lambda: Warmup(-1, Constant(0.1)), "steps is -1; give at least 0"),
+        (lambda: Warmup(-1, ConstantRate(0.1)), "steps is -1; give at least 0"),
         (lambda: linear_scaling(0.1, 0, 256), "batch 0 and base_batch 256 must both be at least 1"),
         (lambda: linear_scaling(-0.1, 1, 1), "lr is -0.1"),
         (
@@ -131,7 +131,9 @@ def test_refusals(make, sentence):
         make()
 
 
-@pytest.mark.parametrize("schedule", [Constant(0.1), StepDecay(0.1, 2), Cosine(0.1, 2), Warmup(2, Constant(0.1))])
+@pytest.mark.parametrize(
+    "schedule", [ConstantRate(0.1), StepDecay(0.1, 2), Cosine(0.1, 2), Warmup(2, ConstantRate(0.1))]
+)
 def test_negative_steps_are_refused(schedule):
     with pytest.raises(UsageError, match="step is -1; give at least 0"):
         schedule(-1)

@@ -104,4 +104,4 @@ def test_schedules():
     steps = rates(lambda o: torch_schedules.StepLR(o, step_size=7, gamma=0.5), 30)
     np.testing.assert_allclose([schedule.StepDecay(0.1, 7, 0.5)(s) for s in range(30)], steps, rtol=1e-12)
     line = rates(lambda o: torch_schedules.LinearLR(o, start_factor=1 / 9, total_iters=8), 12)
-    np.testing.assert_allclose([schedule.Warmup(8, schedule.Constant(0.1))(s) for s in range(12)], line, rtol=1e-12)
+    np.testing.assert_allclose([schedule.Warmup(8, schedule.ConstantRate(0.1))(s) for s in range(12)], line, rtol=1e-12)

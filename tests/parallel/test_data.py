@@ -9,12 +9,14 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import CommError, DivergenceError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.tensor import Tensor
+from tests.worker_options import grouped
 
 
 def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
@@ -29,7 +31,7 @@ def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
 def worker_for(group: Group, **options: object) -> Worker:
     """Return a worker on a small network."""
     model = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
-    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **options)  # type: ignore[arg-type]
+    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **grouped(**options))  # type: ignore[arg-type]
 
 
 def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
@@ -168,7 +170,9 @@ def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
             return result
 
     model = Partly().initialize(seed=0)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, check=True, bucket_bytes=1)
+    worker = Worker(
+        model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(check=True, bucket_bytes=1)
+    )
     before = model.state()
     worker.step(batch_of(group))
     after = model.state()

@@ -7,7 +7,7 @@ from nnmpi import models, nn
 from nnmpi.backend.array import Array
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.divergence import find_place, tell_place
+from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.tensor.tensor import Tensor
 
 LABELS = np.array([0, 2, 1])
@@ -15,7 +15,7 @@ LABELS = np.array([0, 2, 1])
 
 def place_of(model: Module, x: Array) -> str | None:
     with np.errstate(all="ignore"), nn.training(0, 0):
-        return find_place(model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum"))
+        return locate_nonfinite(model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum"))
 
 
 @pytest.mark.parametrize("place", ["", "the input", "the weights '3.bias'", "the output of layer '3' (Linear)"])
@@ -50,6 +50,6 @@ def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
 
 
 def test_the_sentence_names_worker_place_and_step() -> None:
-    told = tell_place(7, float("nan"), "the input", "worker 3")
+    told = nonfinite_message(7, float("nan"), "the input", "worker 3")
     assert told.startswith("step 7: the loss is nan; the first values that are not finite are in the input on worker 3")
-    assert "gradient is not finite on rank 1" in tell_place(7, 2.5, None, "rank 1")
+    assert "gradient is not finite on rank 1" in nonfinite_message(7, 2.5, None, "rank 1")

@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared import SharedSum
+from nnmpi.comm.sharing.shared_sum import SharedSum
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
@@ -17,7 +17,7 @@ from nnmpi.optim import names
 from nnmpi.optim.clip import clip_by_global_norm
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.storage import Arrays
-from nnmpi.parallel.fused import FusedUpdate, house
+from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters
 
 pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
@@ -125,7 +125,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
 ) -> None:
     model = Sequential(Linear(7, 3)).initialize(seed=0)
     memory, optimizer = SharedMemory(group), names.build("adam", model.storage, lr=0.1)
-    house(model.storage, memory)
+    attach_shared_parameters(model.storage, memory)
     real = Optimizer.move
 
     def slow(self: Optimizer, *args: Any) -> None:
@@ -229,7 +229,7 @@ def test_a_model_moves_into_the_memory_and_frozen_parameters_stay(group: Group) 
         optimizer: Optimizer = names.build("adamw", model.storage, lr=0.1)
         before = parameters["0.weight"].data.copy()
         if shared:
-            house(model.storage, memory)
+            attach_shared_parameters(model.storage, memory)
             fused = FusedUpdate(optimizer, memory)
         for turn in range(STEPS):
             model.zero_grad()

@@ -11,14 +11,17 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
-from nnmpi.compose import Worker
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import CommError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.tensor import Function, Tensor
 from tests.device.here import zeros
+from tests.worker_options import grouped
 
 ROWS = 13
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -170,7 +173,9 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
 def test_step_after_the_release(group: Group, fused: bool) -> None:
     setting = Setting(group)
     before = setting.model.state()
-    worker = Worker(setting.model, optim.SGD(setting.model.storage, lr=0.1), group, fused_update=fused)
+    worker = Worker(
+        setting.model, optim.SGD(setting.model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=fused)
+    )
     worker.release()
     worker.release()  # does nothing
     setting.assert_refused(lambda: worker.step(setting.batch()), UsageError, "was released; make a new one")
@@ -195,9 +200,10 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
         if strategy in ("DataParallel", "shared"):
             return DataParallel(model, group, "auto" if strategy == "DataParallel" else strategy)
         fused = True if strategy == "fused" else None
-        return Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=fused)
+        return Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=fused))
 
-    words = f"where rank 0 has weight ({inputs}, {ours}) float64, rank 1 has weight ({inputs}, {theirs}) float64; build"
+    same = name_ranks(rank for rank in range(group.size) if rank != 1) + (" has" if group.size == 2 else " have")
+    words = f"models: {same} weight ({inputs}, {ours}) float64; rank 1 has weight ({inputs}, {theirs}) float64; build"
     if other == "padded alike":
         assert len(set(group.gather(model.storage.data[0].size))) == 1
     Setting(group).assert_refused(make, CommError, words)
@@ -214,7 +220,7 @@ def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: st
     options: dict[str, Any] = {"fused_update": fused, "allreduce": "shared"}
 
     def make(**changed: object) -> Worker:
-        return Worker(setting.model, optimizer, group, **{**options, **changed})
+        return Worker(setting.model, optimizer, group, **grouped(**{**options, **changed}))
 
     setting.assert_refused(lambda: make(**wrong), UsageError, words)
     assert not setting.model.storage.common
@@ -236,7 +242,7 @@ def test_release_after_another_initialization(group: Group, strategy: str) -> No
     if strategy == "shared":
         held = DataParallel(model, group, "shared")
     else:
-        held = Worker(model, optim.SGD(model.storage, lr=0.1), group, fused_update=True)
+        held = Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=True))
     model.initialize(seed=1, dtype="float64")
     fresh = model.state()
     held.release()
@@ -275,7 +281,7 @@ def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) ->
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     options = {role: loss}
     setting.assert_refused(
-        lambda: Worker(setting.model, optimizer, group, **options),  # type: ignore[arg-type]
+        lambda: Worker(setting.model, optimizer, group, **grouped(**options)),  # type: ignore[arg-type]
         UsageError,
         'reduction="sum"',
     )

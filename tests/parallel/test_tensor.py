@@ -11,13 +11,13 @@ import pytest
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
-from nnmpi.nn.chain import Part, cut_chain, join_links, open_chain, run_links
+from nnmpi.nn.chain import ModelPart, cut_chain, join_links, open_chain, run_links
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.sharded.check import check_replicas
+from nnmpi.parallel.replication import check_replicas
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
@@ -214,7 +214,7 @@ def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     for name, parameter in ours.named_parameters():
         wanted = expected[name] if where[name] is None else where[name].take(expected[name])
         problems += [] if np.allclose(parameter.grad, wanted, rtol=0, atol=1e-10) else [name]
-    names = [name for stage in stages for name, _ in Part(ours, stage).named_parameters()]
+    names = [name for stage in stages for name, _ in ModelPart(ours, stage).named_parameters()]
     problems += [] if names == [name for name, _ in whole.named_parameters()] else ["the stages' names"]
     assert not any(group.gather(problems)), problems
 
@@ -289,7 +289,9 @@ def test_weights_that_went_apart_are_found(group: Group) -> None:
     check_replicas(model, group)
     if group.rank == group.size - 1:
         dict(model.named_buffers())["3.body.4.running_mean"].data[0] += 1e-6
-    with pytest.raises(CommError, match=f"3.body.4.running_mean.*on rank {group.size - 1} not"):
+    with pytest.raises(
+        CommError, match=f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank 0 has"
+    ):
         check_replicas(model, group)
 
 
@@ -299,7 +301,7 @@ def test_a_group_of_one_leaves_the_model_alone(group: Group) -> None:
     alone = group.split(group.rank)
     model = models.cnn((8, 8, 1), 3)
     before = [id(module) for _, module in model.named_modules()]
-    assert shard(model, alone).is_whole
+    assert shard(model, alone).is_replicated
     assert before == [id(module) for _, module in model.named_modules()]
     alone.free()
 

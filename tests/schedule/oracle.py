@@ -7,8 +7,7 @@ wrong `check` must have refused.
 from collections import defaultdict, deque
 from typing import Any
 
-from nnmpi.schedule.instruction import SENDS, Instruction, Kind, parts
-from nnmpi.schedule.message import message_of
+from nnmpi.schedule.instruction import SENDS, Instruction, Kind, message_of, parts
 from nnmpi.schedule.schedule import Schedule
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import add_transfers, fuse, place_reductions
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import Costs, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate
 from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered, schedules
 from tests.schedule.oracle import run
 
@@ -41,7 +41,7 @@ def test_sends_that_wait_cost_little(chosen: tuple[tuple[str, int], tuple[int, i
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     eager, held = (
-        simulate(schedule, Costs.even(schedule.stages, rendezvous=rendezvous)).makespan_s
+        simulate(schedule, InstructionCosts.even(schedule.stages, rendezvous=rendezvous)).makespan_s
         for rendezvous in (False, True)
     )
     assert eager <= held <= (1.5 * eager if virtual > 1 else eager)

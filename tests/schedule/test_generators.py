@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import Costs, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from tests.schedule.every import MICROBATCHES, RANKS, lowered, numbers
 
 some = settings(max_examples=40)
@@ -13,7 +13,7 @@ some = settings(max_examples=40)
 
 def found(name: str, ranks: int, microbatches: int, virtual: int = 1, **costs: float) -> Simulation:
     """Simulate with a forward of one second for a rank's stages together."""
-    even = Costs.even(ranks * virtual, forward_s=1 / virtual, **costs)
+    even = InstructionCosts.even(ranks * virtual, forward_s=1 / virtual, **costs)
     return simulate(lowered(name, ranks, microbatches, virtual), even)
 
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.errors import ScheduleError
-from nnmpi.schedule.instruction import TRANSFERS, Instruction, Kind, Together, parts
-from nnmpi.schedule.message import Message, message_of
+from nnmpi.schedule.instruction import TRANSFERS, Instruction, Kind, Message, Together, message_of, parts
 
 instructions = st.builds(
     Instruction, st.sampled_from(Kind), st.integers(0, 999), st.none() | st.integers(min_value=0, max_value=999)

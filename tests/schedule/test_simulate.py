@@ -10,7 +10,7 @@ from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import Costs, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from tests.schedule.every import lowered, schedules
 
 
@@ -24,7 +24,7 @@ def test_two_stages_two_microbatches_by_hand() -> None:
     rank 0   0F0 0-2   0F1 2-4                        0B0 11.5-15.5            0B1 19.5-23.5
     rank 1                      1F0 3-6   1B0 6-11    1F1 11-14     1B1 14-19
     """
-    costs = Costs(
+    costs = InstructionCosts(
         {Kind.F: (2.0, 3.0), Kind.B: (4.0, 5.0), Kind.SEND_ACT: (1.0, 1.0), Kind.SEND_GRAD: (0.5, 0.5)},
     )
     simulation = simulate(lowered("1f1b", 2, 2), costs)
@@ -44,12 +44,12 @@ def test_two_stages_two_microbatches_by_hand() -> None:
 
 def test_a_send_that_waits_holds_its_rank() -> None:
     eager, held = (
-        spans(simulate(lowered("gpipe", 2, 2), Costs.even(2, message_s=1.0, rendezvous=rendezvous)))
+        spans(simulate(lowered("gpipe", 2, 2), InstructionCosts.even(2, message_s=1.0, rendezvous=rendezvous)))
         for rendezvous in (False, True)
     )
     assert eager["0F1"] == (1.0, 2.0) and held["0F1"] == (2.0, 3.0)
     assert held["0SEND_ACT1"] == (3.0, 4.0) and held["1F0"] == (2.0, 3.0)
-    costs = Costs({Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)}, rendezvous=True)
+    costs = InstructionCosts({Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)}, rendezvous=True)
     slow = spans(simulate(lowered("inference", 2, 3), costs))
     assert slow["1F0"] == (2.0, 7.0)
     assert slow["0SEND_ACT1"] == (7.0, 8.0)  # it has waited since 3.0
@@ -57,12 +57,12 @@ def test_a_send_that_waits_holds_its_rank() -> None:
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
-    found = spans(simulate(lowered("gpipe", 2, 3), Costs.even(2, message_s=5.0)))
+    found = spans(simulate(lowered("gpipe", 2, 3), InstructionCosts.even(2, message_s=5.0)))
     assert [found[f"0SEND_ACT{m}"] for m in range(3)] == [(1.0, 6.0), (6.0, 11.0), (11.0, 16.0)]
 
 
 def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
-    costs = Costs.even(4, reduce_s=2.0, step_s=0.5)
+    costs = InstructionCosts.even(4, reduce_s=2.0, step_s=0.5)
     found = spans(simulate(lowered("interleaved", 2, 2, 2), costs))
     assert found["2REDUCE"][0] == found["2B1"][1] < found["0B0"][0] + 1  # during the tail
     assert found["0REDUCE"] == (found["0B1"][1], found["0B1"][1] + 2.0)
@@ -71,13 +71,13 @@ def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
 
 
 def test_reductions_of_a_rank_follow_one_another() -> None:
-    found = spans(simulate(lowered("interleaved", 2, 2, 2), Costs.even(4, reduce_s=100.0)))
+    found = spans(simulate(lowered("interleaved", 2, 2, 2), InstructionCosts.even(4, reduce_s=100.0)))
     assert found["0REDUCE"][0] == found["2REDUCE"][1]
     assert found["0STEP"][0] == found["0REDUCE"][1]
 
 
 def test_asynchronous_updates_are_busy_time() -> None:
-    simulation = simulate(lowered("pipedream", 1, 3), Costs.even(1, step_s=1.0))
+    simulation = simulate(lowered("pipedream", 1, 3), InstructionCosts.even(1, step_s=1.0))
     assert simulation.makespan_s == simulation.busy_s[0] == 3 * 4
 
 
@@ -88,7 +88,7 @@ def test_what_holds_of_every_simulation(
 ) -> None:
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
-    simulation = simulate(schedule, Costs.even(schedule.stages, message_s=message_s, rendezvous=rendezvous))
+    simulation = simulate(schedule, InstructionCosts.even(schedule.stages, message_s=message_s, rendezvous=rendezvous))
     found = {span.instruction: span for span in simulation.spans}
     assert len(found) == len(simulation.spans) == sum(len(list(schedule.instructions(r))) for r in range(ranks))
     for rank in range(ranks):
@@ -105,7 +105,7 @@ def test_what_holds_of_every_simulation(
 
 
 def test_even_costs() -> None:
-    costs = Costs.even(2, forward_s=3.0)
+    costs = InstructionCosts.even(2, forward_s=3.0)
     seconds = {kind: costs.of(kind.at(1, 0)) for kind in COMPUTE}
     assert seconds == {Kind.F: 3.0, Kind.B: 6.0, Kind.I: 3.0, Kind.W: 3.0}
     assert costs.of(Kind.RECV_ACT.at(0, 0)) == 0.0
@@ -114,7 +114,7 @@ def test_even_costs() -> None:
 def test_measured_costs_are_medians() -> None:
     samples = [(Kind.F.at(0, m), seconds) for m, seconds in enumerate((1.0, 9.0, 2.0))]
     samples += [(Kind.F.at(1, 0), 4.0), (Kind.B.at(0, 0), 5.0), (Kind.I.at(1, 0), 2.0), (Kind.W.at(1, 0), 3.0)]
-    costs = Costs.measured(2, samples)
+    costs = InstructionCosts.measured(2, samples)
     assert costs.of(Kind.F.at(0, 7)) == 2.0 and costs.of(Kind.F.at(1, 0)) == 4.0
     assert costs.of(Kind.I.at(0, 0)) == costs.of(Kind.W.at(0, 0)) == 2.5  # a whole backward, halved
     assert costs.of(Kind.B.at(1, 0)) == 5.0  # both halves
@@ -131,9 +131,9 @@ def test_what_was_simulated_is_measured_and_simulated_again(
     schedule = lowered(name, ranks, microbatches, virtual)
     stages = schedule.stages
     times = {kind: [1.0 + 0.25 * ((7 * s + i) % 5) for s in range(stages)] for i, kind in enumerate(Kind)}
-    first = simulate(schedule, Costs(times))
+    first = simulate(schedule, InstructionCosts(times))
     samples: list[tuple[Instruction, float]] = [(s.instruction, s.end_s - s.begin_s) for s in first.spans]
-    again = simulate(schedule, Costs.measured(stages, samples))
+    again = simulate(schedule, InstructionCosts.measured(stages, samples))
     assert again.makespan_s == pytest.approx(first.makespan_s)
     assert again.busy_s == pytest.approx(first.busy_s)
 
@@ -141,11 +141,17 @@ def test_what_was_simulated_is_measured_and_simulated_again(
 @pytest.mark.parametrize(
     ("costs", "sentence"),
     [
-        (lambda: Costs({Kind.F: (1.0, -1.0)}), r"the times of F, \[1.0, -1.0\] s, are not all numbers of seconds"),
-        (lambda: Costs({Kind.F: (float("nan"),)}), "are not all numbers"),
-        (lambda: Costs({Kind.F: (1.0,), Kind.B: (1.0, 1.0)}), "different numbers of stages: 1 of F, 2 of B"),
-        (lambda: Costs.measured(2, [(Kind.F.at(2, 0), 1.0)]), r"2F0 was measured, but there are only the stages 0..1"),
-        (lambda: simulate(lowered("gpipe", 2, 2), Costs.even(3)), "costs are of 3 stages, but gpipe has 2"),
+        (
+            lambda: InstructionCosts({Kind.F: (1.0, -1.0)}),
+            r"times of F, \[1.0, -1.0\] s, are not all numbers",
+        ),
+        (lambda: InstructionCosts({Kind.F: (float("nan"),)}), "are not all numbers"),
+        (lambda: InstructionCosts({Kind.F: (1.0,), Kind.B: (1.0, 1.0)}), "different numbers of stages: 1 of F, 2 of B"),
+        (
+            lambda: InstructionCosts.measured(2, [(Kind.F.at(2, 0), 1.0)]),
+            "2F0 was measured, but there are only the stages 0..1",
+        ),
+        (lambda: simulate(lowered("gpipe", 2, 2), InstructionCosts.even(3)), "costs are of 3 stages, but gpipe has 2"),
     ],
 )
 def test_costs_that_are_none(costs: object, sentence: str) -> None:
@@ -155,6 +161,6 @@ def test_costs_that_are_none(costs: object, sentence: str) -> None:
 
 def test_a_deadlock_is_not_simulated() -> None:
     unfused = add_transfers(make("1f1b", 2, 2))
-    assert simulate(unfused, Costs.even(2)).makespan_s == 9
+    assert simulate(unfused, InstructionCosts.even(2)).makespan_s == 9
     with pytest.raises(ScheduleError, match="rank 0 waits for ever in its item 3; check the schedule first"):
-        simulate(unfused, Costs.even(2, rendezvous=True))
+        simulate(unfused, InstructionCosts.even(2, rendezvous=True))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ["sh", "dirname", "cat", "cksum", "id", "mkdir", "touch", "rm", "env", "sleep", "pwd", "chmod", "cp"]
+TOOLS = ["sh", "dirname", "cat", "cksum", "id", "mkdir", "touch", "rm", "env", "sleep", "pwd", "chmod", "cp", "sed"]
 
 # A Python of version $VERSION that makes virtual environments (of itself), and that installs by writing it down.
 PYTHON = """#!/bin/sh
@@ -290,6 +290,27 @@ def test_a_missing_library_is_one_sentence(checkout: Checkout) -> None:
     status, _, errors = checkout.run(NNMPI_MPI="system", LIBRARY="")
     assert (status, errors.count("\n")) == (2, 1)
     assert "mpi4py finds no MPI library" in errors
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("test", "python -m tests.harness --help"),
+        ("train", "python -m nnmpi.train --help"),
+        ("check", "Check format, style, types"),
+        ("benchmark-check", "Run reduced benchmarks"),
+    ],
+)
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_help_installs_nothing(checkout: Checkout, script: str, words: str, asked: str) -> None:
+    checkout.add_python()
+    command = ["sh", str(checkout.root / "scripts" / script), asked]
+    ran = subprocess.run(command, env=checkout.environ, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    done = checkout.done()
+    assert words in "\n".join([ran.stdout, *done])
+    assert not [line for line in done if line.startswith(("venv", "install"))]
+    assert not (checkout.root / ".venv").exists()
 
 
 def launch_variables(output: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nnmpi.comm.cost import parameter_server
 from nnmpi.errors import UsageError
-from nnmpi.synchrony.agenda import Agenda
+from nnmpi.synchrony.event_queue import EventQueue
 from nnmpi.synchrony.network import LinkSpeed, Network, parse_network
 
 ALPHA, BETA = 50e-6, 0.8e-9
@@ -63,22 +63,22 @@ def test_a_link_takes_finite_time(value: float) -> None:
         LinkSpeed(beta_s_per_byte=value)
 
 
-def test_the_agenda_goes_by_time_and_then_by_order() -> None:
-    agenda, done = Agenda(1.0), list[tuple[str, float]]()
+def test_events_run_by_time_and_then_in_order() -> None:
+    events, done = EventQueue(1.0), list[tuple[str, float]]()
 
     def note(name: str) -> None:
-        done.append((name, agenda.now_s))
+        done.append((name, events.now_s))
 
     def first() -> None:
         note("first")
-        agenda.add(2.0, lambda: note("added"))
-        agenda.add(0.5, lambda: note("late"))
+        events.add(2.0, lambda: note("added"))
+        events.add(0.5, lambda: note("late"))
 
-    agenda.add(3.0, lambda: note("last"))
-    agenda.add(2.0, first)
-    agenda.add(2.0, lambda: note("second"))
-    assert agenda.next_s == 2.0
-    while agenda.go_on():
+    events.add(3.0, lambda: note("last"))
+    events.add(2.0, first)
+    events.add(2.0, lambda: note("second"))
+    assert events.next_s == 2.0
+    while events.run_next():
         pass
     assert done == [("first", 2.0), ("second", 2.0), ("added", 2.0), ("late", 2.0), ("last", 3.0)]
-    assert agenda.next_s is None
+    assert events.next_s is None

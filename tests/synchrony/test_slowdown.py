@@ -10,24 +10,24 @@ from nnmpi.synchrony.slowdown import Slowdown, Straggler
 FORMS = '"rank=2,factor=3" or "random,probability=0.25,factor=3", several separated by ";"'
 
 REFUSED = {
-    "rank=2": f"--straggler 'rank=2' is not of the form {FORMS}",
-    "factor=3": f"--straggler 'factor=3' is not of the form {FORMS}",
-    "random,factor=3": f"--straggler 'random,factor=3' is not of the form {FORMS}",
-    "rank=1,probability=0.5,factor=3": f"--straggler 'rank=1,probability=0.5,factor=3' is not of the form {FORMS}",
-    "random,rank=1,factor=3": f"--straggler 'random,rank=1,factor=3' is not of the form {FORMS}",
-    "rank=2,speed=3": f"--straggler 'rank=2,speed=3' has 'speed=3', which means nothing; give {FORMS}",
-    "rank=2,factor": f"--straggler 'rank=2,factor' has 'factor', which means nothing; give {FORMS}",
-    "rank=2,rank=3,factor=2": f"--straggler 'rank=2,rank=3,factor=2' has 'rank=3', which means nothing; give {FORMS}",
-    "rank=2,factor=3;": f"--straggler '' has '', which means nothing; give {FORMS}",
-    "rank=two,factor=3": "--straggler 'rank=two,factor=3': the rank 'two' is no whole number",
-    "rank=2,factor=fast": "--straggler 'rank=2,factor=fast': 'fast' is no number",
-    "rank=2,factor=0.5": "--straggler has the factor 0.5; give a finite number of at least 1",
-    "rank=2,factor=nan": "--straggler has the factor nan; give a finite number of at least 1",
-    "rank=2,factor=inf": "--straggler has the factor inf; give a finite number of at least 1",
-    "random,probability=0,factor=2": "--straggler has the probability 0; give a number above 0, at most 1",
-    "random,probability=1.5,factor=2": "--straggler has the probability 1.5; give a number above 0, at most 1",
-    "rank=-1,factor=2": "--straggler slows rank -1 down; ranks are numbered from 0",
-    "rank=1,factor=2;rank=1,factor=3": "--straggler names rank 1 twice; give it one factor",
+    "rank=2": f"straggler 'rank=2' is not of the form {FORMS}",
+    "factor=3": f"straggler 'factor=3' is not of the form {FORMS}",
+    "random,factor=3": f"straggler 'random,factor=3' is not of the form {FORMS}",
+    "rank=1,probability=0.5,factor=3": f"straggler 'rank=1,probability=0.5,factor=3' is not of the form {FORMS}",
+    "random,rank=1,factor=3": f"straggler 'random,rank=1,factor=3' is not of the form {FORMS}",
+    "rank=2,speed=3": f"straggler 'rank=2,speed=3' has 'speed=3', which means nothing; give {FORMS}",
+    "rank=2,factor": f"straggler 'rank=2,factor' has 'factor', which means nothing; give {FORMS}",
+    "rank=2,rank=3,factor=2": f"straggler 'rank=2,rank=3,factor=2' has 'rank=3', which means nothing; give {FORMS}",
+    "rank=2,factor=3;": f"straggler '' has '', which means nothing; give {FORMS}",
+    "rank=two,factor=3": "straggler 'rank=two,factor=3': the rank 'two' is no whole number",
+    "rank=2,factor=fast": "straggler 'rank=2,factor=fast': 'fast' is no number",
+    "rank=2,factor=0.5": "a straggler has the factor 0.5; give a finite number of at least 1",
+    "rank=2,factor=nan": "a straggler has the factor nan; give a finite number of at least 1",
+    "rank=2,factor=inf": "a straggler has the factor inf; give a finite number of at least 1",
+    "random,probability=0,factor=2": "a straggler has the probability 0; give a number above 0, at most 1",
+    "random,probability=1.5,factor=2": "a straggler has the probability 1.5; give a number above 0, at most 1",
+    "rank=-1,factor=2": "a straggler has the rank -1; ranks are numbered from 0",
+    "rank=1,factor=2;rank=1,factor=3": "two stragglers have the rank 1; give it one factor",
 }
 
 
@@ -73,7 +73,11 @@ def test_chance_is_the_same_in_every_run() -> None:
 def test_a_straggler_that_does_not_exist_is_refused() -> None:
     """Ranks that do nothing but serve are not among the workers; chance needs nobody by name."""
     Slowdown.parse("rank=3,factor=2;random,probability=1,factor=2", 0).check(range(4))
-    with pytest.raises(UsageError, match="rank 4 down, which is none of the workers; these are ranks 0 to 3$"):
+    with pytest.raises(
+        UsageError, match="a straggler has the rank 4, which is none of the workers; these are ranks 0 to 3$"
+    ):
         Slowdown.parse("rank=4,factor=2", 0).check(range(4))
-    with pytest.raises(UsageError, match="rank 0 down, which is none of the workers; the only one is rank 1$"):
+    with pytest.raises(
+        UsageError, match="a straggler has the rank 0, which is none of the workers; the only one is rank 1$"
+    ):
         Slowdown.parse("rank=0,factor=2", 0).check(range(1, 2))

@@ -8,31 +8,31 @@ from nnmpi.errors import UsageError
 from nnmpi.synchrony.sync import MODES, Sync
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"mode": "fast"}, "--sync 'fast' does not exist; choose from: bsp, asp, ssp, local, gossip"),
-    ({"mode": "gossip", "neighbours": "grid"}, "--neighbours 'grid' does not exist; choose from: ring, random"),
-    ({"mode": "ssp", "staleness": -1}, "--staleness is -1; give at least 0"),
-    ({"mode": "local", "local_steps": 0}, "--local-steps is 0; give at least 1"),
-    ({"mode": "asp", "servers": -2}, "--servers is -2; give at least 0"),
-    ({"backup": -1}, "--backup is -1; give at least 0"),
-    ({"mode": "asp", "staleness": 2}, "--staleness 2 is for --sync ssp, not asp; leave it out"),
-    ({"mode": "ssp", "local_steps": 2}, "--local-steps 2 is for --sync local, not ssp; leave it out"),
-    ({"mode": "local", "neighbours": "random"}, "--neighbours random is for --sync gossip, not local; leave it out"),
-    ({"mode": "ssp", "backup": 1}, "--backup 1 is for --sync bsp, not ssp; leave it out"),
-    ({"mode": "gossip", "servers": 1}, "--servers 1 is for --sync bsp or asp or ssp, not gossip; leave it out"),
+    ({"mode": "fast"}, "mode 'fast' does not exist; choose from: bsp, asp, ssp, local, gossip"),
+    ({"mode": "gossip", "neighbours": "grid"}, "neighbours 'grid' does not exist; choose from: ring, random"),
+    ({"mode": "ssp", "staleness": -1}, "staleness is -1; give at least 0"),
+    ({"mode": "local", "local_steps": 0}, "local_steps is 0; give at least 1"),
+    ({"mode": "asp", "servers": -2}, "servers is -2; give at least 0"),
+    ({"backup": -1}, "backup is -1; give at least 0"),
+    ({"mode": "asp", "staleness": 2}, "staleness 2 is for ssp, not asp; leave it out"),
+    ({"mode": "ssp", "local_steps": 2}, "local_steps 2 is for local, not ssp; leave it out"),
+    ({"mode": "local", "neighbours": "random"}, "neighbours random is for gossip, not local; leave it out"),
+    ({"mode": "ssp", "backup": 1}, "backup 1 is for bsp, not ssp; leave it out"),
+    ({"mode": "gossip", "servers": 1}, "servers 1 is for bsp or asp or ssp, not gossip; leave it out"),
     (
         {"mode": "local", "dedicated": True},
-        "--dedicated-servers is for --sync bsp or asp or ssp, not local; leave it out",
+        "dedicated is for bsp or asp or ssp, not local; leave it out",
     ),
     (
         {"dedicated": True},
-        "--dedicated-servers with --sync bsp needs servers; give --servers 1 or more, too",
+        "dedicated servers with bsp: there are none; give servers 1 or more, too",
     ),
     (
         {"backup": 1, "servers": 2},
-        "--backup 1 with --servers 2: which gradients come too late is decided at one place; give --servers 1",
+        "backup 1 with servers 2: which gradients come too late is decided at one place; give servers 1",
     ),
     *(
-        ({"mode": mode, "adapt": True}, f"--staleness-lr is for --sync asp or ssp, not {mode}; leave it out")
+        ({"mode": mode, "adapt": True}, f"adapt is for asp or ssp, not {mode}; leave it out")
         for mode in ("bsp", "local", "gossip")
     ),
 ]
@@ -41,42 +41,42 @@ UNFIT: list[tuple[dict[str, object], int, str]] = [
     (
         {"mode": "asp", "servers": 5},
         4,
-        "--servers 5 on 4 ranks: every server is a rank of its own; give at most 4, or start more ranks",
+        "servers 5 on 4 ranks: every server is a rank of its own; give at most 4, or start more ranks",
     ),
     (
         {"mode": "ssp", "servers": 2, "dedicated": True},
         2,
-        "--dedicated-servers with 2 servers on 2 ranks leaves nobody to compute; start more ranks, or let the servers "
+        "with 2 dedicated servers on 2 ranks there is nobody to compute; start more ranks, or let the servers "
         "compute as well",
     ),
     (
         {"mode": "asp", "dedicated": True},
         1,
-        "--dedicated-servers with 1 server on 1 rank leaves nobody to compute; start more ranks, or let the servers "
+        "with 1 dedicated server on 1 rank there is nobody to compute; start more ranks, or let the servers "
         "compute as well",
     ),
     (
         {"backup": 3},
         3,
-        "--backup 3 with 3 workers: at least one gradient of each batch must be waited for; give at most 2",
+        "backup 3 with 3 workers: at least one gradient of each batch must be waited for; give at most 2",
     ),
     (
         {"backup": 2, "servers": 1, "dedicated": True},
         3,
-        "--backup 2 with 2 workers: at least one gradient of each batch must be waited for; give at most 1",
+        "backup 2 with 2 workers: at least one gradient of each batch must be waited for; give at most 1",
     ),
     (
         {"backup": 1},
         1,
-        "--backup 1 with 1 worker: at least one gradient of each batch must be waited for; start more ranks",
+        "backup 1 with 1 worker: at least one gradient of each batch must be waited for; start more ranks",
     ),
-    ({"mode": "gossip"}, 1, "--sync gossip on one rank has no neighbours to average with; start at least 2 ranks"),
+    ({"mode": "gossip"}, 1, "gossip on one rank has no neighbours to average with; start at least 2 ranks"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "sentence"), REFUSED)
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], sentence: str) -> None:
-    """In one sentence that names the option."""
+    """In one sentence that names the setting."""
     with pytest.raises(UsageError) as caught:
         Sync(**settings)  # type: ignore[arg-type]
     assert str(caught.value) == sentence
@@ -97,15 +97,15 @@ def test_every_mode_has_sensible_defaults(mode: str) -> None:
     """On two ranks and more, and all but gossip on one."""
     for ranks in (2, 3, 8):
         Sync(mode).check(ranks)
-    assert Sync(mode).relaxed == (mode != "bsp")
-    assert Sync(mode).served == (mode in ("asp", "ssp"))
+    assert Sync(mode).asynchronous == (mode != "bsp")
+    assert Sync(mode).uses_servers == (mode in ("asp", "ssp"))
     assert Sync(mode).server_count == (1 if mode in ("asp", "ssp") else 0)
 
 
 def test_bsp_is_served_if_it_has_servers_or_backup_workers() -> None:
     """Backup workers need one."""
     for sync in (Sync(servers=1), Sync(backup=1)):
-        assert (sync.served, sync.relaxed, sync.bound, sync.server_count) == (True, True, 0, 1)
+        assert (sync.uses_servers, sync.asynchronous, sync.bound, sync.server_count) == (True, True, 0, 1)
 
 
 def test_bounds() -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from nnmpi.ops.linear import linear
-from nnmpi.tensor.elementwise import Tanh
+from nnmpi.tensor.elementwise import TanhFunction
 from nnmpi.tensor.function import Function, no_grad
 from nnmpi.tensor.shape import concatenate
 from nnmpi.tensor.tensor import Tensor
+from tests.harness.slow import LARGE
 
 
 def leaf(values, dtype="float64"):
@@ -36,6 +37,7 @@ def no_gc():
 
 
 # ---------------------------------------------------------------- long graphs
+@pytest.mark.slow(LARGE)
 def test_a_chain_of_a_million_operations(no_gc):
     """Nothing recurses: forward, backward, and the graph's end."""
     x = leaf(2.0)
@@ -140,7 +142,7 @@ def test_gradients_of_operations_are_freed(no_gc):
         nodes = list(y.tape.nodes)
         y.backward(retain_graph=retain)
         assert [node.grad for node in nodes] == [None] * 4
-        assert all((node.saved == ()) != retain for node in nodes if isinstance(node, Tanh))
+        assert all((node.saved == ()) != retain for node in nodes if isinstance(node, TanhFunction))
 
 
 def test_nothing_needs_the_garbage_collector(no_gc):

@@ -7,15 +7,16 @@ import pytest
 
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.compose.options import GradientExchange
 from nnmpi.errors import UsageError
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+from nnmpi.train.context import Extent
 from nnmpi.train.inputs import count_microbatches, load_inputs
 from nnmpi.train.options import assemble
-from nnmpi.train.report import Extent
 
 
 def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -63,15 +64,14 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
         return given
 
     plain = dict(options(Config()))
-    assert plain["allreduce"] == "auto"
-    assert (plain["bucket_bytes"], plain["overlap"]) == (None, None)
-    assert (plain["fused_update"], plain["check"], plain["clip"], plain["seed"]) == (False, False, None, 0)  # one rank
+    assert plain["exchange"] == GradientExchange("auto", None, None, fused_update=False, check=False)  # on one rank
+    assert (plain["numerics"].clip, plain["seed"]) == (None, 0)
     parallel = ParallelConfig(allreduce="tree", bucket_mb=0.5, overlap="off", check_weights=True)
     other = options(
         Config(optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5), parallel=parallel, run=RunConfig(seed=7))
     )
-    assert (other["allreduce"], other["bucket_bytes"], other["overlap"], other["check"]) == ("tree", 2**19, False, True)
-    assert (other["clip"], other["seed"]) == (2.0, 7)
+    assert other["exchange"] == GradientExchange("tree", 2**19, overlap=False, fused_update=False, check=True)
+    assert (other["numerics"].clip, other["seed"]) == (2.0, 7)
     logits, labels = Tensor(np.array([[5.0, 0.0, -5.0]])), np.array([0])
     assert other["loss"](logits, labels).item() > 1 > other["evaluation_loss"](logits, labels).item()
 

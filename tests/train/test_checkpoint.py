@@ -1,249 +1,218 @@
-"""Checkpoints come back bit for bit, are whole or absent, and damage is found and named."""
+"""Checkpoints over ranks: any layout reads any other's, one rank's failure is everybody's, nothing is read twice."""
 
 import json
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
-from nnmpi.parallel.pieces import Outline
-from nnmpi.train import draft as module
-from nnmpi.train import tensors
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, digest, load_checkpoint, read_checkpoint
-from nnmpi.train.draft import Draft
-from nnmpi.train.files import sha256
-from tests.train.test_tensors import ARRAYS
+from nnmpi.mesh import Mesh
+from nnmpi.models.mlp import mlp
+from nnmpi.optim import names
+from nnmpi.train import checkpoint_files as module
+from nnmpi.train.checkpoint import LastCheckpoint, find, restore, save
+from nnmpi.train.checkpoint_files import CheckpointWriter, read_checkpoint
+from nnmpi.train.cli import main
+from nnmpi.train.folder import RunFolder, sha256
+from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.run_state import RunState
+from nnmpi.train.tensor_file import TensorFile, TensorWriter
+from tests.parallel.test_model_state import LAYOUTS, WHOLE, equal, make, text_on_all
 
 
-@dataclass
-class Content:
-    model: Mapping[str, Array]
-    optimizer: Mapping[str, Array]
-    state: Mapping[str, Any]
+def shared(group: Group, tmp_path: Path) -> Path:
+    return Path(group.share(str(tmp_path)))
 
 
-def save(folder: Path, content: Content, keep: int) -> Path:
-    """Write a checkpoint as a run does."""
-    draft = Draft(folder, content.state["step"])
-    try:
-        draft.begin()
-        for name, arrays in ((MODEL_FILE, content.model), (OPTIMIZER_FILE, content.optimizer)):
-            draft.open(name, {key: Outline.of(array) for key, array in arrays.items()})
-            for key, array in arrays.items():
-                draft.write(key, array)
-        return folder / draft.finish(content.state, keep)
-    finally:
-        draft.discard()
+def make_worker(group: Group, width: int = 5, optimizer: str = "adamw", seed: int = 0) -> Worker:
+    model = mlp((7,), 3, (width,), "relu", 0.0).initialize(seed=seed, dtype="float64")
+    return Worker(model, names.build(optimizer, model.storage, lr=0.1), group)
 
 
-def make(step: int, value: float = 0.0) -> Content:
-    weights = {"w": np.full((2, 3), value, dtype=np.float32)}
-    return Content(weights, {"m/w": weights["w"] + 1}, {"step": step, "epoch": 2, "third": 1 / 3})
+def arrays_of(worker: Worker) -> dict[str, Array]:
+    return {**worker.model.state(), **worker.optimizer_state()[0]}
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
+    state = RunState(step=step, samples=9)
+    with MetricsRecorder(None, 0) as recorder:
+        save(worker, state, folder, recorder, group, keep=3)
 
 
-def test_every_kind_of_array_comes_back_the_same(tmp_path: Path) -> None:
-    folder = save(tmp_path, Content(ARRAYS, dict(reversed(ARRAYS.items())), {"step": 1}), keep=1)
-    found = read_checkpoint(folder)
-    for arrays in (found.model, found.optimizer):
-        assert set(arrays) == set(ARRAYS)
-        for name, array in ARRAYS.items():
-            assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype), name
-            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+def fill(worker: Worker, value: float) -> dict[str, Array]:
+    """Give all arrays values that differ from one another, and return them."""
+    for arrays in (worker.model.storage.data, *worker.optimizer.slots().values()):
+        for array in arrays:
+            array[...] = value + np.arange(array.size)
+            value += 1000
+    worker.optimizer.steps = int(value)
+    return arrays_of(worker)
 
 
-def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
-    first, second = (save(tmp_path / name, make(7, 1.5), keep=1) for name in "ab")
-    assert read_checkpoint(first).state == {"step": 7, "epoch": 2, "third": 1 / 3}
-    assert names(first) == ["model.safetensors", "optimizer.safetensors", "state.json"]
-    for name in names(first):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
+@pytest.mark.mpi
+def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_path: Path) -> None:
+    folder = shared(group, tmp_path)
+    for number, writes in enumerate(LAYOUTS):
+        state, _ = make(writes, group, filled=True)
+        draft, specs = CheckpointWriter(folder, number), state.specs()
+        on_root(group, draft.begin)
+        on_root(group, lambda d=draft, o=specs: d.open("file", o))  # type: ignore[misc]
+        state.gather(draft.write)
+        on_root(group, lambda d=draft: d.finish({}, keep=9) and None)  # type: ignore[misc]
+        for reads in LAYOUTS:
+            other, _ = make(reads, group, filled=False)
+            file = TensorFile(folder / f"step-{number:08d}" / "file")
+            other.scatter(file.__getitem__, file.specs, file.file)
+            assert all(group.gather(equal(other.to_dict(everywhere=True), WHOLE)))
 
 
-def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 10):
-        save(tmp_path, make(step), keep=2)
-    assert names(tmp_path) == ["latest", "step-00000003", "step-00000010"]
-    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+@pytest.mark.mpi
+def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    worker = make_worker(group)
+    expected, steps = fill(worker, 1.0), worker.optimizer.steps
+    save_at(worker, folder, group, step=4)
+    other = make_worker(group, seed=1)
+    kept = find(folder, group)
+    assert kept is not None
+    assert (kept.checkpoint is not None) == group.is_root
+    state, notices = restore(other, kept, folder, samples=9)
+    assert (state.step, other.optimizer.steps) == (4, steps)
+    assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
+    assert all(group.gather(equal(arrays_of(other), expected)))
 
 
-def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, make(step), keep=5)
-    save(tmp_path, make(2, 9.0), keep=5)
-    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found[0].model["w"][0, 0] == 9
+@pytest.mark.mpi
+def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    worker = make_worker(group)
+    save_at(worker, folder, group, step=4)
+    found = read_checkpoint(folder.checkpoints / "step-00000004")
+    assert list(found.model) == list(worker.model.state())
+    assert list(found.optimizer) == list(worker.optimizer_state()[0])
 
 
-def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
-    assert load_checkpoint(tmp_path / "absent") is None
-    (tmp_path / ".step-00000004.tmp").mkdir()  # what a kill while saving the first one leaves
-    assert load_checkpoint(tmp_path) is None
-
-
-@pytest.mark.parametrize("stage", ["TensorWriter", "write_durably", "sync_folder", "replace_durably", "_prune"])
-def test_a_crash_while_saving_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    save(tmp_path, make(1, 1.0), keep=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, stage, _crash)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing up
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, make(2, 2.0), keep=1)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert (found[0].state["step"], found[0].model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
-    save(tmp_path, make(2, 3.0), keep=1)
-    assert names(tmp_path) == ["latest", "step-00000002"]
-
-
-def _crash(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("room_bytes", [0, 100, 200, 300, 400, 600])
-def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
-) -> None:
-    left = room_bytes
-
-    def spend(content: Any) -> None:
-        nonlocal left
-        left -= len(content)
-        if left < 0:
-            raise OSError(28, "No space left on device")
-
-    def put(self: tensors.TensorWriter, content: Any) -> None:
-        spend(content)
-        real_put(self, content)
-
-    def write(file: Path, content: bytes) -> None:
-        file.write_bytes(content[:3])
-        spend(content)
-
-    save(tmp_path, make(1), keep=1)
-    real_put = tensors.TensorWriter._put
-    monkeypatch.setattr(tensors.TensorWriter, "_put", put)
-    monkeypatch.setattr(module, "write_durably", write)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, make(2), keep=1)
-    assert names(tmp_path) == ["latest", "step-00000001"]
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(bytes(content))
-
-
+@pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("damage", "text"),
-    [(cut, "bytes, not"), (flip, "is damaged: its SHA-256"), (Path.unlink, "is missing")],
+    ("options", "text"),
+    [
+        (
+            {"width": 6},
+            r"model.safetensors has 1.weight with shape (7, 5) and float64, but this model needs shape (7, 6)",
+        ),
+        ({"optimizer": "sgd"}, "optimizer.safetensors has"),
+    ],
 )
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_damage_is_found_and_an_older_checkpoint_taken(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
+def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
+    group: Group, tmp_path: Path, options: dict[str, object], text: str
 ) -> None:
-    save(tmp_path, make(1), keep=3)
-    newest = save(tmp_path, make(2), keep=3)
-    damage(newest / name)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    checkpoint, folder, notices = found
-    assert (checkpoint.state["step"], folder.name) == (1, "step-00000001")
-    assert len(notices) == 1
-    assert str(newest / name) in notices[0]
-    assert text in notices[0]
+    folder = RunFolder(shared(group, tmp_path))
+    save_at(make_worker(group), folder, group, step=4)
+    worker = make_worker(group, **options)  # type: ignore[arg-type]
+    before, kept = fill(worker, -9.0), find(folder, group)
+    found = text_on_all(group, lambda: restore(worker, kept, folder, samples=9), CheckpointError)
+    assert text in found and str(folder.checkpoints / "step-00000004") in found
+    assert all(group.gather(equal(arrays_of(worker), before)))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}'])
-def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
-    folder = save(tmp_path, make(1), keep=3)
-    (folder / "state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged or missing"):
-        read_checkpoint(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
-        load_checkpoint(tmp_path)
+@pytest.mark.mpi
+def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_ones(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
+    save_at(worker, folder, group, step=4)
+    left, real = [2], TensorWriter.write
+
+    def full(self: TensorWriter, name: str, array: Array) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        real(self, name, array)
+
+    for room in range(6):  # in the model's file, then in the optimizer's
+        left[0] = room
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorWriter, "write", full)
+            text = text_on_all(group, lambda: save_at(worker, folder, group, step=8), CheckpointError)
+        assert text == (
+            f"no checkpoint of step 8 can be written into {folder.checkpoints} (No space left on device); older ones "
+            "are intact"
+        )
+        group.barrier()  # rank 0 tidies up last
+        assert sorted(each.name for each in folder.checkpoints.iterdir()) == ["latest", "step-00000004"]
+        group.barrier()
+    save_at(worker, folder, group, step=8)
+    kept = find(folder, group)
+    assert kept is not None and kept.values["step"] == 8
 
 
-def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp_path: Path) -> None:
-    save(tmp_path, make(1), keep=3)
-    file = save(tmp_path, make(2), keep=3) / "state.json"
-    file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found[0].state["step"] == 1
-    assert "state.json is damaged: its SHA-256" in found[2][0]
+@pytest.mark.mpi
+def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    kept = find(folder, group)
+    assert kept is None
+    state, notices = restore(make_worker(group), kept, folder, samples=9)
+    assert state == RunState(samples=9)
+    assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
 
 
-def seal(folder: Path) -> None:
-    """Let the sums in state.json be those of the model's file as it is now."""
-    file, state = folder / "model.safetensors", json.loads((folder / "state.json").read_text())
-    del state["sha256"]
-    state["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    (folder / "state.json").write_text(json.dumps({**state, "sha256": digest(state)}))
+def make_kept(ranks: int, layout: dict[str, int], algorithms: dict[str, list[str]]) -> LastCheckpoint:
+    return LastCheckpoint({"ranks": ranks, "layout": layout, "algorithms": algorithms}, Path(), (), None)
 
 
-def test_a_file_of_arrays_that_is_none_is_found(tmp_path: Path) -> None:
-    """The sums are right, but the writer was not."""
-    folder = save(tmp_path, make(1), keep=1)
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    seal(folder)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        read_checkpoint(folder)
+def test_algorithms_are_kept_on_the_same_mesh_only() -> None:
+    kept = make_kept(4, {"dp": 2, "pp": 2, "tp": 1}, {"p0 t0": ["ring", "tree"], "p1 t0": ["star"]})
+    expected = [["ring", "tree"], ["star"]] * 2
+    assert [kept.algorithms(Mesh(2, 2, 1), rank) for rank in range(4)] == expected
+    assert kept.algorithms(Mesh(4, 1, 1), 0) is None
+    fused = make_kept(2, {"dp": 2, "pp": 1, "tp": 1}, {"p0 t0": []})
+    assert fused.algorithms(Mesh(2), 1) is None
 
 
-def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
-    """The library wrote them then, in another order."""
-    folder = save(tmp_path, make(1), keep=1)
-    weights = {"b": np.arange(3.0), "a": np.arange(4, dtype=np.float32)}
-    save_file(weights, folder / "model.safetensors")
-    seal(folder)
-    found = read_checkpoint(folder)
-    assert {name: array.tolist() for name, array in found.model.items()} == {"b": [0, 1, 2], "a": [0, 1, 2, 3]}
+@pytest.mark.mpi
+def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
+    folder = RunFolder(shared(group, tmp_path))
+    save_at(make_worker(group), folder, group, step=4)
+    file = folder.checkpoints / "step-00000004" / module.STATE_FILE
+    for layout, ranks, words in (
+        ({"dp": 99, "pp": 1, "tp": 1}, 99, f"the run had 99 ranks and goes on with {group.size}"),
+        (
+            {"dp": 2, "pp": 3, "tp": 1},
+            6,
+            f"the run had dp 2 x pp 3 x tp 1 and goes on with dp {group.size} x pp 1 x tp 1",
+        ),
+    ):
+        if group.is_root:
+            state = json.loads(file.read_text()) | {"layout": layout, "ranks": ranks}
+            del state["sha256"]
+            file.write_text(json.dumps({**state, "sha256": module.digest(state)}))
+        group.barrier()
+        _, notices = restore(make_worker(group), find(folder, group), folder, samples=9)
+        assert notices[1:] == [f"{words}: equal up to rounding"]
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, make(1), keep=3)
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has another format than 1"):
-        read_checkpoint(folder)
+def test_a_resumed_run_reads_its_checkpoint_once(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
+    out = tmp_path / "run"
+    main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
+    verified, read, real_get = [], [], TensorFile.__getitem__
 
+    def count(file: Path) -> str:
+        verified.append(file.name)
+        return sha256(file)
 
-@pytest.mark.parametrize("latest", [None, "", "step-00000099\n", "../elsewhere\n"])
-def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str | None) -> None:
-    for step in (1, 2):
-        save(tmp_path, make(step), keep=3)
-    (tmp_path / "latest").unlink()
-    if latest is not None:
-        (tmp_path / "latest").write_text(latest)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found[0].state["step"] == 2
+    def get(self: TensorFile, name: str) -> Array:
+        read.append((self.file.name, name))
+        return real_get(self, name)
 
-
-def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, make(step), keep=3)
-    (tmp_path / "latest").write_text("step-00000001")
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found[0].state["step"] == 1
+    monkeypatch.setattr(module, "sha256", count)
+    monkeypatch.setattr(TensorFile, "__getitem__", get)
+    main(f"--resume {out} --max-steps 3".split(), group)
+    assert sorted(verified) == ["model.safetensors", "optimizer.safetensors"]
+    assert len(read) == len(set(read)) > 4

@@ -1,11 +1,28 @@
 """Every section refuses wrong values with a sentence that names the option, the value and what would work."""
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from nnmpi.comm.algorithms.registry import DEVICE_NAMES, NAMES
 from nnmpi.errors import UsageError
+from nnmpi.optim.names import NAMES as OPTIMIZERS
+from nnmpi.schedule.registry import INFERENCE, SCHEDULES
 from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "names"),
+    [
+        (ParallelConfig, "allreduce", (*NAMES, *DEVICE_NAMES)),
+        (ParallelConfig, "pipeline", tuple(name for name in SCHEDULES if name != INFERENCE)),  # that one trains nothing
+        (OptimizationConfig, "optimizer", OPTIMIZERS),
+    ],
+)
+def test_everything_of_a_registry_may_be_asked_for(section: type, option: str, names: tuple[str, ...]) -> None:
+    """The option's type is written out, for type checkers; it has the names of the registry."""
+    assert get_args(get_type_hints(section)[option]) == names
+
 
 WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden has a layer of width 0"),

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.train.curves import draw
-from nnmpi.train.events import Events
-from nnmpi.train.stale import bars, draw_staleness, sum_staleness
+from nnmpi.train.curves import bars, draw, draw_staleness
+from nnmpi.train.metrics import EventFile, sum_staleness
 
 
 def records() -> list[dict[str, Any]]:
@@ -103,7 +102,7 @@ def test_curves_over_virtual_time(tmp_path: Path) -> None:
 
 def test_event_files_hold_the_records(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    events = Events(tmp_path, first_step=0)
+    events = EventFile(tmp_path, first_step=0)
     for record in records():
         events.write(record)
     events.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from nnmpi.backend import cublas
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.device_errors import REMEDY
+from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, UsageError
-from nnmpi.train.device import check_convolution, describe_device
-from nnmpi.train.parse import parse
-from nnmpi.train.session import find_layout
+from nnmpi.train.build import find_layout
+from nnmpi.train.cli import parse
+from nnmpi.train.device import check_convolution, describe_device, explained
 from tests.device.conv.cases import cudnn_double
 from tests.device.library import device_backend
 
@@ -70,3 +73,19 @@ def test_ranks_that_compute_alike_do_not_tune_apart(group: Group) -> None:
         find_layout(config, group)
     dp = parse(["--model", "cnn", "--backend", "cupy", "--convolution", "tuned", "--dp", str(group.size)])
     assert find_layout(dp, group)[1].dp == group.size
+
+
+class _FullDevice:
+    """A library whose every error means that the device has no room."""
+
+    def explain(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"the device has no room for more ({error}); {REMEDY}")
+
+
+def test_a_full_device_names_the_options_that_help() -> None:
+    with pytest.raises(DeviceError) as caught, explained(cast("Backend", _FullDevice())):
+        raise RuntimeError("out of memory")
+    assert str(caught.value) == (
+        "the device has no room for more (out of memory); lower --batch-size, raise --grad-accum, use --recompute or "
+        "--precision bf16, or spread the model over more ranks with --tp or --pp"
+    )

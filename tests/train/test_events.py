@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.train import events
-from nnmpi.train.events import Events
+from nnmpi.train import metrics
+from nnmpi.train.metrics import EventFile
 
 
 class Writer:
@@ -34,7 +34,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
             made.append(Writer(folder, purge_step))
             return made[-1]
 
-    monkeypatch.setattr(events.importlib, "import_module", lambda name: Library)
+    monkeypatch.setattr(metrics.importlib, "import_module", lambda name: Library)
     return made
 
 
@@ -51,7 +51,7 @@ def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], 
         "messages": None,
         "workers": [{"worker": 0, "steps": 2, "histogram": [[0, 2]]}],
     }
-    file = Events(tmp_path, first_step=5)
+    file = EventFile(tmp_path, first_step=5)
     file.write(record)
     file.write({"kind": "train", "global_step": 8, "epoch": 1.0, "loss": 0.5})
     file.close()
@@ -66,7 +66,7 @@ def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], 
 
 
 def test_a_new_run_drops_nothing(library: list[Writer], tmp_path: Path) -> None:
-    file = Events(tmp_path, first_step=0)
+    file = EventFile(tmp_path, first_step=0)
     file.close()
     assert not library  # nothing is loaded before there is something to write
     file.write({"kind": "train", "global_step": 1, "loss": 0.5})
@@ -75,7 +75,7 @@ def test_a_new_run_drops_nothing(library: list[Writer], tmp_path: Path) -> None:
 
 def test_the_real_library_takes_a_record_with_lists(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    file = Events(tmp_path, first_step=0)
+    file = EventFile(tmp_path, first_step=0)
     file.write({"kind": "staleness", "global_step": 1, "epoch": 0.1, "mean": 1.5, "workers": [{"worker": 0}]})
     file.close()
     (written,) = tmp_path.iterdir()

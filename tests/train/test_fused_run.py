@@ -9,6 +9,7 @@ from mpi4py import MPI
 from nnmpi.comm.describe import name_library
 from nnmpi.comm.fit import save_fit
 from tests.comm.test_fit import make as make_fit
+from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import train
 from tests.train.test_resume import last_checkpoint
 
@@ -22,6 +23,7 @@ def checkpoint(run: Path) -> list[bytes]:
     return [(last_checkpoint(run) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(tmp_path: Path) -> None:
     ending = train(tmp_path, f"{WORDS} --max-steps 6 --fused-update --out fused", ranks=2)
     assert ending.status == 0
@@ -43,6 +45,7 @@ def test_a_run_goes_on_with_the_fused_update_and_without_it(tmp_path: Path) -> N
     assert off.status == 0 and "fused with the update" not in off.output
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_a_run_with_a_fit_goes_on_with_other_ranks(tmp_path: Path) -> None:
     fit = make_fit()
     facts = {**fit.facts, "ranks": 2, "nodes": [0, 0], "mpi": name_library(MPI.Get_library_version())}

@@ -12,16 +12,17 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE
+from nnmpi.train.checkpoint import find, restore, save
+from nnmpi.train.checkpoint_files import MODEL_FILE, OPTIMIZER_FILE
 from nnmpi.train.folder import RunFolder
-from nnmpi.train.recorder import Recorder
-from nnmpi.train.restore import find, restore, save
-from nnmpi.train.state import State
+from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.run_state import RunState
 from tests.equivalence.reference import digits
 
 pytestmark = pytest.mark.mpi
@@ -60,7 +61,14 @@ class Job:
             model = where.model
         model.initialize(seed=seed, dtype="float64")
         optimizer = optim.build("adam", model.storage, lr=1e-2)
-        self.worker = Worker(model, optimizer, group, arrangement=where, clip=1.0, check=True)
+        self.worker = Worker(
+            model,
+            optimizer,
+            group,
+            arrangement=where,
+            exchange=GradientExchange(check=True),
+            numerics=Numerics(clip=1.0),
+        )
         rank, world = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
         fixed = layout is not None and layout.fixed
         self.loader = Loader(self.dataset, 11, rank=rank, world=world, microbatches=3, whole=fixed, dtype="float64")
@@ -73,8 +81,8 @@ class Job:
 
     def save(self, folder: RunFolder, step: int) -> None:
         """Write a checkpoint."""
-        with Recorder(None, 0) as recorder:
-            save(self.worker, State(step=step, samples=9), folder, recorder, self.group, keep=9)
+        with MetricsRecorder(None, 0) as recorder:
+            save(self.worker, RunState(step=step, samples=9), folder, recorder, self.group, keep=9)
 
     def restore(self, folder: RunFolder) -> list[str]:
         """Read the last checkpoint, and return what there is to say."""

@@ -8,7 +8,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.train import session
 from nnmpi.train.cli import main
-from nnmpi.train.lock import FolderLock
+from nnmpi.train.folder import FolderLock
 
 
 def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.train.metrics import Metrics, read_metrics, truncate_metrics
+from nnmpi.train.metrics import MetricsFile, cut_metrics, read_metrics
 
 
 def train(step: int) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def train(step: int) -> dict[str, Any]:
 
 
 def write(file: Path, *records: dict[str, Any]) -> None:
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     for record in records:
         metrics.write(record)
     metrics.sync()
@@ -22,7 +22,7 @@ def write(file: Path, *records: dict[str, Any]) -> None:
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
     file = tmp_path / "m"
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     metrics.write(train(1))
     assert read_metrics(file) == [train(1)]
     metrics.close()
@@ -46,7 +46,7 @@ def test_a_cut_last_line_is_dropped(tmp_path: Path, rest: str) -> None:
     with file.open("a") as stream:
         stream.write(rest)
     assert read_metrics(file) == [train(1), train(2)]
-    truncate_metrics(file, 2)
+    cut_metrics(file, 2)
     write(file, train(3))
     assert read_metrics(file) == [train(1), train(2), train(3)]
 
@@ -61,6 +61,6 @@ def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> Non
     file = tmp_path / "m"
     evaluation = {"kind": "eval", "global_step": 2}
     write(file, train(1), train(2), evaluation, {"kind": "test", "global_step": 2}, train(3))
-    assert truncate_metrics(file, 2) == 2
+    assert cut_metrics(file, 2) == 2
     assert read_metrics(file) == [train(1), train(2), evaluation]
-    assert truncate_metrics(tmp_path / "absent", 2) == 0
+    assert cut_metrics(tmp_path / "absent", 2) == 0

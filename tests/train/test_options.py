@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from nnmpi.command import suggest
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, OptimizationConfig, RunConfig
-from nnmpi.train.options import arguments, assemble, check, flatten, hints, perhaps
+from nnmpi.train.options import all_options, assemble, check, flatten
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
@@ -25,7 +26,7 @@ trace trace_steps keep
 
 
 def test_the_list_of_options_is_frozen() -> None:
-    assert list(hints()) == NAMES.split()
+    assert list(all_options()) == NAMES.split()
 
 
 def test_flatten_and_assemble_are_inverse() -> None:
@@ -69,12 +70,6 @@ def test_a_whole_number_serves_as_a_number() -> None:
     assert check({"lr": 1}, "x") == {"lr": 1.0}
 
 
-def test_arguments_are_words_for_the_command_line() -> None:
-    flat = {"hidden": [5, 6], "overlap": "off", "nesterov": True, "clip": None, "lr": 0.1, "batch_size": "full"}
-    words = "--hidden 5 6 --overlap off --nesterov --lr 0.1 --batch-size full"
-    assert arguments(flat) == words.split()
-
-
 def test_suggestions_are_near() -> None:
-    assert perhaps("wait_decay", hints(), dashes="--") == "; did you mean --weight-decay?"
-    assert perhaps("zzz", hints()) == ""
+    assert suggest("wait_decay", all_options(), dashes="--") == "; did you mean --weight-decay?"
+    assert suggest("zzz", all_options()) == ""

@@ -8,10 +8,9 @@ import pytest
 
 from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
+from nnmpi.train.cli import parse
 from nnmpi.train.config import Config
-from nnmpi.train.diagnose import flatten_box
-from nnmpi.train.options import flatten, hints, option
-from nnmpi.train.parse import parse
+from nnmpi.train.options import all_options, flatten
 from tests.data.locked import lock
 
 
@@ -31,8 +30,8 @@ def test_help_lists_every_option_once_with_help() -> None:
     with pytest.raises(HelpAsked) as caught:
         parse(["--lr", "wrong", "--config", "absent.toml", "--help"])
     text = str(caught.value)
-    for name in hints():
-        assert len(re.findall(rf"(?m)^ {{1,3}}{option(name)}[ ,]", text)) == 1, name
+    for option in all_options().values():
+        assert len(re.findall(rf"(?m)^ {{1,3}}{option.flag}[ ,]", text)) == 1, option.name
     assert "mpirun -n 4 python -m nnmpi.train" in text
     assert "\x1b" not in text
 
@@ -65,7 +64,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--lrr 2", "--lrr is not an option; did you mean --lr?"),
         ("--epochs 1.5", "--epochs is 1.5; it must be a whole number"),
         ("--lr", "--lr stands without a value; it must be a number"),
-        ("--lr -x", "--lr is -x; it must be a number"),
+        ("--lr -x", "-x is not an option; options begin with -- and are listed by --help"),
+        ("--lr=-x", "--lr is -x; it must be a number"),
         ("--lr=", "--lr is empty; it must be a number"),
         (
             "--hidden 9999999999999999",
@@ -165,12 +165,6 @@ def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=r"config\.json cannot be read"):
         parse(["--resume", str(tmp_path)])
-
-
-def test_a_framed_message_becomes_one_line() -> None:
-    box = "╭─ Title ─╮\n│ One thing │\n│ is wrong. │\n│ ───── │\n│ For full helptext, see x │\n╰───╯\n"
-    assert flatten_box(box) == "One thing is wrong."
-    assert flatten_box("") == "the options cannot be read; --help lists them"
 
 
 def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronisation(tmp_path: Path) -> None:

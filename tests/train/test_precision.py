@@ -16,6 +16,7 @@ from nnmpi.errors import UsageError
 from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
+from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import train as job
 
 Train: TypeAlias = Callable[[str], Path]
@@ -100,6 +101,7 @@ def test_a_resumed_run_goes_on_with_its_scale(train: Train, overflows: str) -> N
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow(ONCE_MORE)
 def test_the_scale_goes_from_one_layout_to_another(tmp_path: Path, overflows: str) -> None:
     """From two replicas to a pipeline of two stages."""
     out = tmp_path / "run"

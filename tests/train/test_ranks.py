@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.errors import CheckpointError, LayoutError, UsageError
+from nnmpi.errors import LayoutError, UsageError
 from nnmpi.train.cli import main, read_options
+from nnmpi.train.log import Console
+from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
-from nnmpi.train.progress import Console
-from nnmpi.train.root import on_root
-from nnmpi.train.signals import Stop
 
 pytestmark = pytest.mark.mpi
 
@@ -36,7 +35,7 @@ def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
             "--resume absent",
             "--resume absent: there is no run (absent/config.json is missing); give the folder of a run",
         ),
-        ("--dataset irs --out a", "data set 'irs' is unknown"),
+        ("--dataset irs --out a", "--dataset irs: data set 'irs' is unknown"),
         ("--dataset iris --out a", "model cnn needs images"),
     ],
 )
@@ -54,20 +53,9 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
         main(["--dp", str(group.size + 1)], group)
 
 
-def test_the_root_works_for_all(group: Group) -> None:
-    assert on_root(group, lambda: {"rank": group.rank}) == {"rank": 0}
-
-    def fail() -> None:
-        raise CheckpointError("no")
-
-    with pytest.raises(CheckpointError, match=r"^no$") as caught:
-        on_root(group, fail)
-    assert caught.value.exit_status == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: signal.Signals) -> None:
-    with Stop(group, interval_s=0.01) as stop:
+    with StopSignals(group, interval_s=0.01) as stop:
         for step in range(1000):
             if step == 5 and group.rank == group.size - 1:
                 os.kill(os.getpid(), number)
@@ -80,7 +68,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: s
 
 
 def test_a_second_interrupt_does_not_wait(group: Group) -> None:
-    with pytest.raises(KeyboardInterrupt), Stop(group):  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), StopSignals(group):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -89,7 +77,7 @@ def test_only_rank_0_writes_and_prints(
     group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     out = shared(group, tmp_path) / "run"
     main(f"--model mlp --dataset iris --epochs 2 --batch-size 50 --check-weights --out {out}".split(), group)
     group.barrier()  # rank 0 still writes when the others are done

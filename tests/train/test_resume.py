@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from nnmpi.train.metrics import read_metrics
+from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import lines, once, send, train
 
 # Several jobs one after the other, on a machine that may be busy with others.
@@ -35,6 +36,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert without_times(one) == without_times(other)
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
@@ -70,6 +72,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> N
     assert_same_end(whole, broken)
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Path) -> None:
     words = "--model resnet --batch-size 20 --optimizer adamw --schedule constant"
     assert train(tmp_path, f"{words} --max-steps 6 --out whole", ranks=2).status == 0

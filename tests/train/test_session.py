@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
 from nnmpi.train import session
+from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.cli import main
-from nnmpi.train.draft import Draft
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 
@@ -30,7 +30,7 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
     """Trains a small net on iris with more options and returns the run's folder; no curves, which take their time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     numbers = iter(range(1000))
 
     def train(words: str) -> Path:
@@ -227,11 +227,14 @@ def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.Captur
             "--recompute always",
             "--recompute belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
         ),
-        ("--virtual-stages 2", "2 virtual stages belong to schedule interleaved; 1f1b has one per rank"),
+        ("--virtual-stages 2", "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank"),
         ("--microbatches 5000", "--microbatches 5000 is more parts than the 64 samples of a batch; give less"),
         ("--microbatches 2 --grad-accum 3", "--grad-accum 3 and --microbatches 2 are two words for one thing"),
-        ("--data-dir here", "is bundled"),
-        ("--model cnn --dataset mnist --data-dir absent", "--data-dir absent does not exist"),
+        ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
+        (
+            "--model cnn --dataset mnist --data-dir absent",
+            "--dataset mnist --data-dir absent: data_dir absent does not exist",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -276,14 +279,14 @@ def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytes
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = Draft.finish
+    real = CheckpointWriter.finish
 
-    def full(self: Draft, state: Any, keep: int) -> str:
+    def full(self: CheckpointWriter, state: Any, keep: int) -> str:
         if state["step"] > 4:
             raise OSError(28, "No space left on device")
         return real(self, state, keep)
 
-    monkeypatch.setattr(Draft, "finish", full)
+    monkeypatch.setattr(CheckpointWriter, "finish", full)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):
         train("--epochs 5")
     assert (tmp_path / "run0" / "checkpoints" / "latest").read_text() == "step-00000004\n"

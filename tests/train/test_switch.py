@@ -2,10 +2,9 @@
 
 import pytest
 
-from nnmpi.train.config import Config
+from nnmpi.train.cli import parse
+from nnmpi.train.config import Config, decided
 from nnmpi.train.options import assemble, flatten
-from nnmpi.train.parse import parse
-from nnmpi.train.switch import decided, spell_out
 
 
 @pytest.mark.parametrize(
@@ -30,11 +29,6 @@ def test_truth_values_of_older_files_are_read() -> None:
     assert (config.parallel.overlap, config.parallel.fused_update) == ("on", "off")
     assert flatten(config)["overlap"] == "on"
     assert flatten(Config())["fused_update"] == "auto"
-
-
-def test_other_words_stay_as_they_are() -> None:
-    words = ["--lr", "-1", "--no-trace", "--overlap", "x", "--no-overlap", "3"]
-    assert spell_out(words, ["--overlap"]) == words
 
 
 def test_auto_is_undecided() -> None:

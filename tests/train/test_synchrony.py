@@ -29,7 +29,7 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
     """Runs the command in this process and returns the run's folder; no curves, which take their time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.recorder.can_write", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     numbers = iter(range(1000))
 
     def train(words: str) -> Path:
@@ -44,25 +44,25 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--sync asp --servers 2", "--servers 2 on 1 rank: every server is a rank of its own; give at most 1"),
+        ("--sync asp --servers 2", "servers 2 on 1 rank: every server is a rank of its own; give at most 1"),
         ("--sync asp --servers 0", "--servers is 0; give a whole number, 1 or more"),
-        ("--sync ssp --staleness -1", "--staleness is -1; give at least 0"),
+        ("--sync ssp --staleness -1", "staleness is -1; give at least 0"),
         ("--sync ssp --staleness x", "--staleness is x; it must be a whole number"),
-        ("--sync local --local-steps 0", "--local-steps is 0; give at least 1"),
-        ("--sync asp --straggler rank=2,factor=3", "--straggler slows rank 2 down, which is none of the workers"),
-        ("--straggler rank=2,factor=3", "--straggler slows rank 2 down, which is none of the workers"),
-        ("--sync asp --straggler rank=0,factor=0.5", "--straggler has the factor 0.5; give a finite number of at"),
-        ("--sync asp --straggler fast", "--straggler 'fast' has 'fast', which means nothing; give "),
-        ("--sync gossip", "--sync gossip on one rank has no neighbours to average with; start at least 2 ranks"),
-        ("--sync asp --dedicated-servers", "--dedicated-servers with 1 server on 1 rank leaves nobody to compute"),
-        ("--dedicated-servers", "--dedicated-servers with --sync bsp needs servers; give --servers 1 or more, too"),
-        ("--backup 1", "--backup 1 with 1 worker: at least one gradient of each batch must be waited for"),
-        ("--backup 1 --servers 2", "--backup 1 with --servers 2: which gradients come too late is decided at one"),
-        ("--sync asp --backup 1", "--backup 1 is for --sync bsp, not asp; leave it out"),
+        ("--sync local --local-steps 0", "local_steps is 0; give at least 1"),
+        ("--sync asp --straggler rank=2,factor=3", "a straggler has the rank 2, which is none of the workers"),
+        ("--straggler rank=2,factor=3", "a straggler has the rank 2, which is none of the workers"),
+        ("--sync asp --straggler rank=0,factor=0.5", "a straggler has the factor 0.5; give a finite number of at"),
+        ("--sync asp --straggler fast", "straggler 'fast' has 'fast', which means nothing; give "),
+        ("--sync gossip", "gossip on one rank has no neighbours to average with; start at least 2 ranks"),
+        ("--sync asp --dedicated-servers", "with 1 dedicated server on 1 rank there is nobody to compute"),
+        ("--dedicated-servers", "dedicated servers with bsp: there are none; give servers 1 or more, too"),
+        ("--backup 1", "backup 1 with 1 worker: at least one gradient of each batch must be waited for"),
+        ("--backup 1 --servers 2", "backup 1 with servers 2: which gradients come too late is decided at one"),
+        ("--sync asp --backup 1", "backup 1 is for bsp, not asp; leave it out"),
         ("--sync asp --staleness 3", "--staleness 3 is for --sync ssp, not asp"),
         ("--sync ssp --local-steps 3", "--local-steps 3 is for --sync local, not ssp"),
-        ("--sync local --servers 1", "--servers 1 is for --sync bsp or asp or ssp, not local; leave it out"),
-        ("--sync asp --neighbours random", "--neighbours random is for --sync gossip, not asp; leave it out"),
+        ("--sync local --servers 1", "servers 1 is for bsp or asp or ssp, not local; leave it out"),
+        ("--sync asp --neighbours random", "neighbours random is for gossip, not asp; leave it out"),
         ("--sync local --staleness-lr", "--staleness-lr is for --sync asp or ssp, not local; leave it out"),
         ("--sync asp --pp 2", "--pp does not go with --sync asp: every worker has the whole model; leave it out"),
         ("--sync local --tp 2", "--tp does not go with --sync local: every worker has the whole model"),
@@ -75,9 +75,9 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
         ("--sync asp --pace-ms -1", "--pace-ms is -1.0; "),
         ("--sync asp --network gbit=10", "--network is for --virtual-workers; messages between ranks take their time"),
         ("--sync asp --virtual-workers 3", "--virtual-workers needs the time of a step; give --pace-ms, such as 10"),
-        ("--virtual-workers 3 --pace-ms 1 --network fast", "--network 'fast' is not understood; give a latency in "),
-        ("--virtual-workers 3 --pace-ms 1 --servers 4", "--servers 4 on 3 ranks: every server is a rank of its own"),
-        ("--virtual-workers 3 --pace-ms 1 --straggler rank=3,factor=2", "--straggler slows rank 3 down, which is none"),
+        ("--virtual-workers 3 --pace-ms 1 --network fast", "network 'fast' is not understood; give a latency in "),
+        ("--virtual-workers 3 --pace-ms 1 --servers 4", "servers 4 on 3 ranks: every server is a rank of its own"),
+        ("--virtual-workers 3 --pace-ms 1 --straggler rank=3,factor=2", "a straggler has the rank 3, which is none"),
         ("--sync never", "--sync "),
     ],
 )
@@ -94,7 +94,7 @@ def test_wrong_use_is_told_on_stderr_with_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nnmpi.train", *f"{BASE} --sync gossip --out run".split()]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    sentence = "--sync gossip on one rank has no neighbours to average with; start at least 2 ranks\n"
+    sentence = "gossip on one rank has no neighbours to average with; start at least 2 ranks\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
     assert not list(tmp_path.iterdir())
 
@@ -103,12 +103,13 @@ def test_wrong_use_is_told_on_stderr_with_status_2(tmp_path: Path) -> None:
 def test_wrong_use_is_the_same_sentence_on_all_ranks(group: Group, tmp_path: Path) -> None:
     count, ranks = group.size, f"{group.size} rank{'s' * (group.size > 1)}"
     wrong = {
-        f"--sync ssp --servers {count + 1}": f"--servers {count + 1} on {ranks}: every server is a rank of its own",
-        f"--sync asp --servers {count} --dedicated-servers": f"--dedicated-servers with {count} server",
-        f"--sync asp --straggler rank={count},factor=2": f"--straggler slows rank {count} down, which is none",
-        f"--backup {count}": f"--backup {count} with {count} worker",
-        "--sync asp --dedicated-servers --straggler rank=0,factor=2": "--"
-        + ("dedicated-servers with 1 server on 1 rank" if count == 1 else "straggler slows rank 0 down, which is none"),
+        f"--sync ssp --servers {count + 1}": f"servers {count + 1} on {ranks}: every server is a rank of its own",
+        f"--sync asp --servers {count} --dedicated-servers": f"with {count} dedicated server",
+        f"--sync asp --straggler rank={count},factor=2": f"a straggler has the rank {count}, which is none",
+        f"--backup {count}": f"backup {count} with {count} worker",
+        "--sync asp --dedicated-servers --straggler rank=0,factor=2": (
+            "with 1 dedicated server on 1 rank" if count == 1 else "a straggler has the rank 0, which is none"
+        ),
     }
     if count > 1:
         text = f"--virtual-workers 3 plays all workers in one process, but there are {count} ranks; start it without"
@@ -178,9 +179,9 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
     words = f"{BASE} --epochs 3 --max-steps 13 --schedule constant --dropout 0.1"
     plain = train(words)
     for mode in ("--sync asp", "--sync ssp --staleness 0", "--servers 1", "--sync local"):
-        relaxed = train(f"{words} {mode} --save-steps 2")
-        assert files(relaxed) == files(plain), mode
-        records = read_metrics(relaxed / "metrics.jsonl")
+        asynchronous = train(f"{words} {mode} --save-steps 2")
+        assert files(asynchronous) == files(plain), mode
+        records = read_metrics(asynchronous / "metrics.jsonl")
         segments = [record["global_step"] for record in records if record["kind"] == "staleness"]
         assert segments == [2, 4, 5, 6, 8, 10, 12, 13]
 

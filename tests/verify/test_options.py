@@ -9,8 +9,9 @@ from nnmpi.verify.options import parse
 
 def test_defaults_are_a_small_contract() -> None:
     options = parse([])
-    assert (options.model.model, options.dataset, options.shape, options.dtype) == ("cnn", "digits", None, "float64")
-    assert (options.samples, options.optimization.batch_size, options.steps, options.microbatches) == (90, 29, 5, 4)
+    trial = options.trial
+    assert (options.model.model, trial.dataset, trial.shape, trial.dtype) == ("cnn", "digits", None, "float64")
+    assert (trial.samples, options.optimization.batch_size, trial.steps, options.microbatches) == (90, 29, 5, 4)
     assert (options.parallel.dp, options.parallel.pp, options.parallel.tp) == ("auto", "auto", "auto")
     assert (options.optimization.optimizer, options.optimization.momentum) == ("sgd", 0.9)
 
@@ -23,8 +24,9 @@ def test_every_word_has_its_place() -> None:
         "--memory-limit 2MiB --allreduce ring --bucket-mb 0.5"
     )
     options = parse(text.split())
-    assert (options.model.model, options.shape, options.classes, options.samples) == ("a/b.py:build", (8, 8, 3), 7, 20)
-    assert (options.steps, options.dtype, options.seed, options.microbatches) == (2, "float32", 4, 5)
+    assert (options.model.model, options.trial.shape, options.trial.classes) == ("a/b.py:build", (8, 8, 3), 7)
+    assert options.trial.samples == 20
+    assert (options.trial.steps, options.trial.dtype, options.trial.seed, options.microbatches) == (2, "float32", 4, 5)
     rule, parallel = options.optimization, options.parallel
     assert (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay, rule.clip) == ("adamw", 0.1, 0.0, 0.2, 1.0)
     assert (parallel.dp, parallel.pp, parallel.tp, parallel.pipeline, parallel.virtual_stages) == (
@@ -40,13 +42,14 @@ def test_every_word_has_its_place() -> None:
     ("words", "text"),
     [
         ("--pipeline pipedream", "--pipeline pipedream is not the serial run"),
-        ("--dp 0", "argument --dp: '0' is no number of ranks"),
+        ("--dp 0", "--dp is 0; give a whole number, 1 or more"),
+        ("--dp x", '--dp is x; it must be a whole number or "auto"'),
         ("--shape", "--shape is empty"),
         ("--shape 3 0", "--shape is 0"),
         ("--classes 3", "--classes belongs to --shape"),
         ("--samples 0", "--samples is 0"),
         ("--model resnet --hidden 3", "--hidden is for --model mlp or cnn"),
-        ("--step 3", "unrecognized arguments: --step 3"),
+        ("--step 3", "--step is not an option; did you mean --steps"),
         ("--split 1,x", "--split is '1,x'"),
     ],
 )

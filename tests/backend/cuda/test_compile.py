@@ -8,11 +8,13 @@ import pytest
 from nnmpi.backend.cuda import launch
 from tests.backend.cuda import nvrtc
 from tests.device.fake.emulator.source import kernels
+from tests.harness.slow import COMPILER
 
 FOLDER = Path(launch.__file__).parent
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 # What CuPy adds to the options.
 CUPY = ("--device-as-default-execution-space", "-ftz=true")
+SLOW = pytest.mark.slow(COMPILER)
 PLAIN = ("float32", "float64", "float16", "bfloat16")
 
 # Families in which P is another dtype than T where both are 16 bits wide, or of its own.
@@ -39,7 +41,11 @@ def compiled(family, t, p, form, *more):
     return nvrtc.compiled(launch.source(family), f"{family}.cu", options, form)
 
 
-@pytest.mark.parametrize(("family", "t", "p"), PAIRS, ids=map("-".join, PAIRS))
+@pytest.mark.parametrize(
+    ("family", "t", "p"),
+    [pytest.param(*pair, marks=[] if pair[1] == pair[2] == "float32" else SLOW) for pair in PAIRS],
+    ids=map("-".join, PAIRS),
+)
 def test_for_an_h200(family, t, p):
     """Nothing to warn of, registers for 1,024 threads or more, and none of them kept in memory (in float64 two may)."""
     cubin, log = compiled(family, t, p, "CUBIN", "-arch=sm_90", "--ptxas-options=-v")
@@ -55,6 +61,7 @@ def test_for_an_h200(family, t, p):
     assert max(spilled) <= memory
 
 
+@SLOW
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_100"])
 @pytest.mark.parametrize("family", ["dense", "reduce"])
 def test_for_other_devices(family, arch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.cuda import launch, tables
-from nnmpi.backend.cuda.table import DeviceKernels
+from nnmpi.backend.cuda.table import DeviceFunctions
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from tests.backend.cuda import test_dense, test_images, test_rows, test_tables
 from tests.backend.cuda.host import BF16, F16, F32, F64, blank, draw, held, kernels, needs_emulator
@@ -24,8 +24,8 @@ from tests.backend.cuda.host import BF16, F16, F32, F64, blank, draw, held, kern
         ("sgd", (draw(4), draw(4, dtype=F64), 0.1, 0.0), DtypeError, "float32, float64"),
         ("softmax_loss", (draw(4, 6), draw(4), blank(4, F32), blank((4, 6), F32)), DtypeError, "float32, float32"),
         (
-            "max_pool2",
-            (draw(1, 4, 4, 3), blank((1, 2, 3, 3), F32), None),
+            "max_pool",
+            (draw(1, 4, 4, 3), blank((1, 2, 3, 3), F32), None, (2, 2), (2, 2), (0, 0)),
             ShapeError,
             r"to \(1, 2, 2, 3\), not \(1, 2, 3, 3\)",
         ),
@@ -113,7 +113,7 @@ def test_one_block_does_the_work_of_many(monkeypatch):
 def test_places_in_64_bits(dtype, monkeypatch):
     """As arrays of more than 2 ** 31 elements have them, on small ones."""
 
-    class Large(DeviceKernels):
+    class Large(DeviceFunctions):
         def module(self, family, t, p):
             return self.xp.RawModule(code=launch.source(family), options=(*launch.options(t, p), "-DNNMPI_SMALL=0"))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.counter import random_bits
+from nnmpi.backend.random import random_bits
 from tests.backend.cuda.host import (
     BF16,
     DTYPES,
@@ -181,12 +181,12 @@ def test_updates(dtype, n):
 def test_updates_like_the_compiled_ones_for_numpy():
     """The same formulas in the same dtype: within a few units in the last place."""
     pytest.importorskip("numba")
-    from nnmpi.backend.kernels.active import load
+    from nnmpi.backend.kernels.lookup import load
 
     host = [np.asarray(draw(1000, seed=i)) ** (2 if i == 3 else 1) for i in range(4)]
     there, here = [held(each) for each in host], [each.copy() for each in host]
     numbers = (0.01, 1e-8, 0.9, 0.999, 0.01, 1.0)
-    load().adam(*here, *numbers)
+    load().functions.adam(*here, *numbers)
     kernels().adam(*there, *numbers)
     for one, other in zip(here, there, strict=True):
         np.testing.assert_allclose(other, one, rtol=4 * EPSILON[F32], atol=4 * EPSILON[F32])

@@ -10,24 +10,25 @@ import pytest
 
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.collective import ALL_REDUCE
-from nnmpi.comm.device.pinned import Block, PinnedPool
-from nnmpi.comm.device.staged import PIECE_BYTES, Staged
-from nnmpi.comm.device.window import SharedBlocks
+from nnmpi.comm.device.copies import PinnedBlock, PinnedPool
+from nnmpi.comm.device.staged import PIECE_BYTES, SharedBlocks, Staged
 from nnmpi.comm.group import Group
 from tests.device.library import load
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, kind: type[PinnedPool | SharedBlocks]) -> tuple[list[Block], list[Block]]:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, kind: type[PinnedPool | SharedBlocks]
+) -> tuple[list[PinnedBlock], list[PinnedBlock]]:
     """Return what is taken from now on, and what is given back, as it goes on."""
-    taken: list[Block] = []
-    given: list[Block] = []
+    taken: list[PinnedBlock] = []
+    given: list[PinnedBlock] = []
     take, give = kind.take, kind.give
 
-    def watched_take(memory: Any, nbytes: int) -> Block:
+    def watched_take(memory: Any, nbytes: int) -> PinnedBlock:
         taken.append(take(memory, nbytes))
         return taken[-1]
 
-    def watched_give(memory: Any, block: Block) -> None:
+    def watched_give(memory: Any, block: PinnedBlock) -> None:
         given.append(block)
         give(memory, block)
 

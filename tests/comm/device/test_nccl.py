@@ -12,7 +12,7 @@ from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.algorithms.registry import NCCL
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.device.nccl import CODES, Nccl, library, refuse_shared_cards
-from nnmpi.comm.exchange import Exchange
+from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, DtypeError, UsageError
 from nnmpi.shard import part
@@ -96,7 +96,7 @@ def test_buckets_go_to_one_stream_in_one_order_while_backward_runs(group: Group,
     xp = load()
     spans = [(0, 0, 300), (0, 300, 310), (0, 310, 2310), (0, 2310, 2317), (0, 2317, 7317)]
     buffer = xp.asarray(whole(group.rank, 7317))
-    exchange = Exchange(group, [buffer], spans, NCCL, 4000, overlap=True)
+    exchange = BucketExchange(group, [buffer], spans, NCCL, 4000, overlap=True)
     launched = []
     for span in reversed(range(5)) if group.is_root else range(5):
         exchange.ready(span)

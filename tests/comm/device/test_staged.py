@@ -15,12 +15,11 @@ from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.buffers import Buffer, check_device
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
-from nnmpi.comm.device.hosts import put, room_like
-from nnmpi.comm.device.lane import lane_of
+from nnmpi.comm.device.copies import copy_streams_of, put, room_like
 from nnmpi.comm.device.staged import PIECE_BYTES, Staged
-from nnmpi.comm.exchange import Exchange
+from nnmpi.comm.execution import NativeExecution
+from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
-from nnmpi.comm.native import Native
 from nnmpi.errors import CommError, DtypeError, ShapeError
 from nnmpi.shard import part
 from tests.device.library import load
@@ -159,10 +158,10 @@ def test_neighbours_are_averaged(group: Group) -> None:
 @pytest.mark.mpi
 def test_pieces_take_turns_in_two_buffers(group: Group) -> None:
     device = load().asarray(values(group.rank, 1003))
-    taken = lane_of(load()).pool.bytes
+    taken = copy_streams_of(load()).pool.bytes
     staged = Staged(
         device,
-        lambda host: Native(host, group.comm),
+        lambda host: NativeExecution(host, group.comm),
         ALL_REDUCE.name,
         group.rank,
         group.size,
@@ -176,14 +175,14 @@ def test_pieces_take_turns_in_two_buffers(group: Group) -> None:
     staged.free()
     total = np.sum([values(rank, 1003) for rank in range(group.size)], axis=0, dtype=np.float64)
     assert group.gather(bool(np.allclose(device.get(), total, atol=1e-5))) == [True] * group.size
-    assert lane_of(load()).pool.bytes - taken <= 2 * 4096
+    assert copy_streams_of(load()).pool.bytes - taken <= 2 * 4096
 
 
 @pytest.mark.mpi
 def test_sums_started_before_their_values_are_there(group: Group) -> None:
     """What the computing stream is still to write counts: the copy to the host waits for it."""
     xp = load()
-    pinned = lane_of(xp).pool.take(4000).view(1000, np.float32)
+    pinned = copy_streams_of(xp).pool.take(4000).view(1000, np.float32)
     pinned[...] = values(group.rank, 1000)
     device = xp.zeros(1000, np.float32)
     pending = group.bind(device, NATIVE, 4)
@@ -202,7 +201,7 @@ def test_sums_started_before_their_values_are_there(group: Group) -> None:
 def test_what_was_still_to_be_read_is_not_overwritten(group: Group) -> None:
     """A copy to the device waits for what the computing stream has yet to read there."""
     xp = load()
-    pinned = lane_of(xp).pool.take(40).view(10, np.float32)
+    pinned = copy_streams_of(xp).pool.take(40).view(10, np.float32)
     device = xp.full(10, 7, dtype=np.float32)
     compute = xp.cuda.Stream(non_blocking=True)
     device.get(out=pinned, stream=compute, blocking=False)
@@ -226,7 +225,7 @@ def test_buckets_meet_whatever_the_order_in_which_their_copies_arrive(
     monkeypatch.setattr(xp.cuda.Event, "done", property(lambda event: bool(arrive.integers(2)) and done(event)))
     spans = [(0, i * length, (i + 1) * length) for i in range(buckets)]
     device, wrong = xp.empty(buckets * length, np.float32), 0
-    exchange = Exchange(group, [device], spans, algorithm, bucket_bytes=4 * length, overlap=True)
+    exchange = BucketExchange(group, [device], spans, algorithm, bucket_bytes=4 * length, overlap=True)
     for turn in range(5):
         device[...] = xp.asarray(np.arange(buckets * length, dtype=np.float32) * (group.rank + 1 + turn))
         for number in reversed(range(buckets)):

@@ -1,4 +1,4 @@
-"""Convolutions of whole numbers, which every precision computes exactly: all ways must agree to the last bit."""
+"""Convolutions of whole numbers, which every precision computes exactly: all algorithms must agree to the last bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from nnmpi.backend import cudnn
 from nnmpi.backend.precision import low_dtype, use_precision
-from nnmpi.ops.conv import conv2d
-from nnmpi.ops.conv_pool import conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend
 

@@ -9,10 +9,9 @@ import pytest
 
 from nnmpi import nn
 from nnmpi.backend.cudnn import use_convolution
-from nnmpi.backend.kernels.active import jit
-from nnmpi.ops import device_im2col
-from nnmpi.ops.conv import conv2d
-from nnmpi.ops.conv_pool import conv_relu, conv_relu_pool
+from nnmpi.backend.kernels.lookup import jit
+from nnmpi.ops.conv import device_im2col
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
 from tests.device.conv.cases import CASES, FUNCTIONS, MODES, Case, cudnn_double, on_device, on_host, precision
 from tests.device.library import device_backend
@@ -92,8 +91,8 @@ def test_blocks(name: str, share: float, mode: str, monkeypatch: pytest.MonkeyPa
     assert set(seen) == {few[share]} if share in few else min(seen) >= 5
 
 
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
-def test_awkward_arrays(way: str) -> None:
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
+def test_awkward_arrays(algorithm: str) -> None:
     """Images, kernels and gradients with gaps, and such that begin at an odd address."""
     xp = device_backend().xp
     rng = np.random.default_rng(0)
@@ -103,7 +102,7 @@ def test_awkward_arrays(way: str) -> None:
     odd = flat[1:].reshape(2, 6, 7, 3)
     odd[...] = xp.asarray(host[0].astype(np.float32))
     device = [xp.asarray(wide.astype(np.float32))[:, :, ::2], xp.asarray(kernels.astype(np.float32))[..., ::2]]
-    with cudnn_double(), use_convolution(way):
+    with cudnn_double(), use_convolution(algorithm):
         results = [
             gradients(
                 conv2d, arrays, xp.asarray(rng.standard_normal((2, 12, 7, 5)).astype(np.float32) * 0 + 1.5)[:, ::2]
@@ -124,16 +123,16 @@ def gradients(function: Any, arrays: list[Any], grad: Any) -> list[Any]:
     return [y.data, *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
 @pytest.mark.parametrize("options", [(1, 1), (2, 1), (2, 0, 1, 2)])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_images_in_float32(mode: str, options: tuple[int, ...], way: str) -> None:
+def test_images_in_float32(mode: str, options: tuple[int, ...], algorithm: str) -> None:
     """What comes as float32 into half precision gets a gradient of float32."""
     xp, rng = device_backend().xp, np.random.default_rng(0)
     x, weight = rng.integers(-1, 2, (2, 7, 6, 4)), rng.integers(-1, 2, (3, 3, 4 if len(options) < 4 else 2, 4))
     host = [Tensor(each.astype(np.float64), requires_grad=True) for each in (x, weight)]
     device = [Tensor(xp.asarray(each.astype(np.float32)), requires_grad=True) for each in (x, weight)]
-    with cudnn_double(), use_convolution(way), precision(mode):
+    with cudnn_double(), use_convolution(algorithm), precision(mode):
         conv2d(*device, None, *options).sum().backward()
     conv2d(*host, None, *options).sum().backward()
     for ours, theirs in zip(device, host, strict=True):
@@ -141,17 +140,17 @@ def test_images_in_float32(mode: str, options: tuple[int, ...], way: str) -> Non
         np.testing.assert_array_equal(xp.asnumpy(ours.grad), theirs.grad)
 
 
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_add_up_in_their_place(groups: int, mode: str, way: str) -> None:
+def test_gradients_add_up_in_their_place(groups: int, mode: str, algorithm: str) -> None:
     """A second microbatch's gradient is added where the first one's is, and one without images adds nothing."""
     backend = device_backend()
     layer = nn.Conv2d(4, 6, 3, padding=1, groups=groups).initialize(seed=0, dtype="float32", backend=backend)
     x = np.random.default_rng(0).integers(-1, 2, (3, 5, 4, 4)).astype(np.float32)
     places = [each.buffer for each in layer.parameters()]
     sums = []
-    with cudnn_double(), use_convolution(way), precision(mode):
+    with cudnn_double(), use_convolution(algorithm), precision(mode):
         for part in (x[:2], x[2:], x[:0]):
             layer(Tensor(backend.asarray(part))).sum().backward()
             assert all(each.grad is place for each, place in zip(layer.parameters(), places, strict=True))
@@ -164,9 +163,9 @@ def test_gradients_add_up_in_their_place(groups: int, mode: str, way: str) -> No
         np.testing.assert_array_equal(backend.to_host(list(layer.parameters())[name].grad), sums[2][name])
 
 
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
-def test_the_host_never_waits(way: str, mode: str) -> None:
+def test_the_host_never_waits(algorithm: str, mode: str) -> None:
     """Neither forward nor backward looks at a number."""
     xp = device_backend().xp
     from cupy._sync import no_synchronize
@@ -174,7 +173,7 @@ def test_the_host_never_waits(way: str, mode: str) -> None:
     images = xp.asarray(np.ones((2, 6, 6, 4), np.float32))
     weight = Tensor(xp.asarray(np.ones((3, 3, 4, 5), np.float32)), requires_grad=True)
     bias = Tensor(xp.asarray(np.ones(5, np.float32)), requires_grad=True)
-    with cudnn_double(), use_convolution(way), precision(mode), no_synchronize():
+    with cudnn_double(), use_convolution(algorithm), precision(mode), no_synchronize():
         for function in (conv2d, conv_relu, conv_relu_pool):
             y = function(Tensor(images, requires_grad=True), weight, bias, 1, 1)
             y.backward(xp.ones(y.shape, y.dtype))

@@ -10,8 +10,7 @@ import pytest
 
 from nnmpi.backend.cudnn import describe, load, use_convolution
 from nnmpi.errors import DeviceError, UsageError
-from nnmpi.ops.conv import conv2d
-from nnmpi.ops.conv_pool import conv_relu
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu
 from nnmpi.tensor.tensor import Tensor
 from tests.device.conv.cases import CASES, cudnn_double, on_device, on_host, precision
 from tests.device.library import device_backend
@@ -130,7 +129,7 @@ def test_a_plan_that_wants_too_much_memory_is_not_the_last_word() -> None:
         assert re.search("0 graphs built, . refused.*allocate", describe(device_backend().xp), re.DOTALL)
 
 
-def test_an_unknown_way() -> None:
+def test_an_unknown_algorithm() -> None:
     """The sentence names those that there are."""
     with (
         pytest.raises(UsageError, match="'fft' is unknown; choose one of auto, im2col, cudnn, tuned"),

@@ -1,4 +1,4 @@
-"""Recorded steps with convolutions on a device: replays give what eager steps give, by both ways."""
+"""Recorded steps with convolutions on a device: replays give what eager steps give, by both algorithms."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def steps(wrap: Callable[[Any], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
-def test_replayed(way: str, mode: str) -> None:
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
+def test_replayed(algorithm: str, mode: str) -> None:
     """Bit for bit, with new images each time."""
-    with cudnn_double() as settings, use_convolution(way), precision(mode):
+    with cudnn_double() as settings, use_convolution(algorithm), precision(mode):
         eager = steps(lambda step: lambda x: step(Tensor(x)))
         done = settings.executed.total()
         compiled = steps(nnmpi.compile)
         assert settings.executed.total() == 2 * done
-        assert (done > 0) == (way == "cudnn")
+        assert (done > 0) == (algorithm == "cudnn")
     for one, other in zip(eager, compiled, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -55,10 +55,10 @@ def train(model: Any, backend: Backend, mode: str, shape: tuple[int, ...] = SHAP
 
 
 @pytest.mark.parametrize("mode", TOLERANCES)
-@pytest.mark.parametrize("way", ["im2col", "cudnn"])
+@pytest.mark.parametrize("algorithm", ["im2col", "cudnn"])
 @pytest.mark.parametrize("build", [models.cnn, models.resnet])
-def test_training(build: Any, way: str, mode: str) -> None:
-    """Whole networks by both ways, beside the host's in float32."""
+def test_training(build: Any, algorithm: str, mode: str) -> None:
+    """Whole networks by both algorithms, beside the host's in float32."""
     shape = (8, 8, 2)
 
     def run(backend: Backend, mode: str) -> list[float]:
@@ -66,9 +66,9 @@ def test_training(build: Any, way: str, mode: str) -> None:
         return train(model, backend, mode, shape)
 
     host = run(numpy_backend(), "float32")
-    with cudnn_double() as settings, use_convolution(way):
+    with cudnn_double() as settings, use_convolution(algorithm):
         device = run(device_backend(), mode)
-        assert (settings.executed.total() > 0) == (way == "cudnn")
+        assert (settings.executed.total() > 0) == (algorithm == "cudnn")
     np.testing.assert_allclose(device, host, rtol=TOLERANCES[mode])
 
 

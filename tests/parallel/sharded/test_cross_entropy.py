@@ -85,7 +85,7 @@ def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
     whole, ours = build().initialize(seed=2, dtype="float64"), build()
     placement = shard(ours, group, {"0": Sharding.ROW, "2": Sharding.VOCAB}, classes_apart=True)
     ours.initialize(seed=2, dtype="float64")
-    assert all(group.gather(placement.is_whole == (group.size == 1)))
+    assert all(group.gather(placement.is_replicated == (group.size == 1)))
     expected = train(whole, x, y)[0]
     found = train(ours, x, y, loss=lambda logits, labels: cross_entropy(logits, labels, group, 5))[0]
     assert all(group.gather(bool(np.allclose(found, expected, rtol=0, atol=1e-12)))), (found, expected)

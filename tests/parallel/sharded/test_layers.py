@@ -15,7 +15,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.sharded.dropout import PartDropout
+from nnmpi.parallel.sharded.elementwise import PartDropout
 from nnmpi.parallel.sharded.placement import Placement, features, rows
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tensor import Tensor

@@ -8,8 +8,8 @@ import pytest
 from nnmpi import nn
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.sharded.placement import WHOLE, Placement, features, rows
-from nnmpi.parallel.sharded.shapes import shape_after
+from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features, rows
+from nnmpi.parallel.sharded.rules import shape_after
 
 LAYERS: list[tuple[Module, tuple[int, ...]]] = [
     (nn.Conv2d(2, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2), groups=2), (9, 7, 2)),
@@ -52,6 +52,6 @@ def test_layouts() -> None:
                 region = placement.cut(total, size, rank)
                 region.put(found, region.take(np.arange(total) + 1.0))
             assert np.array_equal(found, np.arange(total) + 1)
-    assert WHOLE.is_whole and not rows(4).is_whole and rows(4).has_rows
+    assert REPLICATED.is_replicated and not rows(4).is_replicated and rows(4).has_rows
     with pytest.raises(LayoutError, match="cannot be 8 long"):
         features(7).resolve(8)

@@ -14,7 +14,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.sharded.exchange import CATEGORY
+from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import images

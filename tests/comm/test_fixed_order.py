@@ -1,0 +1,228 @@
+"""Sums in a fixed tree: the same bits for any dealing of any number of leaves to any number of ranks."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnmpi.comm.fixed_order
+from nnmpi.comm.fixed_order import SumTree, TreeBlock, sum_in_fixed_order
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
+
+
+def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:
+    """Return arrays whose sum depends on the order: magnitudes around 1, or from 1e-20 to 1e20, and both signs."""
+    random = np.random.default_rng(leaves)
+    width = random.choice([2, 20], (leaves, length))
+    numbers = random.standard_normal((leaves, length)) * 10.0 ** random.integers(-width, width + 1)
+    return list(numbers.astype(dtype))
+
+
+def plain_sum(arrays: Sequence[np.ndarray], level: int, index: int) -> np.ndarray:
+    """Return the sum of a block as its definition says it, by recursion."""
+    if level == 0:
+        return arrays[index]
+    left = plain_sum(arrays, level - 1, 2 * index)
+    if (2 * index + 1) << (level - 1) >= len(arrays):
+        return left
+    return left + plain_sum(arrays, level - 1, 2 * index + 1)
+
+
+def top(leaves: int) -> int:
+    return math.ceil(math.log2(leaves))
+
+
+# ---- one tree ----
+
+
+@given(st.integers(1, 20), st.randoms(use_true_random=False))
+def test_any_order_gives_the_same_bits(leaves: int, random) -> None:
+    arrays = wild(leaves, 5)
+    order = list(range(leaves))
+    random.shuffle(order)
+    tree = SumTree(leaves)
+    for leaf in order:
+        tree.push(leaf, arrays[leaf])
+    assert list(tree.blocks) == [TreeBlock(top(leaves), 0)]
+    assert tree.blocks[TreeBlock(top(leaves), 0)].tobytes() == plain_sum(arrays, top(leaves), 0).tobytes()
+
+
+def test_the_order_matters_for_these_values() -> None:
+    """Otherwise these tests would say nothing."""
+    arrays = wild(20, 100)
+    backwards = plain_sum(arrays[::-1], top(20), 0)
+    assert (backwards != plain_sum(arrays, top(20), 0)).mean() > 0.1
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39)))
+def test_blocks_are_the_largest_that_are_complete(leaves: int, chosen: set[int]) -> None:
+    chosen = {leaf for leaf in chosen if leaf < leaves}
+    arrays = wild(leaves, 3)
+    tree = SumTree(leaves)
+    for leaf in chosen:
+        tree.push(leaf, arrays[leaf])
+    blocks = tree.blocks
+    covered = [leaf for block in blocks for leaf in block.leaves(leaves)]
+    assert covered == sorted(chosen)
+    for block, array in blocks.items():
+        assert array.tobytes() == plain_sum(arrays, block.level, block.index).tobytes()
+        if block.level < top(leaves):
+            assert not set(block.parent.leaves(leaves)) <= chosen
+
+
+@given(st.integers(1, 64))
+def test_in_order_few_arrays_are_kept(leaves: int) -> None:
+    """And their memory is used again: also by the next sum, and never the caller's."""
+    arrays = wild(leaves, 3)
+    tree = SumTree(leaves)
+    memory: set[int] = set()
+    for _ in range(2):
+        for leaf in range(leaves):
+            tree.push(leaf, arrays[leaf])
+            assert len(tree.blocks) <= top(leaves + 1)
+            memory |= {array.__array_interface__["data"][0] for array in tree.blocks.values()}
+            assert not any(np.shares_memory(own, each) for own in tree.blocks.values() for each in arrays)
+        result = tree.blocks[TreeBlock(top(leaves), 0)].copy()
+        assert result.tobytes() == plain_sum(arrays, top(leaves), 0).tobytes()
+        tree.reset(leaves)
+        assert tree.blocks == {}
+    assert len(memory) <= top(leaves + 1)
+
+
+def test_the_picture_in_the_documentation() -> None:
+    """The blocks of five leaves, and what three of them come to."""
+    tree = SumTree(5)
+    for leaf in range(3):
+        tree.push(leaf, np.ones(1))
+    assert list(tree.blocks) == [TreeBlock(1, 0), TreeBlock(0, 2)]
+    tree.push(4, np.ones(1))
+    assert [list(block.leaves(5)) for block in tree.blocks] == [[0, 1], [2], [4]]
+    assert "level 2    [0      1      2      3]    [4]" in nnmpi.comm.fixed_order.__doc__
+
+
+def test_another_length_after_a_reset() -> None:
+    tree = SumTree(2)
+    tree.push(0, np.ones(3))
+    tree.reset(1)
+    tree.push(0, np.ones(4, np.float32))
+    assert tree.blocks[TreeBlock(0, 0)].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("leaf", "array", "kind", "words"),
+    [
+        (3, np.ones(2), UsageError, r"leaf 3 is not one of 0\.\.2"),
+        (-1, np.ones(2), UsageError, "leaf -1"),
+        (0, np.ones(2), UsageError, "leaf 0 was pushed before"),
+        (1, np.ones(3), ShapeError, r"\(3,\) cannot be added to one of \(2,\)"),
+        (1, np.ones(2, np.float32), DtypeError, "float32 cannot be added to one of float64"),
+        (1, np.ones((2, 1)), ShapeError, "1-D"),
+        (1, np.ones(2, np.float16), DtypeError, "float16 cannot be added"),
+    ],
+)
+def test_what_cannot_be_pushed(leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str) -> None:
+    tree = SumTree(3)
+    tree.push(0, np.ones(2))
+    with pytest.raises(kind, match=words):
+        tree.push(leaf, array)
+    assert list(tree.blocks) == [TreeBlock(0, 0)]
+
+
+def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
+    """What is kept of it has neither trait."""
+    tree = SumTree(2)
+    tree.push(1, np.broadcast_to(np.float64(2.0), 3))
+    tree.push(0, np.arange(6.0)[::2])
+    assert tree.blocks[TreeBlock(1, 0)].tolist() == [2.0, 4.0, 6.0]
+    for wrong in (np.ones((1, 1)), np.ones(1, np.complex128)):
+        with pytest.raises(NnmpiError, match="a leaf of"):
+            SumTree(1).push(0, wrong)
+
+
+def test_no_leaves() -> None:
+    with pytest.raises(UsageError, match="a sum of 0 leaves"):
+        SumTree(0)
+
+
+# ---- over ranks ----
+
+
+def deal(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> SumTree:
+    """Return this rank's tree, when leaf i lies on rank dealing[i]."""
+    tree = SumTree(len(arrays))
+    for leaf, rank in enumerate(dealing):
+        if rank == group.rank:
+            tree.push(leaf, arrays[leaf])
+    return tree
+
+
+def is_right(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> bool:
+    """Return whether the sum has the bits of the definition on this rank, and the tree is as it was."""
+    tree = deal(group, dealing, arrays)
+    before = {block: array.copy() for block, array in tree.blocks.items()}
+    out = np.full(arrays[0].size, np.nan, arrays[0].dtype)
+    sum_in_fixed_order(group, tree, out)
+    same = all(np.array_equal(array, before[block]) for block, array in tree.blocks.items())
+    return same and out.tobytes() == plain_sum(arrays, top(len(arrays)), 0).tobytes()
+
+
+@pytest.mark.mpi
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_dealing_gives_the_same_bits(group: Group, data: st.DataObject) -> None:
+    """Leaves in runs or at random, ranks without any; lengths that do not divide."""
+    leaves = data.draw(st.integers(1, 20))
+    ranks = st.lists(st.integers(0, group.size - 1), min_size=leaves, max_size=leaves)
+    dealing = data.draw(st.one_of(ranks, ranks.map(sorted)))
+    arrays = wild(leaves, data.draw(st.integers(0, 20)), data.draw(st.sampled_from(["float32", "float64"])))
+    assert all(group.gather(is_right(group, dealing, arrays)))
+
+
+@pytest.mark.mpi
+def test_long_arrays_go_in_several_rounds(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few bytes a round, and with as many as usual."""
+    assert all(group.gather(is_right(group, [leaf % group.size for leaf in range(5)], wild(5, 300_001))))
+    for round_bytes in (1, 64, 1000):
+        monkeypatch.setattr(nnmpi.comm.fixed_order, "ROUND_BYTES", round_bytes)
+        assert all(group.gather(is_right(group, [leaf % group.size for leaf in range(7)], wild(7, 101))))
+
+
+def complaints(group: Group, tree: SumTree, out: np.ndarray) -> list[str]:
+    """Return what every rank raises."""
+    text = "nothing"
+    try:
+        sum_in_fixed_order(group, tree, out)
+    except CommError as error:
+        text = str(error)
+    return group.gather(text)
+
+
+@pytest.mark.mpi
+def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group: Group) -> None:
+    arrays, last = wild(3, 4), group.size - 1
+    missing = complaints(group, deal(group, [0, last], arrays), np.empty(4, np.float32))
+    assert missing == ["leaf 2 of 3 was pushed on no rank; push each leaf on one rank"] * group.size
+    twice = deal(group, [0, 0, 0], arrays)
+    if group.rank == last and last > 0:
+        twice.push(1, arrays[1])
+    expected = f"leaf 1 of 3 was pushed on ranks 0{'-' if last == 1 else ', '}{last}; push each leaf on one rank"
+    assert complaints(group, twice, np.empty(4, np.float32)) == [expected if last else "nothing"] * group.size
+
+
+@pytest.mark.mpi
+def test_ranks_that_differ_are_refused_on_all(group: Group) -> None:
+    arrays, last = wild(3, 4), group.size - 1
+    is_last = group.rank == last
+    longer = complaints(group, deal(group, [last] * 3, arrays), np.empty(4 + is_last, np.float32))
+    differ = "of which its leaves differ in length or dtype"
+    who = f"rank {last} has" if last else "all ranks have"
+    assert all(f"{who} 3 leaves and a result of 5 float32 {differ}" in text for text in longer)
+    wider = complaints(group, deal(group, [last] * 3, arrays), np.empty(4, np.float64 if is_last else np.float32))
+    assert all(f"{who} 3 leaves and a result of 4 float64 {differ}" in text for text in wider)
+    fewer = SumTree(2) if is_last and last else deal(group, [0] * 3, arrays)
+    told = complaints(group, fewer, np.empty(4, np.float32))
+    assert all((f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in told)

@@ -1,0 +1,297 @@
+"""The bucketed gradient exchange: whatever order gradients come in, every rank gets the same sums."""
+
+import math
+import random
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.gradients import BucketExchange, Span
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, DtypeError, UsageError
+from tests.device.library import load
+
+LENGTHS = [300, 10, 0, 1, 2000, 7, 64, 5000, 33]
+
+
+def layout(lengths: list[int], buffers: int = 1) -> list[Span]:
+    """Deal the lengths out to the buffers in turn."""
+    ends = [0] * buffers
+    spans = []
+    for i, length in enumerate(lengths):
+        buffer = i % buffers
+        spans.append((buffer, ends[buffer], ends[buffer] + length))
+        ends[buffer] += length
+    return spans
+
+
+def arrays(spans: list[Span], dtypes: list[str]) -> list[np.ndarray]:
+    return [np.zeros(max(stop for b, _, stop in spans if b == i), dtype) for i, dtype in enumerate(dtypes)]
+
+
+def fill(buffers: list[np.ndarray], rank: int, step: int) -> None:
+    for i, buffer in enumerate(buffers):
+        buffer[:] = (rank + 1) * np.random.default_rng([step, i]).integers(1, 9, buffer.size)
+
+
+def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
+    """Whether the buffers hold the sum of what all ranks were filled with."""
+    expected = [np.empty_like(buffer) for buffer in buffers]
+    fill(expected, size * (size + 1) // 2 - 1, step)
+    return all(np.array_equal(*pair) for pair in zip(buffers, expected, strict=True))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**9])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
+def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, bucket_bytes: int, overlap: bool) -> None:
+    """On every rank in another order, each written just before it is reported; some never are, on one rank none."""
+    spans = layout(LENGTHS, 2)
+    buffers = arrays(spans, ["float32", "float64"])
+    exchange = BucketExchange(group, buffers, spans, algorithm, bucket_bytes, overlap)
+    chance = random.Random(group.rank)
+    right = []
+    for step in range(4):
+        order = list(range(len(spans)))
+        if step:
+            chance.shuffle(order)
+        final = [np.empty_like(buffer) for buffer in buffers]
+        fill(final, group.rank, step)
+        reported = order[chance.randrange(3) :] if group.rank != step else []
+        for span in reversed(reported):
+            buffer, start, stop = spans[span]
+            buffers[buffer][start:stop] = final[buffer][start:stop]
+            exchange.ready(span)
+        for span in set(order) - set(reported):
+            buffer, start, stop = spans[span]
+            buffers[buffer][start:stop] = final[buffer][start:stop]
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    exchange.free()
+    assert group.gather(right) == [[True] * 4] * group.size
+
+
+@pytest.mark.mpi
+def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
+    """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's messages."""
+    spans = layout(LENGTHS)
+    buffers = arrays(spans, ["float32"])
+    exchange = BucketExchange(group, buffers, spans, "ring", 400)
+    right = []
+    for step in range(3):
+        fill(buffers, group.rank, step)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+            if span % 3 == 0:
+                right.append(group.sum_floats([1.0]) == [group.size])
+                between = np.ones(50)
+                group.all_reduce(between, "ring")
+                right.append(bool(np.all(between == group.size)))
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    exchange.free()
+    assert group.gather(all(right)) == [True] * group.size
+
+
+@pytest.mark.mpi
+def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
+    spans = layout(LENGTHS)
+    sums = set()
+    for overlap in (True, False, True):
+        buffers = [np.random.default_rng(group.rank).standard_normal(sum(LENGTHS)).astype(np.float32)]
+        exchange = BucketExchange(group, buffers, spans, "ring", 3000, overlap)
+        order = list(range(len(spans)))
+        random.Random(group.rank).shuffle(order)
+        for span in order:
+            exchange.ready(span)
+        exchange.finish()
+        exchange.free()
+        sums.add(zlib.crc32(buffers[0].tobytes()))
+    every = group.gather(sorted(sums))
+    assert every == [every[0]] * group.size
+    assert len(every[0]) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["tree", "shared", "auto", "ipc"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_device_gradients_are_summed_where_they_are(group: Group, overlap: bool, algorithm: str) -> None:
+    """A bucket's copies go on while others are on their way; the double gives rubbish to those who do not wait."""
+    xp, spans = load(), layout(LENGTHS, 2)
+    host = arrays(spans, ["float32", "float64"])
+    device = [xp.zeros(buffer.size, buffer.dtype) for buffer in host]
+    exchange = BucketExchange(group, device, spans, algorithm, 5000, overlap)
+    right = []
+    for step in range(2):
+        fill(host, group.rank, step)
+        for buffer, values in zip(device, host, strict=True):
+            buffer[...] = xp.asarray(values)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+        exchange.finish()
+        right.append(summed([buffer.get() for buffer in device], group.size, step))
+    exchange.free()
+    assert group.gather(right) == [[True] * 2] * group.size
+
+
+@pytest.mark.mpi
+def test_traffic_is_counted_per_step(group: Group) -> None:
+    spans = layout(LENGTHS)
+    exchange = BucketExchange(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
+    seen = []
+    for _ in range(2):
+        exchange.ready(3)
+        exchange.finish()
+        traffic = exchange.traffic
+        seen.append([traffic.bytes, traffic.calls, 0 <= traffic.sync_s < 60])
+    exchange.free()
+    one = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
+    assert group.gather(seen) == [[one, one]] * group.size
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) -> None:
+    spans = layout(LENGTHS)
+    buffers = [group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])]
+    exchange = BucketExchange(group, buffers, spans, "auto", 10_000, overlap)
+    right = []
+    for step in range(3):
+        fill(buffers, group.rank, step)
+        for span in reversed(range(len(spans))):
+            exchange.ready(span)
+        exchange.finish()
+        right.append(summed(buffers, group.size, step))
+    names = [choice.algorithm for choice in exchange.choices]
+    exchange.free()
+    assert group.gather(right) == [[True] * 3] * group.size
+    assert group.size == 1 or "shared" in names
+
+
+@pytest.mark.mpi
+def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
+    spans = layout([1000, 1000, 1000])
+    buffers = arrays(spans, ["float32"])
+    with pytest.raises(UsageError, match="2 all-reduce algorithms are given for 3 buckets"):
+        BucketExchange(group, buffers, spans, ["ring", "tree"], bucket_bytes=4000)
+    exchange = BucketExchange(group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000)
+    fill(buffers, group.rank, 0)
+    exchange.finish()
+    right = summed(buffers, group.size, 0)
+    assert [choice.algorithm for choice in exchange.choices] == ["ring", "tree", "native"]
+    exchange.free()
+    assert all(group.gather(right))
+
+
+@pytest.mark.mpi
+def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> None:
+    spans = layout([1000, 1000])
+    exchange = BucketExchange(group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000, overlap=True)
+    hidden = []
+    for pause_s in (0.0, 0.2):
+        exchange.ready(1)  # its bucket is launched
+        time.sleep(pause_s)
+        exchange.ready(0)
+        exchange.finish()
+        hidden.append(exchange.traffic.hidden_s)
+    unknown = math.isnan(exchange.traffic.predicted_s)
+    exchange.free()
+    group.barrier()
+    if group.size == 1:
+        assert hidden == [0.0, 0.0]
+    elif group.rank == 0:  # the others may find it finished when they come
+        assert hidden[1] >= 0.2 and hidden[1] > hidden[0]
+    assert unknown == (group.size > 1)
+
+
+@pytest.mark.mpi
+def test_one_rank_leaves_its_gradients_alone(group: Group) -> None:
+    alone = group.split(group.rank)
+    spans = layout(LENGTHS)
+    buffers = arrays(spans, ["float32"])
+    fill(buffers, 0, 0)
+    exchange = BucketExchange(alone, buffers, spans)
+    exchange.ready(0)
+    exchange.finish()
+    outcome = summed(buffers, 1, 0) and exchange.traffic.calls == 0
+    exchange.free()
+    alone.free()
+    assert all(group.gather(outcome))
+
+
+@pytest.mark.mpi
+def test_auto_chooses_for_each_bucket_and_says_why(group: Group) -> None:
+    spans = layout([10, 4 * 2**20])
+    exchange = BucketExchange(group, arrays(spans, ["float32"]), spans, "auto", 1000)
+    long, short = exchange.choices
+    exchange.free()
+    assert short.algorithm == "native"
+    assert long.algorithm == ("ring" if group.size > 1 else "native")
+    assert "bytes" in long.reason or group.size == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_overlap_and_buckets_that_suit_the_nodes(group: Group, nodes: int) -> None:
+    """One message for each buffer at the end within a node, buckets on their way between nodes."""
+    world = group.duplicate()
+    world._nodes = [rank * nodes // world.size for rank in range(world.size)]
+    spans = layout([2**20, 2**20, 2**20])
+    several = nodes > 1 and world.size > 1
+    for asked in (None, True, False):
+        exchange = BucketExchange(world, arrays(spans, ["float32"]), spans, "ring", overlap=asked)
+        overlap = several if asked is None else asked
+        assert (exchange.overlap, len(exchange.buckets)) == (overlap, 3 if overlap else 1)
+        exchange.free()
+    world.free()
+
+
+@pytest.mark.mpi
+def test_a_gradient_reported_twice_is_refused(group: Group) -> None:
+    exchange = BucketExchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
+    exchange.ready(1)
+    with pytest.raises(CommError, match="gradient 1 was reported final twice"):
+        exchange.ready(1)
+    exchange.finish()
+    exchange.ready(1)  # a new step
+    exchange.finish()
+    exchange.free()
+
+
+def raised(make: object) -> str:
+    try:
+        make()  # type: ignore[operator]
+    except (CommError, UsageError, DtypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.mpi
+def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
+    last = group.size - 1
+    n = 9 if group.rank == last and last else 8
+    found = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
+    others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
+    expected = (
+        f"CommError: the ranks would sum different gradients: {others} buckets of 8 float64; "
+        f"rank {last} has buckets of 9 float64; build the same model on every rank"
+    )
+    assert group.gather(found) == [expected if last else ""] * group.size
+
+
+@pytest.mark.mpi
+def test_a_rank_that_cannot_begin_stops_all(group: Group) -> None:
+    last = group.size - 1
+    named = f"rank {last}: " if last else ""
+    dtype = np.complex64 if group.rank == last else np.float32
+    found = raised(lambda: BucketExchange(group, [np.zeros(4, dtype)], [(0, 0, 4)]))
+    assert all(text.startswith(f"DtypeError: {named}a collective cannot add complex64") for text in group.gather(found))
+    found = raised(
+        lambda: BucketExchange(group, [np.zeros(4)], [(0, 0, 4)], "rabbit" if group.rank == last else "ring")
+    )
+    assert all(
+        text.startswith(f"UsageError: {named}there is no all-reduce algorithm 'rabbit'") for text in group.gather(found)
+    )

@@ -1,0 +1,231 @@
+"""Point-to-point messages: nothing depends on MPI's buffering, order is kept, long ones are cut."""
+
+import time
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.comm import point_to_point
+from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
+from nnmpi.errors import ShapeError
+
+ARRAYS: list[Array] = [
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2, 1],
+    np.asarray(2.5),
+    np.zeros((0, 3)),
+    np.asarray([True, False, True]),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("synchronous_sends", [False, True])
+def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends: bool) -> None:
+    """Around a ring, several messages with one tag, with sends that wait for their receives."""
+    messages = Messages(group, synchronous_sends)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for number in range(3):
+        messages.send(np.full((2, 3), 10 * group.rank + number, np.float32), after, tag=7)
+    arrivals = [messages.receive(np.empty((2, 3), np.float32), before, tag=7) for _ in range(3)]
+    found = [float(arrival.wait()[1, 2]) for arrival in arrivals]
+    messages.drain()
+    left = messages.leaving
+    messages.free()
+    assert all(group.gather(found == [10 * before + number for number in range(3)] and left == 0))
+
+
+@pytest.mark.mpi
+def test_a_synchronous_send_stays_until_its_receive_is_posted(group: Group) -> None:
+    """So that a test with synchronous sends really runs without MPI's buffers."""
+    messages = Messages(group, synchronous_sends=True)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    messages.send(np.ones(1), after, tag=1)
+    for _ in range(100):
+        messages.progress()
+    waiting = messages.leaving
+    group.barrier()
+    messages.receive(np.empty(1), before, tag=1).wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(waiting == 1))
+
+
+@pytest.mark.mpi
+def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100)
+    messages = Messages(group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrival = messages.receive(np.empty(333), before, tag=0)
+    messages.send(np.arange(333.0) + group.rank, after, tag=0)
+    pieces = messages.leaving
+    right = bool(np.array_equal(arrival.wait(), np.arange(333.0) + before))
+    messages.drain()
+    messages.free()
+    assert all(group.gather(right and pieces == 27))  # 2664 bytes
+
+
+@pytest.mark.mpi
+def test_an_empty_message_arrives(group: Group) -> None:
+    """A replica without rows has activations without elements."""
+    messages = Messages(group, synchronous_sends=True)
+    messages.send(np.empty((0, 4)), (group.rank + 1) % group.size, tag=0)
+    found = messages.receive(np.empty((0, 4)), (group.rank - 1) % group.size, tag=0).wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(found.shape == (0, 4)))
+
+
+@pytest.mark.mpi
+def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> None:
+    """No before it is sent, however often it is asked; then yes, and the values may be read."""
+    messages = Messages(group, synchronous_sends=True)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrival = messages.receive(np.zeros(40_000), before, tag=3)
+    early = any(arrival.ready() for _ in range(100))
+    group.barrier()
+    messages.send(np.arange(40_000.0) + group.rank, after, tag=3)
+    deadline = time.monotonic() + 30
+    while not arrival.ready() and time.monotonic() < deadline:
+        messages.progress()
+    right = arrival.ready() and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
+    right = right and arrival.wait() is arrival.array
+    messages.drain()
+    messages.free()
+    assert all(group.gather(right and not early))
+
+
+@pytest.mark.mpi
+def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was cut is there when its last piece is."""
+    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 80)
+    messages = Messages(group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrival = messages.receive(np.empty(20), before, tag=0)
+    messages.send(np.ones(10), after, tag=0)
+    group.barrier()
+    time.sleep(0.02)
+    half = arrival.ready()
+    group.barrier()
+    messages.send(np.ones(10), after, tag=0)
+    deadline = time.monotonic() + 30
+    while not arrival.ready() and time.monotonic() < deadline:
+        messages.progress()
+    whole = arrival.ready()
+    arrival.wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(whole and not half))
+
+
+@pytest.mark.mpi
+def test_a_receive_can_be_given_up(group: Group) -> None:
+    """Its array is not written by a message that comes later; the next receive gets that."""
+    messages = Messages(group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    given_up, wanted = np.zeros(3), np.zeros(3)
+    messages.receive(given_up, before, tag=0).cancel()
+    group.barrier()
+    messages.send(np.full(3, 7.0), after, tag=0)
+    messages.receive(wanted, before, tag=0).wait()
+    messages.drain()
+    messages.free()
+    assert all(group.gather(not given_up.any() and bool((wanted == 7).all())))
+
+
+@pytest.mark.mpi
+def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
+    """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
+    messages = Messages(group, synchronous_sends=True)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    messages.send(np.zeros(2), after, tag=1)
+    arrival = messages.receive(np.empty(5), before, tag=2)
+    departure = messages.send(np.zeros(5), after, tag=2)
+    group.barrier()
+    departure.wait()
+    messages.progress()
+    left = messages.leaving
+    arrival.wait()
+    group.barrier()
+    messages.receive(np.empty(2), before, tag=1).wait()
+    messages.drain()
+    counted = (messages.sent, messages.sent_bytes)
+    messages.free()
+    assert all(group.gather(left == 1 and counted == (2, 56)))
+
+
+def test_an_array_with_gaps_is_refused() -> None:
+    with pytest.raises(ShapeError, match="gaps"):
+        Messages.receive(Messages.__new__(Messages), np.empty((4, 4))[:, ::2], 0, 0)
+
+
+@pytest.mark.mpi
+def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
+    for array in ARRAYS:
+        found = np.full(array.shape, 1, array.dtype)
+        with rendezvous(group) as channel:  # from rank to rank, as a bucket is passed on
+            sent = channel.receive(found, group.rank - 1) if group.rank else True
+            if group.rank < group.size - 1:
+                sent = channel.send(array, group.rank + 1) and sent
+        assert all(group.gather(sent and (group.rank == 0 or np.array_equal(found, array))))
+
+
+@pytest.mark.mpi
+def test_nothing_moves_unless_both_can(group: Group) -> None:
+    partner = group.rank ^ 1
+    found = np.zeros(2)
+    answers = []
+    with rendezvous(group) as channel:
+        if partner < group.size:
+            for sends, takes in ((False, True), (True, False), (False, False)):
+                if group.rank % 2:
+                    answers.append(channel.receive(found if takes else None, partner))
+                else:
+                    answers.append(channel.send(np.ones(2) if sends else None, partner))
+    assert not any(map(any, group.gather(answers)))
+    assert all(group.gather(not found.any()))
+
+
+@pytest.mark.mpi
+def test_a_rendezvous_cannot_receive_into_gaps(group: Group) -> None:
+    with rendezvous(group) as channel, pytest.raises(ShapeError, match="has gaps"):
+        channel.receive(np.zeros((4, 4))[:, 1], 0)
+
+
+@pytest.mark.mpi
+def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
+    sums = np.ones(5)
+    pending = group.start_all_reduce(sums, "ring")
+    found = np.zeros(3)
+    with rendezvous(group) as channel:
+        if group.rank == 1:
+            channel.receive(found, 0)
+        elif group.rank == 0 and group.size > 1:
+            channel.send(np.full(3, 7.0), 1)
+    pending.wait()
+    assert all(group.gather(bool((sums == group.size).all())))
+    assert all(group.gather(group.rank != 1 or bool((found == 7).all())))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+def test_all_neighbours_at_once(group: Group, size: int) -> None:
+    """Every rank sends to both neighbours on a ring and to itself; long messages, too, that MPI does not buffer."""
+    ring = [(group.rank + step) % group.size for step in (1, -1, 0)]
+    sends = [(rank, np.full((2, size), 10.0 * group.rank + number)) for number, rank in enumerate(ring)]
+    places = [np.zeros((2, size)) for _ in ring]
+    sources = [(group.rank - step) % group.size for step in (1, -1, 0)]
+    send_and_receive(group, sends, list(zip(sources, places, strict=True)))
+    right = all(
+        (place == 10.0 * rank + number).all() for number, (rank, place) in enumerate(zip(sources, places, strict=True))
+    )
+    assert all(group.gather(bool(right)))
+
+
+@pytest.mark.mpi
+def test_a_neighbour_is_sent_no_array_with_gaps(group: Group) -> None:
+    """Before anything is sent."""
+    with pytest.raises(ShapeError, match="gaps"):
+        send_and_receive(group, [(group.rank, np.zeros((4, 4))[:, ::2])], [])

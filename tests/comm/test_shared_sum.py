@@ -1,0 +1,337 @@
+"""The sum through shared memory against NumPy's: any lengths, ranks, nodes, in turns and in flight."""
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.sharing.shared_sum import SharedSum, own_slice
+from nnmpi.errors import CommError, ShapeError, UsageError
+from tests.harness.job import mpirun, run
+
+LENGTHS = [0, 1, 5, 16, 1003, 100_003]
+
+
+def values(rank: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+    """Return n numbers that differ by rank and turn."""
+    draws = np.random.default_rng([rank, n, turn])
+    return draws.integers(0, 9, n).astype(dtype) if np.dtype(dtype).kind in "iu" else draws.normal(size=n).astype(dtype)
+
+
+def added(size: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+    """Return the sum of all ranks' values, added in rank order."""
+    total = values(0, n, dtype, turn)
+    for rank in range(1, size):
+        total += values(rank, n, dtype, turn)
+    return total
+
+
+def blocks_of_two(group: Group) -> list[int]:
+    """Return nodes for the ranks: two on each, the last one may be alone."""
+    return [rank // 2 for rank in range(group.size)]
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
+def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, dtype: str) -> None:
+    array = np.zeros(n, dtype)
+    cuts = [own_slice(array, size, rank) for rank in range(size)]
+    for cut in cuts:
+        array[cut] += 1
+    assert (array == 1).all()
+    assert all(cut.start * array.itemsize % 64 == 0 or cut.start == n for cut in cuts)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("place", ["shared", "private", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, place: str, ordered: bool) -> None:
+    memory = SharedMemory(group, ordered=ordered)
+    right = []
+    for n in LENGTHS:
+        array = memory.allocate(n, dtype)
+        if place == "private" or (place == "mixed" and group.rank == 0):
+            array = np.zeros(n, dtype)
+        shared_sum = SharedSum(array, memory, block_bytes=4096, stage_bytes=100_000)
+        for turn in range(2):
+            array[:] = values(group.rank, n, dtype, turn)
+            shared_sum.run()
+            right.append(np.array_equal(array, added(group.size, n, dtype, turn)))
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
+    memory = SharedMemory(group, nodes=blocks_of_two(group))
+    outcomes = []
+    for n in LENGTHS:
+        for array in (memory.allocate(n, "float32"), np.zeros(n, "float32")):
+            array[:] = values(group.rank, n, "float32")
+            SharedSum(array, memory, tag=3).run()
+            outcomes.append([np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()])
+    memory.free()
+    everyones = group.gather(outcomes)
+    assert all(close for outcome in everyones for close, _ in outcome)
+    assert all(outcome == everyones[0] for outcome in everyones)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("slot_bytes", [0, 4096], ids=["in place", "copied"])
+@pytest.mark.parametrize("place", ["shared", "private"])
+def test_hundreds_in_a_row_never_meet_one_another(group: Group, place: str, slot_bytes: int) -> None:
+    memory, n = SharedMemory(group), 300
+    array = memory.allocate(n, "int64") if place == "shared" else np.zeros(n, "int64")
+    sums = [SharedSum(array, memory, tag=5, slot_bytes=slot_bytes) for _ in range(2)]
+    base, wrong = np.arange(n), 0
+    for turn in range(800):
+        array[:] = base * (group.rank + 1) + turn
+        sums[turn % 3 == 0].run()  # the same tag for both, one after the other
+        wrong += not np.array_equal(array, base * (group.size * (group.size + 1) // 2) + group.size * turn)
+    memory.free()
+    assert group.gather(wrong) == [0] * group.size
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("nodes", ["one node", "several"])
+def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, nodes: str, ordered: bool) -> None:
+    several = blocks_of_two(group) if nodes == "several" else None
+    memory = SharedMemory(group, nodes=several, ordered=ordered)
+    array = memory.allocate(1000, "int64")
+    cuts = [slice(600, 1000), slice(37, 600), slice(0, 37)]
+    sums = [SharedSum(array[cut], memory, tag) for tag, cut in enumerate(cuts)]
+    right = []
+    for turn in range(12):
+        array[:] = values(group.rank, 1000, "int64", turn)
+        for i in range(3):
+            sums[(i + group.rank) % 3].start()
+        under_way = list(sums)
+        while under_way:
+            under_way = [one for one in under_way if not one.poll()]
+        right.append(np.array_equal(array, added(group.size, 1000, "int64", turn)))
+    memory.free()
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_without_its_barrier_the_sum_is_wrong(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault that the tests above must notice."""
+    memory = SharedMemory(group)
+    array = memory.allocate(300, "int64")
+    shared_sum = SharedSum(array, memory, slot_bytes=0)
+    monkeypatch.setattr(shared_sum, "_runs", shared_sum._runs[1:2])
+    wrong = 0
+    for turn in range(400):
+        array[:] = values(group.rank, 300, "int64", turn)
+        shared_sum.run()
+        wrong += not np.array_equal(array, added(group.size, 300, "int64", turn))
+    group.barrier()
+    memory.free()
+    assert (sum(group.gather(wrong)) > 0) == (group.size > 1)
+
+
+@pytest.mark.mpi
+def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
+    memory = SharedMemory(group)
+    last = group.rank == group.size - 1
+    for odd in (np.zeros(8, "float32"), np.zeros(9, "float64")):
+        mine = odd if last and group.size > 1 else np.zeros(8, "float64")
+        if group.size > 1:
+            with pytest.raises(CommError, match="has 8 elements of float64; rank|have 8 elements of float64; rank"):
+                SharedSum(mine, memory)
+    memory.free()
+
+
+@pytest.mark.mpi
+def test_a_sum_under_way_is_not_started_again(group: Group) -> None:
+    memory = SharedMemory(group)
+    shared_sum = SharedSum(memory.allocate(10, "float32"), memory)
+    right = group.size == 1
+    if group.size > 1:
+        shared_sum.start()
+        if group.rank == 0:
+            with pytest.raises(CommError, match="tag 0 is still running"):
+                shared_sum.start()
+        shared_sum.wait()
+        right = True
+    memory.free()
+    assert all(group.gather(right))
+
+
+def test_arrays_that_cannot_be_summed_are_refused(group: Group) -> None:
+    memory = SharedMemory(group)
+    with pytest.raises(ShapeError, match="works on 1-D arrays"):
+        SharedSum(np.zeros((2, 3)), memory)
+    memory.free()
+
+
+def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
+    """Windows and arrays are left as they are when the program ends: no word, no crash."""
+    program = """
+        import numpy as np
+        import nnmpi
+        from nnmpi.comm.sharing.shared_sum import SharedSum
+        from nnmpi.parallel.fused import FusedUpdate
+        group = nnmpi.start()
+        memory = group.memory()
+        array, common = memory.allocate(1000, "float32"), memory.common(1000, "float32")
+        fused = FusedUpdate(nnmpi.optim.SGD(nnmpi.optim.Arrays([common], [array]), lr=0.1), memory)
+        whole = SharedSum(np.ones(3), memory)
+        whole.run()
+        fused.step()
+    """
+    file = tmp_path / "program.py"
+    file.write_text(dedent(program))
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ending = run([*mpirun(3), sys.executable, str(file)], tmp_path / "output", 60, environ)
+    assert (ending.status, ending.output) == (0, "")
+
+
+@pytest.mark.mpi
+def test_arrays_of_different_lengths_may_share_a_tag(group: Group) -> None:
+    """A slow rank still adds up the longer one while a fast rank writes the shorter one into its slot."""
+    longer, shorter = np.empty(8000, np.float32), np.empty(1000, np.float32)
+    sums = [group.bind(longer, "shared"), group.bind(shorter, "shared")]
+    wrong = 0
+    for k in range(300):
+        longer[:], shorter[:] = group.rank + k % 50, 1000.0
+        for each in sums:
+            each.run()
+        expected = sum(range(group.size)) + group.size * (k % 50)
+        wrong += int((longer != expected).any()) + int((shorter != 1000.0 * group.size).any())
+    assert group.gather(wrong) == [0] * group.size
+
+
+@pytest.mark.mpi
+def test_starting_again_and_again_takes_no_more_memory(group: Group) -> None:
+    flying = []
+    for k in range(40):
+        arrays = [np.full(50, group.rank + k + i, np.float32) for i in range(3)]
+        flying += [(array, k + i, group.start_all_reduce(array, "shared")) for i, array in enumerate(arrays)]
+    right = []
+    for array, base, pending in flying:
+        pending.wait()
+        right.append(bool((array == sum(range(group.size)) + group.size * base).all()))
+    assert group.gather(all(right)) == [True] * group.size
+    assert group.size == 1 or len(group.memory()._windows) < 40
+
+
+@pytest.mark.mpi
+def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
+    """Arrays stay; what is left to MPI's end could there hold ranks of several groups up for ever."""
+    whole = group.duplicate()
+    memory = whole.memory()
+    kept = memory.allocate(5, "float64")
+    before = memory.allocations
+    twin = memory.twin(whole)
+    for nbytes in (10, 3000):  # the smaller one is kept beside
+        twin.staging("pieces", 0, nbytes)
+    assert memory.allocations == before + 2
+    twin.close()
+    assert memory.allocations == before
+    assert memory.holds(kept)
+    memory.free()
+    whole.comm.Free()
+
+
+@pytest.mark.mpi
+def test_a_twin_frees_what_is_its_own(group: Group) -> None:
+    """What the other has allocated and copies through is in use: gone, it would end the process at the next sum."""
+    whole = group.duplicate()
+    whole._memory = memory = SharedMemory(whole)
+    kept = memory.allocate(5, "float64")
+    array = np.ones(50, np.float32)
+    whole.all_reduce(array, "shared")
+    before = memory.allocations
+    twin = memory.twin(whole)
+    twin.allocate(7, "int64")
+    twin.staging("pieces", 0, 3000)
+    twin.free()
+    assert memory.allocations == before
+    assert memory.holds(kept)
+    for _ in range(2):  # one slot, and the other
+        whole.all_reduce(array, "shared")
+    assert (array == whole.size**3).all()
+    memory.free()
+    assert memory.allocations == 0
+    whole.comm.Free()
+
+
+@pytest.mark.mpi
+def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
+    """Not even where the group has its own in another object by then: freed twice, it may be somebody else's."""
+    whole = group.duplicate()
+    memory = whole.memory()
+    whole.comm = MPI.Intracomm(whole.comm)
+    memory.free()
+    assert whole.sum_floats([1.0]) == [whole.size]
+    whole.comm.Free()
+
+
+@pytest.mark.mpi
+def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None:
+    """The old barriers count in pages that are gone: to touch them would end the process."""
+    whole = group.duplicate()
+    array = np.ones(50, np.float32)
+    for _ in range(3):
+        whole.all_reduce(array, "shared")
+        whole.start_all_reduce(array, "shared").wait()
+        old = whole.memory()
+        old.free()
+        assert whole.memory() is not old
+        assert not whole.memory().closed
+    assert (array == whole.size**6).all()
+    whole.memory().free()
+    twin = whole.duplicate()
+    twin.all_reduce(array, "shared")
+    twin.free()
+    whole.free()
+    assert whole.comm == MPI.COMM_NULL
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@pytest.mark.parametrize("nodes", ["one node", "several"])
+def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes: str, ordered: bool) -> None:
+    """Freed twice, a communicator would be an error, or somebody else's."""
+    whole = group.duplicate()
+    memory = SharedMemory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
+    kept = memory.allocate(5, "float64")
+    memory.barrier_of(3)
+    memory.staging("pieces", 0, 100)
+    memory.close()
+    memory.close()
+    assert memory.holds(kept)
+    memory.free()
+    memory.free()
+    assert memory.allocations == 0
+    assert whole.sum_floats([1.0]) == [whole.size]
+    whole.free()
+
+
+@pytest.mark.mpi
+def test_what_was_closed_refuses_in_a_sentence(group: Group) -> None:
+    memory = SharedMemory(group)
+    memory.barrier_of(3)
+    memory.staging("pieces", 0, 100)
+    memory.free()
+    for ask in (
+        memory.barrier,
+        lambda: memory.barrier_of(3),
+        lambda: memory.staging("pieces", 0, 100),
+        lambda: memory.allocate(1, "float32"),
+        lambda: memory.common(1, "float32"),
+        lambda: memory.common_all([]),
+        lambda: memory.twin(group),
+        lambda: SharedSum(np.ones(3), memory) if group.size > 1 else memory.barrier(),
+    ):
+        with pytest.raises(UsageError, match="was closed or freed; ask the group"):
+            ask()

@@ -1,0 +1,109 @@
+"""What the tests of training out of step share: runs in segments that end anywhere, and what they are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.options import Numerics
+from nnmpi.compose.segment import SegmentReport, Throttle
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from nnmpi.nn.module import Module
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.sync import Sync
+from tests.compose.virtual_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
+from tests.worker_options import grouped
+
+# (epoch, first, stop) of six batches, of which the last one has 2 rows: with more ranks some have none.
+SEGMENTS = ((0, 0, 4), (0, 4, BATCHES), (1, 0, 1), (1, 1, BATCHES))
+
+EVERY_MODE = (
+    Sync("bsp", servers=2),
+    Sync("bsp", backup=1),
+    Sync("ssp", staleness=1),
+    Sync("ssp", staleness=2, servers=2, dedicated=True),
+    Sync("asp"),
+    Sync("asp", servers=3, adapt=True),
+    Sync("asp", servers=1, dedicated=True),
+    Sync("local", local_steps=2),
+    Sync("gossip"),
+    Sync("gossip", neighbours="random"),
+)
+
+
+def name_of(sync: Sync) -> str:
+    """Return a short name for a test."""
+    more = {"ssp": str(sync.bound), "local": str(sync.local_steps), "gossip": sync.neighbours}.get(sync.mode, "")
+    served = f"-{sync.server_count}{'d' * sync.dedicated}" if sync.uses_servers else ""
+    return f"{sync.mode}{more}{served}{'a' * sync.adapt}{'b' * sync.backup}"
+
+
+def skip_unless_fitting(group: Group, sync: Sync) -> None:
+    """Skip on all ranks what so many ranks cannot have."""
+    workers = len(sync.worker_ranks(group.size))
+    if sync.server_count > group.size or workers <= sync.backup or (sync.mode == "gossip" and group.size == 1):
+        pytest.skip(f"{sync.describe(group.size)} on {group.size} ranks")
+
+
+def make(
+    group: Group, sync: Sync, name: str = "sgd", pace_s: float = 0.0, straggler: str = "", **options: Any
+) -> AsynchronousWorker:
+    """Return a worker with a small model."""
+    model = options.pop("model", None) or build()
+    throttle = Throttle(pace_s, Slowdown.parse(straggler, seed=7))
+    return AsynchronousWorker(
+        model, optimizer_of(model, name), group, sync, seed=3, throttle=throttle, **grouped(**options)
+    )
+
+
+def loader_of(group: Group, model: Module, batch: int = BATCH, rows: int = ROWS) -> Loader:
+    """Return a loader of this rank's part."""
+    dtype = model.storage.data[0].dtype
+    return Loader(dataset(rows), batch, rank=group.rank, world=group.size, dtype=dtype, workers=0)
+
+
+def rate(step: int) -> float:
+    """Return a learning rate that changes from step to step."""
+    return 0.1 / (1 + step / 10)
+
+
+def train(
+    worker: AsynchronousWorker, segments: Any = SEGMENTS, batch: int = BATCH, lr: Any = rate, **options: Any
+) -> list[SegmentReport]:
+    """Train for some segments."""
+    loader = loader_of(worker.group, worker.model, batch)
+    count = loader.batches_per_epoch
+    return [
+        worker.run(loader, epoch, first, stop, epoch * count + first, lr, **options) for epoch, first, stop in segments
+    ]
+
+
+def all_reduced(group: Group, name: str, model: Module, clip: float | None = None, batches: int = 2 * BATCHES) -> Array:
+    """Return the weights of a synchronous run."""
+    worker = Worker(model, optimizer_of(model, name), group, seed=3, numerics=Numerics(clip=clip))
+    loader = loader_of(group, model)
+    step = 0
+    for epoch in range(-(-batches // loader.batches_per_epoch)):
+        for batch in loader.epoch(epoch):
+            if step < batches:
+                worker.step(batch, lr=rate(step))
+                step += 1
+    worker.release()
+    return weights(model)
+
+
+def everything(worker: AsynchronousWorker) -> Array:
+    """Return weights, running statistics and what is kept of the optimizer, from the ranks that have it. Collective."""
+    model, optimizer = (state.to_dict(everywhere=True) for state in worker.state())
+    return np.concatenate([np.ravel(array) for state in (model, optimizer) for array in state.values()])
+
+
+def equal_on_all(group: Group, values: Array) -> bool:
+    """Return whether all ranks have the same bits. Collective."""
+    return len(set(group.gather(values.tobytes().hex()))) == 1

@@ -1,0 +1,154 @@
+"""How segments end: by signals, by values that are not finite, and with a state that any other run can go on from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nnmpi import nn
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.runner import sum_cross_entropy
+from nnmpi.compose.segment import average_buffers
+from nnmpi.errors import DivergenceError
+from nnmpi.synchrony.sync import Sync
+from nnmpi.tensor.tensor import Tensor
+from tests.compose.asynchronous_runs import (
+    EVERY_MODE,
+    SEGMENTS,
+    all_reduced,
+    equal_on_all,
+    everything,
+    make,
+    name_of,
+    skip_unless_fitting,
+    train,
+)
+from tests.compose.virtual_runs import BATCHES, build, weights
+from tests.equivalence.reference import tolerance
+
+pytestmark = pytest.mark.mpi
+
+SMALL, MANY = 2, 31  # rows of a batch, and batches of these
+
+
+def after(calls: int, number: int) -> Callable[[], int]:
+    """Return what says that a signal came, at its n-th call."""
+    left = calls
+
+    def poll_signal() -> int:
+        nonlocal left
+        left -= 1
+        return number if left <= 0 else 0
+
+    return poll_signal
+
+
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
+def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: Sync) -> None:
+    """A worker's rank or a server's, even a dedicated one's; then training goes on where it was."""
+    skip_unless_fitting(group, sync)
+    guilty = {group.size - 1, max(0, sync.server_count - 1)}
+    for who in sorted(guilty):
+        worker = make(group, sync, pace_s=0.001)
+        poll_signal = after(2 if sync.uses_servers else 1, signal.SIGTERM) if group.rank == who else lambda: 0
+        report = train(worker, ((0, 0, MANY),), SMALL, poll_signal=poll_signal)[0]
+        assert report.signal == signal.SIGTERM
+        assert 0 < report.batches < MANY
+        if not sync.backup:
+            assert report.rows == SMALL * report.batches
+        assert len(set(group.gather(report.batches))) == 1
+        assert equal_on_all(group, weights(worker.model))
+        rest = train(worker, ((0, report.batches, MANY),), SMALL)[0]
+        assert (rest.signal, rest.batches) == (0, MANY - report.batches)
+        worker.release()
+
+
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
+def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(group: Group, sync: Sync) -> None:
+    skip_unless_fitting(group, sync)
+    guilty, calls, right = group.size - 1, 0, sum_cross_entropy(None)
+
+    def loss(logits: Tensor, labels: Array) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return right(logits, labels) * (float("nan") if group.rank == guilty and 2 <= calls < 6 else 1.0)
+
+    worker = make(group, sync, loss=loss, evaluation_loss=right, pace_s=0.001)
+    with pytest.raises(DivergenceError, match=f"rank {guilty}") as caught:
+        for epoch in range(20):  # with backup workers the guilty one may be too late every time
+            train(worker, ((epoch, 0, BATCHES),))
+    assert len(set(group.gather(str(caught.value)))) == 1
+    assert np.isfinite(weights(worker.model)).all()  # it was not used
+    calls = 100
+    assert equal_on_all(group, weights(worker.model))
+    report = train(worker, ((0, 0, 3),))[0]
+    assert (report.batches, report.signal) == (3, 0)
+    worker.release()
+
+
+CHAIN = (
+    Sync("bsp", servers=2),
+    Sync("bsp", servers=1, dedicated=True),
+    Sync("ssp", staleness=0, servers=3),
+    Sync("bsp", servers=1),
+)
+
+
+def move(group: Group, old: AsynchronousWorker, sync: Sync, name: str) -> AsynchronousWorker:
+    """Return a worker in another mode, with all that the old one had."""
+    values = [state.to_dict(everywhere=True) for state in old.state()]
+    steps = max(group.gather(old.optimizer.steps))
+    expected = everything(old)
+    old.release()
+    new = make(group, sync, name, model=build("float64"))
+    for parameter in new.model.parameters():
+        parameter.data[...] = 7.0
+    for state, found in zip(new.state(), values, strict=True):
+        state.scatter(found.__getitem__)
+    new.optimizer.steps = steps
+    assert np.array_equal(everything(new), expected), sync
+    return new
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_run_goes_on_with_another_number_of_servers(group: Group, name: str) -> None:
+    """Segment by segment, and ends as the synchronous run."""
+    chain = [sync for sync in CHAIN if sync.server_count + sync.dedicated <= group.size]
+    worker = make(group, chain[-1], name)
+    for number, segment in enumerate(SEGMENTS):
+        worker = move(group, worker, chain[number % len(chain)], name)
+        train(worker, (segment,))
+    own = group.split(group.rank)
+    error = float(np.abs(weights(worker.model) - all_reduced(own, name, build())).max())
+    own.free()
+    assert max(group.gather(error)) <= tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
+    worker.release()
+
+
+def test_a_run_goes_on_in_another_mode(group: Group) -> None:
+    """Each gets the state of the one before, bit for bit, though different ranks have it."""
+    worker = make(group, Sync("asp"), "momentum")
+    for sync in (EVERY_MODE[0], *EVERY_MODE[3:6], *EVERY_MODE[7:]):
+        if (sync.server_count + sync.dedicated <= group.size and group.size > 1 + sync.backup) or group.size > 3:
+            worker = move(group, worker, sync, "momentum")
+            train(worker, ((0, 0, 2),))
+            assert equal_on_all(group, weights(worker.model))
+    worker.release()
+
+
+def test_running_statistics_are_averaged_by_steps(group: Group) -> None:
+    model = nn.Sequential(nn.BatchNorm(3)).initialize(0)
+    buffers = dict(model.named_buffers())
+    for buffer in buffers.values():
+        buffer.data[...] = group.rank + 1
+    average_buffers(model, group, group.rank)
+    total = sum(range(group.size))
+    expected = sum(rank * (rank + 1) for rank in range(group.size)) / total if total else 1.0
+    assert all(np.allclose(buffer.data, expected, rtol=1e-6) for buffer in buffers.values())
+    average_buffers(model, group, 0)  # where nobody did a step nothing changes
+    assert all(np.allclose(buffer.data, expected, rtol=1e-6) for buffer in buffers.values())

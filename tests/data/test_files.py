@@ -1,0 +1,87 @@
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nnmpi.data.files import cache_folder, locked
+from nnmpi.errors import DataError, UsageError
+
+
+def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNMPI_DATA", "~/some/where")
+    assert cache_folder() == Path.home() / "some" / "where"
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "folder"),
+    [
+        ("linux", {}, "home/.cache/nnmpi"),
+        ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/nnmpi"),
+        ("darwin", {}, "home/Library/Caches/nnmpi"),
+        ("win32", {}, "home/AppData/Local/nnmpi"),
+    ],
+)
+def test_platform_chooses_the_folder(
+    monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], folder: str
+) -> None:
+    for name in ("NNMPI_DATA", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("home"))
+    assert cache_folder() == Path(folder)
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NNMPI_DATA", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(UsageError, match=r"no home folder to keep downloads in; name a folder in \$NNMPI_DATA, or "):
+        cache_folder()
+    monkeypatch.setenv("NNMPI_DATA", "~no-such-user/data")
+    with pytest.raises(UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system knows no home folder"):
+        cache_folder()
+
+
+def test_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
+    inside, seen = [], []
+
+    def visit() -> None:
+        with locked(tmp_path / "new" / "folder"):
+            inside.append(1)
+            seen.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=visit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == [1, 1, 1, 1]
+
+
+def test_lock_that_is_held_too_long_is_an_error(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(DataError, match="another process"), locked(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_lock_is_free_after_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), locked(tmp_path):
+        raise KeyError
+    with locked(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(DataError, match=r"file/folder: cannot be written .*NNMPI_DATA"),
+        locked(tmp_path / "file/folder"),
+    ):
+        pass

@@ -1,0 +1,273 @@
+"""Compiled convolutions against the plain ones in float64, and what they leave to the plain ones."""
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import nn, optim
+from nnmpi.backend.jit import tiling
+from nnmpi.backend.kernels.lookup import compiled_kernels, jit
+from nnmpi.ops.activation import relu
+from nnmpi.ops.conv import choice
+from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.ops.pool import max_pool2d
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+from tests.harness.slow import KERNELS, once_more
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but right."""
+    monkeypatch.setattr(choice, "FEWEST_OUTPUTS", 1)
+    with jit():
+        if not compiled_kernels().functions.has_products:
+            pytest.skip("this NumPy's BLAS cannot be called from compiled code")
+
+
+def draw(sizes, whole=False, seed=0):
+    """Return images, a kernel and a bias, float32; `whole` numbers are added up exactly and are often equal."""
+    n, h, w, c, o = sizes
+    rng = np.random.default_rng(seed)
+    shapes = (n, h, w, c), (3, 3, c, o), (o,)
+    if whole:
+        return [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    arrays[1] /= np.float32(np.sqrt(9 * c))
+    return arrays
+
+
+def chain(x, weight, bias, pool):
+    """Return the plain operations' result; pool None means no ReLU either."""
+    y = conv2d(x, weight, bias, padding=1)
+    return y if pool is None else relu(y) if pool == 1 else max_pool2d(relu(y), pool)
+
+
+def fused(x, weight, bias, pool):
+    """Return what is under test."""
+    if pool is None:
+        return conv2d(x, weight, bias, padding=1)
+    return conv_relu(x, weight, bias, padding=1) if pool == 1 else conv_relu_pool(x, weight, bias, padding=1, pool=pool)
+
+
+def run(function, arrays, pool, grad, for_x=True):
+    """Return the result and the gradients."""
+    tensors = [None if a is None else Tensor(a, requires_grad=for_x or i > 0) for i, a in enumerate(arrays)]
+    y = function(*tensors, pool)
+    node = y.node
+    y.backward(grad.astype(y.dtype))
+    return [y.data, *(t.grad for t in tensors if t is not None and t.requires_grad)], node
+
+
+def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=True):
+    """Compare with float64, within 2e-6 of the largest; exactly where all numbers are whole."""
+    arrays = draw(sizes, whole)
+    if not bias:
+        arrays[2] = None
+    n, h, w, _, o = sizes
+    steps = pool or 1
+    grad = np.random.default_rng(1).integers(-3, 4, (n, h // steps, w // steps, o)).astype(np.float32)
+    if not whole:
+        grad *= np.float32(0.37)
+    wide = [None if a is None else a.astype(np.float64) for a in arrays]
+    expected, _ = run(chain, wide, pool, grad, for_x)
+    with jit():
+        found, node = run(fused, arrays, pool, grad, for_x)
+    assert isinstance(node.algorithm, kind)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3))
+
+
+# The first divides nothing; the second is one tile. Few, since each kind of each of them is compiled.
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (3, 6, 4, 5, 7),
+        *(once_more(each, True, KERNELS) for each in ((1, 2, 2, 6, 1), (2, 2, 30, 7, 33), (3, 14, 14, 8, 16))),
+    ],
+)
+def test_pooled(sizes):
+    """Against the plain chain."""
+    compare(sizes, 2)
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 4, 5, 7), once_more((2, 30, 2, 1, 3), True, KERNELS)])
+@pytest.mark.parametrize("pool", [1, once_more(None, True, KERNELS)])
+def test_not_pooled(sizes, pool):
+    """With ReLU alone, and the convolution alone."""
+    compare(sizes, pool)
+
+
+def test_no_images():
+    """An empty batch."""
+    compare((0, 6, 4, 5, 7), 2)
+    compare((0, 6, 4, 5, 7), 1)
+
+
+@pytest.mark.parametrize("pool", [2, 1])
+def test_equal_elements(pool):
+    """Whole numbers: no rounding, many ties within windows and many results that are exactly 0."""
+    compare((3, 6, 4, 5, 7), pool, whole=True)
+    compare((3, 6, 4, 5, 7), pool, whole=True, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("cache_rows", "rows", "pool"),
+    [
+        (0, 1, 1),
+        (2, 2, 2),  # the last piece of each image is shorter
+        (8, 6, 2),  # two images, and then one
+    ],
+)
+def test_in_pieces(cache_rows, rows, pool, monkeypatch):
+    """Some rows of an image at a time, or some of three images."""
+    monkeypatch.setattr(tiling, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
+    assert tiling.sizes(6, 4, 5, 7).rows == rows
+    compare((3, 6, 4, 5, 7), pool)
+
+
+@pytest.mark.parametrize("sizes", [(3, 28, 28, 1, 32), (2, 4, 6, 3, 7), (0, 4, 6, 3, 7)])
+def test_images_of_few_channels(sizes):
+    """The direct kernel, for images that need no gradient."""
+    compare(sizes, 2, CompiledDirect, for_x=False)
+    compare(sizes, 2, CompiledDirect, for_x=False, whole=True)
+
+
+@pytest.mark.parametrize("shade", [0.0, 1.0])
+def test_images_of_one_shade(shade):
+    """All windows tie but at the border; with no bias, black images give exactly 0 everywhere: no gradient at all."""
+    x, weight, bias = draw((2, 6, 4, 5, 7))
+    x[...] = shade
+    bias[...] = 0
+    grad = np.ones((2, 3, 2, 7), np.float32)
+    expected, _ = run(chain, [a.astype(np.float64) for a in (x, weight, bias)], 2, grad)
+    with jit():
+        found, _ = run(fused, [x, weight, bias], 2, grad)
+    for i in (0, 2, 3):  # of equal elements rounding may choose another: the images' gradient may lie elsewhere
+        np.testing.assert_allclose(found[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max()))
+
+
+def test_some_gradients_alone():
+    """Each of the three without the others."""
+    arrays = draw((3, 6, 4, 5, 7))
+    grad = np.ones((3, 3, 2, 7), np.float32)
+    with jit():
+        whole, _ = run(fused, arrays, 2, grad)
+        for wanted in range(3):
+            tensors = [Tensor(a, requires_grad=i == wanted) for i, a in enumerate(arrays)]
+            y = conv_relu_pool(*tensors, padding=1)
+            assert isinstance(y.node.algorithm, CompiledWinograd)
+            y.backward(grad)
+            np.testing.assert_array_equal(tensors[wanted].grad, whole[1 + wanted])
+
+
+def test_arrays_with_gaps():
+    """Images, kernels and gradients need not be contiguous, nor may they be changed."""
+    arrays = draw((3, 6, 4, 5, 7))
+    grad = np.random.default_rng(2).standard_normal((3, 3, 2, 7), dtype=np.float32)
+    gaps = [np.repeat(a, 2, axis=-1)[..., ::2] for a in (*arrays, grad)]
+    for array in gaps:
+        array.flags.writeable = False
+    with jit():
+        whole, _ = run(fused, arrays, 2, grad)
+        found, node = run(fused, gaps[:3], 2, gaps[3])
+    assert isinstance(node.algorithm, CompiledWinograd)
+    for mine, theirs in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("pool", [2, 1])
+@pytest.mark.parametrize("place", [(0, 0), (2, 1), (3, 2), (5, 3)])
+def test_nan_is_seen(pool, place):
+    """In the images, at a corner and inside, and in the kernel: a run that diverges shows it."""
+    x, weight, bias = draw((1, 6, 4, 5, 7))
+    with jit(), no_grad():
+        weight[1, 1, 0, 3] = np.nan
+        assert np.isnan(fused(Tensor(x), Tensor(weight), Tensor(bias), pool).data[..., 3]).all()
+        weight[1, 1, 0, 3] = 1
+        x[0, place[0], place[1], 1] = np.nan
+        assert np.isnan(fused(Tensor(x), Tensor(weight), Tensor(bias), pool).data).any()
+
+
+def is_compiled(y):
+    """Return whether one of numba's kernels computed this; the last operation may be a pooling by itself."""
+    return isinstance(getattr(y.node, "algorithm", None), CompiledWinograd | CompiledDirect)
+
+
+def test_what_does_not_fit_is_computed_plainly():
+    """Another dtype, odd sizes, another kernel, stride, border, dilation, groups or pooling."""
+    x, weight, bias = (Tensor(a, requires_grad=True) for a in draw((2, 6, 4, 6, 4)))
+    wide = [Tensor(a.data.astype(np.float64), requires_grad=True) for a in (x, weight, bias)]
+    with jit():
+        results = [
+            conv_relu_pool(*wide, padding=1),
+            conv_relu_pool(x[:, :5], weight, bias, padding=1),
+            conv_relu_pool(x, weight[:2, :2], bias, padding=1),
+            conv_relu_pool(x, weight, bias, stride=2, padding=1, pool=1),
+            conv_relu_pool(x, weight, bias, padding=2),
+            conv_relu_pool(x, weight, bias, padding=1, dilation=2, pool=1),
+            conv_relu_pool(x, weight[:, :, :3], bias, padding=1, groups=2),
+            conv_relu_pool(x, weight, bias, padding=1, pool=(2, 1)),
+        ]
+    for y in results:
+        assert not is_compiled(y)
+    assert not is_compiled(conv_relu_pool(x, weight, bias, padding=1))
+
+
+def test_few_outputs_are_computed_plainly(monkeypatch):
+    """Where the compiled kernels would be slower."""
+    monkeypatch.undo()
+    x, weight, bias = (Tensor(a, requires_grad=True) for a in draw((2, 6, 4, 6, 8)))
+    with jit():
+        assert not is_compiled(conv_relu_pool(x, weight, bias, padding=1))
+
+
+def network(seed=0):
+    """Return a small network with both kernels, its optimizer, and a batch."""
+    layers = [nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(5, 7, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(42, 3)]
+    model = nn.Sequential(*layers).initialize(seed)
+    rng = np.random.default_rng(seed)
+    batch = rng.standard_normal((6, 12, 8, 1), dtype=np.float32), rng.integers(0, 3, 6)
+    return model, optim.SGD(model.storage, 0.1, momentum=0.9), batch
+
+
+def losses(compiled, steps=4):
+    """Return the losses of some steps, and the weights that they lead to."""
+    model, optimizer, (x, labels) = network()
+
+    def step(x, labels):
+        model.zero_grad()
+        with nn.training():
+            loss = cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = nnmpi.compile(step) if compiled else step
+    found = [run(Tensor(x), Tensor(labels)).item() for _ in range(steps)]
+    return found, np.concatenate([data.reshape(-1) for data in model.storage.data])
+
+
+def test_a_compiled_step_is_the_eager_one():
+    """Bit for bit, over several updates."""
+    with jit():
+        eager, weights = losses(compiled=False)
+        replayed, others = losses(compiled=True)
+    assert eager == replayed
+    np.testing.assert_array_equal(weights, others)
+
+
+def test_training_goes_as_without_kernels():
+    """Within rounding."""
+    plain, weights = losses(compiled=False)
+    with jit():
+        found, others = losses(compiled=False)
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    np.testing.assert_allclose(others, weights, atol=1e-5)

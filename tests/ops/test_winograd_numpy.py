@@ -1,0 +1,148 @@
+"""Winograd's convolution against im2col, with ReLU and pooling or without, and where it is used."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from nnmpi.ops.conv import winograd_numpy
+from nnmpi.ops.conv.algorithm import ConvSpec
+from nnmpi.ops.conv.choice import fits_winograd
+from nnmpi.ops.conv.conv2d import Conv2dFunction, conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.conv.im2col import Im2col
+from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
+from nnmpi.ops.pool import max_pool2d
+from nnmpi.tensor.tensor import Tensor
+
+pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone")
+
+
+def plain(x, weight, bias=None):
+    """Return the convolution by im2col."""
+    return Conv2dFunction(Im2col(ConvSpec((3, 3), padding=(1, 1))))(x, weight, bias)
+
+
+def relu(x):
+    """Return max(x, 0), by nothing but multiplication."""
+    return x * Tensor((x.data > 0).astype(x.dtype))
+
+
+ALONE = ConvSpec((3, 3), padding=(1, 1))
+RELU = ALONE._replace(relu=True)
+RELU_POOL = RELU._replace(pool=(2, 2))
+EXPECTED = {
+    ALONE: plain,
+    RELU: lambda *args: relu(plain(*args)),
+    RELU_POOL: lambda *args: max_pool2d(relu(plain(*args)), 2),
+}
+NAMES = ("alone", "relu", "relu and pooling")
+
+
+def tiled(spec, x, weight, bias=None):
+    """Return the convolution by Winograd's tiles, and what follows it."""
+    return Conv2dFunction(WinogradNumpy(spec))(x, weight, bias)
+
+
+def run(function, arrays, dtype):
+    """Return the function's result and its gradients."""
+    leaves = [Tensor(a.astype(dtype), requires_grad=True) for a in arrays]
+    y = function(*leaves)
+    y.backward(np.random.default_rng(2).standard_normal(y.shape).astype(dtype))
+    return y.data, *[leaf.grad for leaf in leaves]
+
+
+def compare(spec, arrays):
+    """Compare with im2col in float64, both in float64 and in float32."""
+    expected = run(EXPECTED[spec], arrays, "float64")
+    for dtype, tolerance in (("float64", 1e-13), ("float32", 2e-6)):
+        for one, other in zip(run(partial(tiled, spec), arrays, dtype), expected, strict=True):
+            assert one.dtype == dtype
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * abs(other).max(initial=1e-300))
+
+
+@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
+@pytest.mark.parametrize("size", [(2, 2), (2, 6), (8, 4), (6, 14)])
+@pytest.mark.parametrize("channels", [(1, 1), (3, 5), (16, 24)])
+@pytest.mark.parametrize("n", [1, 7])
+def test_sizes(spec, size, channels, n, monkeypatch):
+    """Even sizes and any channels, in blocks of three images, the last one shorter."""
+    c, o = channels
+    monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 3 * winograd_numpy.image_bytes(*size, c, o, 4))
+    rng = np.random.default_rng(0)
+    compare(spec, [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))])
+
+
+@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
+def test_each_element_in_its_place(spec):
+    """Single ones in images and kernels: numbers that leave no room for rounding, and ties."""
+    for row, column in np.ndindex(4, 6):
+        x = np.zeros((2, 4, 6, 1))
+        x[1, row, column] = 1
+        compare(spec, [x, np.arange(1.0, 10.0).reshape(3, 3, 1, 1), np.zeros(1)])
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
+@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
+def test_constant_regions(spec, bias):
+    """Where a black background meets a picture: equal places, and with a bias of 0 the corner of the ReLU."""
+    rng = np.random.default_rng(0)
+    x = np.zeros((4, 12, 12, 16))
+    x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 16))
+    compare(spec, [x, rng.standard_normal((3, 3, 16, 5)), np.full(5, bias)])
+
+
+def test_only_what_is_wanted():
+    """Gradients of some inputs alone."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape) for shape in ((3, 6, 6, 2), (3, 3, 2, 4), (4,))]
+    everything = run(partial(tiled, RELU_POOL), arrays, "float64")[1:]
+    grad = np.random.default_rng(2).standard_normal((3, 3, 3, 4))
+    for wanted in list(np.ndindex(2, 2, 2))[1:]:
+        leaves = [Tensor(a, requires_grad=bool(want)) for a, want in zip(arrays, wanted, strict=True)]
+        tiled(RELU_POOL, *leaves).backward(grad)
+        for leaf, expected, want in zip(leaves, everything, wanted, strict=True):
+            if want:
+                np.testing.assert_allclose(leaf.grad, expected, atol=1e-12)
+            else:
+                assert leaf.grad is None
+
+
+def test_arrays_with_gaps():
+    """Images seen from elsewhere, and a gradient that is broadcast."""
+    rng = np.random.default_rng(0)
+    base, kernel = rng.standard_normal((8, 2, 12, 4)), rng.standard_normal((4, 3, 2, 3))
+    results = []
+    for function in (partial(tiled, ALONE), plain):
+        x = Tensor(base.transpose(2, 0, 3, 1)[::2, ::-1], requires_grad=True)  # (6, 8, 4, 2)
+        weight = Tensor(kernel.swapaxes(0, 3), requires_grad=True)
+        function(x, weight, None).sum().backward()
+        results.append((x.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_where_it_fits():
+    """3 x 3 with a border of one pixel, even sizes, enough channels, and images that the caches hold."""
+
+    def found(shape, o=16, groups=1, **options):
+        x, weight = Tensor(np.zeros(shape, "float32")), Tensor(np.zeros((3, 3, shape[3], o), "float32"))
+        return fits_winograd(x, weight, ConvSpec(**{"kernel": (3, 3), "padding": (1, 1), "groups": groups} | options))
+
+    assert found((2, 8, 6, 16))
+    for shape in ((2, 7, 6, 16), (2, 8, 5, 16), (2, 8, 6, 15), (0, 8, 6, 16), (1, 1024, 1024, 16)):
+        assert not found(shape)
+    others = ({"kernel": (3, 5)}, {"stride": (1, 2)}, {"padding": (0, 1)}, {"dilation": (2, 1)}, {"groups": 2})
+    for other in ({"o": 15}, *others):
+        assert not found((2, 8, 6, 16), **other)
+
+
+@pytest.mark.parametrize(
+    ("function", "spec"), [(conv2d, ALONE), (conv_relu, RELU), (conv_relu_pool, RELU_POOL)], ids=NAMES
+)
+def test_it_is_taken(function, spec):
+    """By the operations that users call."""
+    x, weight = (Tensor(np.zeros(shape, "float32"), requires_grad=True) for shape in ((2, 8, 6, 16), (3, 3, 16, 16)))
+    algorithm = function(x, weight, padding=1).node.algorithm
+    assert type(algorithm) is WinogradNumpy
+    assert algorithm.spec == spec

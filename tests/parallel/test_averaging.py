@@ -1,0 +1,388 @@
+"""Local SGD and gossip: the synchronous run where they average at once, the known mixing where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import nn, ops, optim
+from nnmpi.backend.array import namespace
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
+from nnmpi.shard import split
+from nnmpi.synchrony.neighbours import matching
+from tests.comm.test_pairwise import Synchronous
+from tests.device.library import device_backend
+
+Make = Callable[[Any], Optimizer]
+SGD: dict[str, Make] = {
+    "plain": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay={"weights": 0.01}),
+}
+ADAM: Make = partial(optim.Adam, lr=0.01)
+
+
+def network(backend: Backend | None = None, hidden: int = 7) -> nn.Sequential:
+    """Return a small network in double precision, in two flat buffers."""
+    model = nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+    return model.initialize(
+        seed=0, dtype="float64", backend=backend, group=lambda name, _: "weights" if name.endswith("weight") else "rest"
+    )
+
+
+def batch(step: int, rows: int) -> tuple[Any, Any]:
+    """Return a batch that is the same on all ranks."""
+    generator = np.random.default_rng([7, step])
+    return generator.standard_normal((rows, 5)), generator.integers(0, 3, rows)
+
+
+def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any) -> None:
+    """Do one update with the mean gradient of these rows, or with that of no rows, which is zero."""
+    model.zero_grad()
+    if len(y):
+        xp = namespace(model.storage.data[0])
+        with nn.training():
+            loss = ops.cross_entropy(model(xp.asarray(x)), xp.asarray(y), reduction="sum")
+        loss.backward(np.full(loss.shape, 1 / len(y)))
+    optimizer.step()
+
+
+def serial(make: Make, rows: int, steps: int) -> tuple[nn.Sequential, Optimizer]:
+    """Return what training on whole batches gives."""
+    model = network()
+    optimizer = make(model.storage)
+    for step in range(steps):
+        update(model, optimizer, *batch(step, rows))
+    return model, optimizer
+
+
+def train(averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0) -> None:
+    """Let this rank do steps on its part of each batch."""
+    own = parts[averaging.group.rank]
+    for step in range(first, first + steps):
+        x, y = batch(step, parts[-1].stop)
+        update(model, averaging.optimizer, x[own.start : own.stop], y[own.start : own.stop])
+        averaging.after_step(step, len(own))
+
+
+def flat(arrays: list[Any]) -> Any:
+    """Return all values as one host array."""
+    return np.concatenate([array.get() if hasattr(array, "get") else array.copy() for array in arrays])
+
+
+def scatter(averaging: Averaging) -> list[Any]:
+    """Give each rank other weights, and return those of all ranks."""
+    everyones = [
+        [np.random.default_rng([rank, i]).standard_normal(a.size) for i, a in enumerate(averaging.storage.data)]
+        for rank in range(averaging.group.size)
+    ]
+    for array, values in zip(averaging.storage.data, everyones[averaging.group.rank], strict=True):
+        array[...] = namespace(array).asarray(values)
+    return [np.concatenate(values) for values in everyones]
+
+
+def same_bits(group: Group, arrays: list[Any]) -> bool:
+    """Return whether all ranks have the same bits."""
+    return len(set(group.gather(hashlib.blake2b(flat(arrays).tobytes()).hexdigest()))) == 1
+
+
+def everywhere(group: Group, right: list[bool]) -> bool:
+    """Return whether all of these hold on all ranks."""
+    return all(group.gather(bool(all(right))))
+
+
+def mixing(size: int, neighbours: str, seed: int, step: int) -> Any:
+    """Return the matrix by which a step of gossip multiplies the ranks' weights."""
+    eye = np.eye(size)
+    if neighbours == "random" or size == 2:
+        return (eye + eye[matching(size, seed, step) if neighbours == "random" else [1, 0]]) / 2
+    return eye / 2 + np.roll(eye, 1, axis=0) / 4 + np.roll(eye, -1, axis=0) / 4
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Return whether two arrays are the same but for rounding."""
+    return bool(np.allclose(ours, theirs, rtol=1e-10, atol=1e-12))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", SGD)
+def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
+    """Also the state, once the ranks have met; and the meeting leaves the weights alone, which are equal already."""
+    rows, steps = 4 * group.size, 5
+    model = network()
+    local = LocalSGD(group, model.storage, SGD[kind](model.storage), every=1)
+    train(local, model, list(split(rows, group.size)), steps)
+    before = flat(model.storage.data)
+    disagreement = local.synchronize()
+    whole, optimizer = serial(SGD[kind], rows, steps)
+    right = [
+        close(before, flat(whole.storage.data)),
+        bool(np.array_equal(before, flat(model.storage.data))),
+        disagreement == 0,
+        all(close(flat(ours), flat(optimizer.slots()[name])) for name, ours in local.optimizer.slots().items()),
+        local.optimizer.steps == steps,
+    ]
+    assert everywhere(group, right), right
+    local.release()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("without", [0, 1])
+def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
+    """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous run."""
+    rows, steps, some = 13, 4, max(1, group.size - without)
+    parts = [*split(rows, some), *[range(rows, rows)] * (group.size - some)]
+    model = network()
+    local = LocalSGD(group, model.storage, SGD["plain"](model.storage), every=1)
+    train(local, model, parts, steps)
+    right = close(flat(model.storage.data), flat(serial(SGD["plain"], rows, steps)[0].storage.data))
+    assert all(group.gather(right))
+    local.release()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
+    """Three own steps with Adam, weighted by all rows of the three; ages and messages are counted."""
+    rows, parts = 13, list(split(13, group.size))
+    model = network()
+    local = LocalSGD(group, model.storage, ADAM(model.storage), every=3)
+    local.begin()
+    ages = []
+    for step in range(3):
+        ages.append(local.steps_since_average(step))
+        train(local, model, parts, 1, step)
+    alone = []
+    for own in parts:
+        other = network()
+        optimizer = ADAM(other.storage)
+        for step in range(3):
+            x, y = batch(step, rows)
+            update(other, optimizer, x[own.start : own.stop], y[own.start : own.stop])
+        alone.append(flat(other.storage.data) * (len(own) / rows))
+    right = [close(flat(model.storage.data), sum(alone)), same_bits(group, model.storage.data), ages == [0, 1, 2]]
+    steps = 2 * (group.size - 1)  # as on a ring
+    sent = (2 * steps, sum(steps * array.nbytes // group.size for array in model.storage.data))
+    right += [(local.messages, local.bytes) == sent]
+    train(local, model, parts, 1, 3)
+    right += [not same_bits(group, model.storage.data), local.steps_since_average(4) == 1]
+    local.synchronize()
+    right += [local.steps_since_average(4) == 0, (local.messages, local.bytes) == sent]
+    local.begin()
+    right += [(local.messages, local.bytes) == (0, 0)]
+    assert everywhere(group, right), right
+    local.release()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
+def test_a_meeting_makes_one_of_all(group: Group, rows: str) -> None:
+    """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they were."""
+    own = {"equal": [4] * group.size, "unequal": list(range(group.size)), "none": [0] * group.size}[rows]
+    model = network()
+    local = LocalSGD(group, model.storage, ADAM(model.storage), every=100)
+    local.after_step(0, own[group.rank])
+    values = scatter(local)
+    slots = local.optimizer.slots()
+    for arrays in slots.values():
+        for array in arrays:
+            array[...] = group.rank
+    local.optimizer.steps = 5 + group.rank
+    disagreement = local.synchronize()
+    shares = np.array(own) / sum(own) if sum(own) else np.full(group.size, 1 / group.size)
+    mean = sum(share * each for share, each in zip(shares, values, strict=True))
+    squares = np.mean([np.sum((each - mean) ** 2) for each in values])
+    met = flat(model.storage.data)
+    right = [
+        close(met, mean),
+        abs(disagreement - np.sqrt(squares) / np.linalg.norm(mean)) < 1e-10,
+        same_bits(group, [array for arrays in slots.values() for array in arrays] + model.storage.data),
+        all(close(flat(arrays), (group.size - 1) / 2) for arrays in slots.values()),
+        local.optimizer.steps == 5 + group.size - 1,
+        local.synchronize() == 0 and bool(np.array_equal(met, flat(model.storage.data))),  # again: nothing changes
+    ]
+    assert everywhere(group, right), right
+    assert group.gather(disagreement) == [disagreement] * group.size
+    local.release()
+
+
+@pytest.mark.mpi
+def test_weights_of_zero_disagree_by_nothing(group: Group) -> None:
+    model = network()
+    local = LocalSGD(group, model.storage, SGD["plain"](model.storage), every=1)
+    for array in model.storage.data:
+        array[...] = 0
+    assert group.gather(local.synchronize()) == [0.0] * group.size
+    local.release()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("neighbours", ["ring", "random"])
+def test_gossip_mixes_as_its_matrix_says(group: Group, neighbours: str) -> None:
+    """Step by step, with sends that wait for their receives; the mean stays, and the ranks come together as fast."""
+    model = network()
+    gossip = Gossip(group, model.storage, SGD["plain"](model.storage), neighbours, seed=5)
+    gossip.group.comm = Synchronous(gossip.group.comm)
+    values = np.array(scatter(gossip))
+    mean, right = values.mean(axis=0), []
+    rate = 1.0 if neighbours == "random" else 0.0 if group.size == 2 else np.cos(np.pi / group.size) ** 2
+    start = distance = np.linalg.norm(values - mean)
+    sent = 0
+    for step in range(12):
+        matrix = mixing(group.size, neighbours, 5, step)
+        values = matrix @ values
+        gossip.after_step(step, rows=3)
+        sent += 2 if neighbours == "ring" and group.size > 2 else int(matrix[group.rank, group.rank] < 1)
+        everyones = np.array(group.gather(flat(model.storage.data).tolist()))
+        before, distance = distance, np.linalg.norm(everyones - mean)
+        right += [close(everyones, values), close(everyones.mean(axis=0), mean)]
+        right += [distance <= rate * before + 1e-12 * start]
+    buffers, nbytes = len(model.storage.data), sum(array.nbytes for array in model.storage.data)
+    right += [distance < 0.5 * start, gossip.messages == sent * buffers, gossip.bytes == sent * nbytes]
+    assert everywhere(group, right), right
+    gossip.release()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("neighbours", ["ring", "random"])
+@pytest.mark.parametrize("kind", SGD)
+def test_gossip_of_two_is_the_synchronous_run(group: Group, neighbours: str, kind: str) -> None:
+    """More ranks go in pairs of their own, each with the same data."""
+    two = group.split(group.rank // 2)
+    if two.size == 2:
+        model = network()
+        gossip = Gossip(two, model.storage, SGD[kind](model.storage), neighbours)
+        train(gossip, model, list(split(8, 2)), 5)
+        equal = same_bits(two, model.storage.data)
+        right = equal and close(flat(model.storage.data), flat(serial(SGD[kind], 8, 5)[0].storage.data))
+        gossip.release()
+    else:
+        right = True
+    two.free()
+    assert all(group.gather(right))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("neighbours", ["ring", "random"])
+def test_gossip_meets_at_the_plain_mean(group: Group, neighbours: str) -> None:
+    model = network()
+    gossip = Gossip(group, model.storage, ADAM(model.storage), neighbours)
+    train(gossip, model, list(split(13, group.size)), 2)
+    aged = gossip.steps_since_average(2)
+    mean = np.mean(group.gather(flat(model.storage.data).tolist()), axis=0)
+    moments = np.mean(group.gather(flat(gossip.optimizer.slots()["v"]).tolist()), axis=0)
+    gossip.synchronize()
+    right = [
+        close(flat(model.storage.data), mean),
+        close(flat(gossip.optimizer.slots()["v"]), moments),
+        same_bits(group, model.storage.data),
+        (aged, gossip.steps_since_average(2)) == (2, 0),
+    ]
+    assert everywhere(group, right), right
+    gossip.release()
+
+
+def all_kinds(group: Group, storage: Any) -> list[Averaging]:
+    """Return one of each kind that works with so many ranks."""
+    kinds: list[Averaging] = [LocalSGD(group, storage, ADAM(storage), every=2)]
+    if group.size > 1:
+        kinds += [Gossip(group, storage, ADAM(storage), each) for each in ("ring", "random")]
+    return kinds
+
+
+@pytest.mark.mpi
+def test_frozen_parameters_keep_their_bits(group: Group) -> None:
+    """Though sums and quotients of equal numbers need not be these numbers, for 3 ranks say."""
+    for number in range(3 if group.size > 1 else 1):
+        model = network()
+        frozen = model.storage.spans[0].parameter
+        frozen.data[...] = np.random.default_rng(3).standard_normal(frozen.shape) / 3
+        before = frozen.data.copy()
+        averaging = all_kinds(group, model.storage)
+        frozen.requires_grad = False
+        train(averaging[number], model, list(split(13, group.size)), 5)
+        averaging[number].synchronize()
+        moved = model.storage.spans[2].parameter.data
+        right = [bool(np.array_equal(frozen.data, before)), not np.array_equal(moved, network()[2].weight.data)]
+        for each in averaging:
+            each.release()
+        assert everywhere(group, right), right
+
+
+@pytest.mark.mpi
+def test_device_arrays_go_through_the_host(group: Group) -> None:
+    """The same numbers; a NumPy array that meets a device array would raise."""
+    for number in range(3 if group.size > 1 else 1):
+        found = []
+        for backend in (numpy_backend(), device_backend()):
+            model = network(backend)
+            averaging = all_kinds(group, model.storage)
+            train(averaging[number], model, list(split(13, group.size)), 5)
+            before = flat(model.storage.data)
+            disagreement = averaging[number].synchronize()
+            found.append([before, flat(model.storage.data), np.array(disagreement)])
+            for each in averaging:
+                each.release()
+        assert all(group.gather(all(map(close, *found))))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gossip_follows_a_storage_that_moves(group: Group) -> None:
+    model = network()
+    gossip = Gossip(group, model.storage, SGD["plain"](model.storage), "ring")
+    gossip.after_step(0, 1)
+    model.storage.move(data=[array.copy() for array in model.storage.data])
+    values = mixing(group.size, "ring", 0, 1) @ np.array(scatter(gossip))
+    gossip.after_step(1, 1)
+    assert all(group.gather(close(flat(model.storage.data), values[group.rank])))
+    gossip.release()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
+    model, late_s = network(), 0.3
+    for averaging in all_kinds(group, model.storage)[:2]:
+        group.barrier()
+        began = time.process_time()
+        if group.is_root:
+            time.sleep(late_s)
+        averaging.after_step(1, 1)
+        used = group.gather(time.process_time() - began)
+        assert max(used) < 0.6 * late_s, used
+        averaging.release()
+
+
+def caught(action: Callable[[], object]) -> NnmpiError | None:
+    """Return what calling the action raises."""
+    try:
+        action()
+    except NnmpiError as error:
+        return error
+    return None
+
+
+@pytest.mark.mpi
+def test_what_makes_no_sense_is_refused_on_all_ranks(group: Group) -> None:
+    storage = network().storage
+    optimizer = SGD["plain"](storage)
+    errors = [
+        (caught(lambda: LocalSGD(group, storage, optimizer, 0)), UsageError, "every 0 steps; give at least 1"),
+        (caught(lambda: Gossip(group, storage, optimizer, "star")), UsageError, "'star'; choose from: ring, random"),
+    ]
+    if group.size == 1:
+        errors += [(caught(lambda: Gossip(group, storage, optimizer)), UsageError, "one rank; start at least 2")]
+    else:
+        other = network(hidden=7 + (group.rank == group.size - 1)).storage
+        wrong = caught(lambda: LocalSGD(group, other, SGD["plain"](other), 1))
+        errors += [(wrong, CommError, f"rank {group.size - 1} has 0.weight (5, 8)")]
+    right = [isinstance(error, kind) and text in str(error) for error, kind, text in errors]
+    assert everywhere(group, right), errors

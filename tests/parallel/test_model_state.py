@@ -1,0 +1,324 @@
+"""What one layout gives, any other takes: whole arrays on rank 0, from slices that lie anywhere, and back."""
+
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError, ShapeError
+from nnmpi.parallel.model_state import ModelState, StateEntry
+from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.shard import Region, part
+from tests.device.library import device_backend
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "column": (5, 7),
+    "row": (7, 3),
+    "repeats": (12, 2),
+    "kernel": (3, 3, 2, 5),
+    "scalar": (),
+    "none": (0, 4),
+    "tied": (3, 4),
+    "alone": (6,),
+}
+WHOLE: dict[str, Array] = {
+    name: np.random.default_rng(number).normal(size=shape).astype(("float32", "float64", "int64")[number % 3])
+    for number, (name, shape) in enumerate(SHAPES.items())
+}
+
+
+def cut(name: str, axis: int, size: int, index: int, repeats: int = 1) -> Region:
+    rows = part(SHAPES[name][axis] // repeats, size, index)
+    return Region(SHAPES[name], axis, rows.start, rows.stop, repeats)
+
+
+def sharded(group: Group) -> dict[str, tuple[Region | None, bool]]:
+    """Everything is cut over all ranks (some get nothing), the rest is everywhere and rank 0's."""
+    rank, size = group.rank, group.size
+    regions = {
+        "column": cut("column", 1, size, rank),
+        "row": cut("row", 0, size, rank),
+        "repeats": cut("repeats", 0, size, rank, repeats=3),
+        "kernel": cut("kernel", 3, size, rank),
+    }
+    return {name: (regions.get(name), name in regions or rank == 0) for name in SHAPES}
+
+
+def staged(group: Group) -> dict[str, tuple[Region | None, bool]]:
+    """Whole arrays, dealt out in turn; "tied" also on the last rank; rank 1 has nothing but replicas."""
+    owners = [rank for rank in range(group.size) if rank != 1]
+    held: dict[str, tuple[Region | None, bool]] = {}
+    for number, name in enumerate(SHAPES):
+        owner = owners[number % len(owners)]
+        if group.rank in (owner, 1) or (name == "tied" and group.rank == group.size - 1):
+            held[name] = (None, group.rank == owner)
+    return held
+
+
+def mixed(group: Group) -> dict[str, tuple[Region | None, bool]]:
+    """Two shards at most, ranks in pairs: the pairs are replicas; an odd last rank has nothing."""
+    if group.size == 1:
+        return dict.fromkeys(SHAPES, (None, True))
+    if group.rank == group.size - 1 and group.size % 2:
+        return {}
+    half, first = group.rank % 2, group.rank < 2
+    held: dict[str, tuple[Region | None, bool]] = dict.fromkeys(SHAPES, (None, group.rank == 0))
+    return held | {
+        "column": (cut("column", 0, 2, half), first),
+        "repeats": (cut("repeats", 0, 2, half, repeats=2), first),
+        "alone": (Region((6,), 0, 0, 6) if half == 0 else Region((6,), 0, 6, 6), first),
+    }
+
+
+Layout = Callable[[Group], dict[str, tuple[Region | None, bool]]]
+LAYOUTS: list[Layout] = [sharded, staged, mixed]
+
+
+def make(layout: Layout, group: Group, filled: bool) -> tuple[ModelState, dict[str, tuple[Array, Region | None]]]:
+    """Return the state of a layout, with the right values in every array, or with wrong ones."""
+    arrays = {}
+    for name, (region, _) in layout(group).items():
+        values = WHOLE[name] if region is None else region.take(WHOLE[name])
+        padded = np.zeros((*values.shape, 2), values.dtype)  # a view with gaps, as an array in a larger one may be
+        padded[..., 0] = values if filled else -1
+        arrays[name] = (padded[..., 0] if group.rank % 2 else padded[..., 0].copy(), region)
+    entries = [
+        StateEntry.of(name, arrays[name][0], region, owned) for name, (region, owned) in reversed(layout(group).items())
+    ]
+    return ModelState(entries, list(SHAPES), group), arrays
+
+
+def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
+    return list(found) == list(expected) and all(
+        (found[name].shape, found[name].dtype) == (each.shape, each.dtype) and np.array_equal(found[name], each)
+        for name, each in expected.items()
+    )
+
+
+def text_on_all(group: Group, call: Callable[[], object], kind: type[NnmpiError]) -> str:
+    """Return the text of the error, which every rank must raise, of one kind and with one text."""
+    try:
+        call()
+        text = "no error"
+    except NnmpiError as error:
+        text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+    texts = group.gather(text)
+    assert len(set(texts)) == 1, texts
+    return text
+
+
+def test_an_entry_is_a_region_of_its_whole() -> None:
+    region = Region((4, 6), 1, 0, 2)
+    assert StateEntry.of("w", np.zeros((4, 2), np.float32), region).shape == (4, 6)
+    with pytest.raises(ShapeError, match=r"w has shape \(4, 3\) here, but this rank's part of \(4, 6\) is \(4, 2\)"):
+        StateEntry.of("w", np.zeros((4, 3)), region)
+    with pytest.raises(ShapeError, match=r"this rank's part of \(5,\) is \(5,\)"):
+        StateEntry("w", (5,), "float64", None, np.zeros(4), True)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_whole_arrays_come_to_rank_0_one_by_one_in_order(group: Group, layout: Layout) -> None:
+    state, _ = make(layout, group, filled=True)
+    found: dict[str, Array] = {}
+    state.gather(lambda name, array: found.update({name: array.copy()}))
+    assert all(group.gather(equal(found, WHOLE if group.is_root else {})))
+    assert all(group.gather(equal(state.to_dict(), WHOLE if group.is_root else {})))
+    assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_holder_gets_its_part(group: Group, layout: Layout) -> None:
+    state, arrays = make(layout, group, filled=False)
+    state.scatter(WHOLE.__getitem__)
+    right = [
+        np.array_equal(array, WHOLE[name] if region is None else region.take(WHOLE[name]))
+        for name, (array, region) in arrays.items()
+    ]
+    assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.mpi
+def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
+    for first in LAYOUTS:
+        for second in LAYOUTS:
+            found = make(first, group, filled=True)[0].to_dict()
+            state, _ = make(second, group, filled=False)
+            state.scatter(found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()})
+            assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"row": None}, r"f has no row, which this model needs with shape (7, 3)"),
+        ({"tied": np.zeros((3, 4))}, "f has tied with shape (3, 4) and float64, but this model needs shape (3, 4) and"),
+        ({"row": np.zeros((3, 7))}, "f has row with shape (3, 7) and float64, but this model needs shape (7, 3) and"),
+        ({"more": np.zeros(2)}, "f has more with shape (2,), which this model does not have"),
+    ],
+)
+def test_nothing_is_changed_by_what_does_not_fit(group: Group, found: dict[str, Array | None], text: str) -> None:
+    given = {name: array for name, array in {**WHOLE, **found}.items() if array is not None}
+    state, arrays = make(sharded, group, filled=False)
+    specs = {name: ArraySpec.of(array) for name, array in given.items()}
+    calls: list[str] = []
+
+    def read(name: str) -> Array:
+        calls.append(name)
+        return given[name]
+
+    assert text_on_all(group, lambda: state.scatter(read, specs, "f"), CheckpointError).startswith(text)
+    if "more" not in found:  # without specs it is found by reading
+        assert text_on_all(group, lambda: state.scatter(read, source="f"), CheckpointError).startswith(text)
+    assert all(group.gather(all((array == -1).all() for array, _ in arrays.values())))
+    assert all(group.gather(group.is_root or not calls))
+
+
+@pytest.mark.mpi
+def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group: Group) -> None:
+    written = []
+
+    def write(name: str, _: Array) -> None:
+        written.append(name)
+        if name == "repeats":
+            raise CheckpointError("the disk is full")
+
+    def read(name: str) -> Array:
+        if name == "repeats":
+            raise CheckpointError("the disk is gone")
+        return WHOLE[name]
+
+    specs = {name: ArraySpec.of(array) for name, array in WHOLE.items()}
+    for layout in LAYOUTS:
+        state, _ = make(layout, group, filled=True)
+        assert text_on_all(group, partial(state.gather, write), CheckpointError) == "the disk is full"
+        assert text_on_all(group, partial(state.scatter, read, specs), CheckpointError) == "the disk is gone"
+    assert written == (["column", "row", "repeats"] * len(LAYOUTS) if group.is_root else [])
+
+
+class Broken(np.ndarray):
+    """An array whose values can be neither had nor set, as on a device that has failed."""
+
+    def get(self) -> Array:
+        raise MemoryError("out of pinned memory")
+
+    def __setitem__(self, *_: object) -> None:
+        raise MemoryError("out of pinned memory")
+
+
+@pytest.mark.mpi
+def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) -> None:
+    guilty = min(group.size, SHAPES["row"][0]) - 1  # a rank that has some of it
+    entries = []
+    for name, (region, owned) in sharded(group).items():
+        values = (WHOLE[name] if region is None else region.take(WHOLE[name])).copy()
+        broken = name == "row" and group.rank == guilty
+        entries.append(StateEntry.of(name, values.view(Broken) if broken else values, region, owned))
+    state = ModelState(entries, list(SHAPES), group)
+    prefix = "" if guilty == 0 else f"rank {guilty}: "
+    written: list[str] = []
+    text = text_on_all(group, lambda: state.gather(lambda name, _: written.append(name)), CommError)
+    assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
+    assert written == (["column"] if group.is_root else [])
+    text = text_on_all(group, lambda: state.scatter(WHOLE.__getitem__), CommError)
+    assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
+    assert all(group.gather(group.comm.Get_size() == group.size))  # and the group is as good as before
+
+
+@pytest.mark.mpi
+def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
+    order = ["w"] if group.rank == 0 else ["w", "v"]
+    state = ModelState([StateEntry.of("w", np.zeros(2), owned=group.is_root)], order, group)
+    if group.size > 1:
+        text = text_on_all(group, state.specs, LayoutError)
+        others = "rank 1 of 2 has" if group.size == 2 else f"ranks 1-{group.size - 1} of {group.size} have"
+        differ = "the names of the model's arrays, or their order, differ between the ranks"
+        assert text == f"{differ}: {others} not what rank 0 has"
+
+
+@pytest.mark.mpi
+def test_ranks_beside_the_group_are_not_needed(group: Group) -> None:
+    """Each half has its own model; they go through it at different times."""
+    half = group.split(group.rank % 2)
+    for _ in range(1 + group.rank % 2):
+        state, _ = make(sharded, half, filled=True)
+        found = state.to_dict(everywhere=True)
+    half.free()
+    assert all(group.gather(equal(found, WHOLE)))
+
+
+def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
+    """Return any layout: each array cut along any axis at any places, dealt to any ranks, with replicas."""
+    rng = np.random.default_rng(seed)
+    held: dict[str, tuple[Region | None, bool]] = {}
+    for name, shape in SHAPES.items():
+        axes = [axis for axis, length in enumerate(shape) if length]
+        regions: list[Region | None] = [None]
+        if axes and rng.random() < 0.8:
+            axis = int(rng.choice(axes))
+            repeats = int(rng.choice([n for n in range(1, shape[axis] + 1) if shape[axis] % n == 0]))
+            length = shape[axis] // repeats
+            cuts = sorted(rng.integers(0, length + 1, size=rng.integers(0, group.size)).tolist())
+            regions = [Region(shape, axis, *ends, repeats) for ends in pairwise([0, *cuts, length])]
+        owners = rng.permutation(group.size)[: len(regions)].tolist()
+        replicas = rng.integers(-1, len(regions), size=group.size).tolist()  # -1: has none of it
+        if group.rank in owners:
+            held[name] = (regions[owners.index(group.rank)], True)
+        elif replicas[group.rank] >= 0:
+            held[name] = (regions[replicas[group.rank]], False)
+    return held
+
+
+@pytest.mark.mpi
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+@settings(max_examples=8)
+def test_any_layout_gives_to_any_other(group: Group, first: int, second: int) -> None:
+    found = make(partial(draw, first), group, filled=True)[0].to_dict()
+    state, _ = make(partial(draw, second), group, filled=False)
+    state.scatter(found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()})
+    assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
+
+
+@pytest.mark.mpi
+def test_one_whole_array_is_in_memory_at_a_time(group: Group) -> None:
+    shape = (1000, 125)  # 1 MB
+    rows = part(1000, group.size, group.rank)
+    region = Region(shape, 0, rows.start, rows.stop)
+    names = [f"{number}" for number in range(8)]
+    entries = [StateEntry.of(name, np.full(region.local_shape, float(name)), region) for name in names]
+    state, sums = ModelState(entries, names, group), []
+    state.specs()
+    tracemalloc.start()
+    try:
+        state.gather(lambda _, array: sums.append(float(array[0, 0] + array[-1, -1])))
+        state.scatter(lambda name: np.full(shape, float(name)), dict.fromkeys(names, ArraySpec(shape, "float64")))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sums == [2.0 * number for number in range(8)] * group.is_root
+    assert all(group.gather(peak_bytes < 3.2e6))
+
+
+@pytest.mark.mpi
+def test_arrays_on_a_device_go_through_the_host(group: Group) -> None:
+    backend = device_backend()
+    whole = {"w": WHOLE["column"], "scalar": WHOLE["scalar"]}
+    region = cut("column", 1, group.size, group.rank)
+    entries = [
+        StateEntry.of("w", backend.asarray(region.take(whole["w"]).copy()), region),
+        StateEntry.of("scalar", backend.asarray(whole["scalar"].copy()), owned=group.is_root),
+    ]
+    state = ModelState(entries, list(whole), group)
+    assert all(group.gather(equal(state.to_dict(everywhere=True), whole)))
+    state.scatter(lambda name: whole[name] + 1)
+    expected = {name: array + 1 for name, array in whole.items()}
+    assert all(group.gather(equal(state.to_dict(everywhere=True), expected)))

@@ -1,0 +1,140 @@
+"""Jobs whose ranks are not in step: they learn, tell how stale they were, and end well however they end."""
+
+import gzip
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from nnmpi.train.metrics import read_metrics, sum_staleness
+from tests.chrome import breaches
+from tests.harness.slow import ONCE_MORE
+from tests.train.jobs import lines, once, send, train
+
+# Several jobs one after the other, on a machine that may be busy with others.
+pytestmark = pytest.mark.timeout(300)
+
+DIGITS = "--model mlp --hidden 32 --dataset digits --schedule constant"
+FOR_EVER = f"{DIGITS} --epochs 100000 --eval-every 0 --save-every 0 --log-every 5 --pace-ms 1"
+
+BROKEN = """
+import os
+
+from nnmpi import nn
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        self.flat, self.out, self.calls = nn.Flatten(), nn.Linear(64, 10), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 5 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "2":
+            raise ZeroDivisionError("the fifth pass")
+        return self.out(self.flat(x))
+
+
+def build(sample_shape, classes):
+    return Breaks()
+"""
+
+
+def check_told(run: Path, output: str, first_epoch: int) -> None:
+    """Check that the lines of each epoch say what the records of its segments say."""
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"]
+    told = re.findall(r"epoch (\d+)/\d+: .*\n.*\n((?:  [^ ].*\n)*)", output)
+    assert told
+    for number, text in told:
+        if int(number) <= first_epoch:  # it may have begun in another job
+            continue
+        mine = [record for record in records if int(number) - 1 < record["epoch"] <= int(number)]
+        stale = sum_staleness(mine)
+        if stale.count():
+            counts = ", ".join(str(stale.count(worker)) for worker in range(len(stale.histograms)))
+            assert f"staleness {stale.mean():.2f} on average, at most {stale.largest()}; " in text
+            assert f"steps by worker: {counts}" in text
+        lead = max(record["lead"] for record in mine)
+        assert (f"at most {lead} step" in text) == (lead > 0)
+        assert (" gradients came too late" in text) == any(record["dropped"] + record["undealt"] for record in mine)
+        assert (max(record["disagreement"] for record in mine) > 0) == ("weights differed by" in text)
+
+
+@pytest.mark.slow(ONCE_MORE)
+def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # Six jobs need not load what draws.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules.update(matplotlib=None, tensorboardX=None)")
+    words = f"{DIGITS} --sync asp --servers 2 --save-steps 20 --log-every 5 --out {run}"
+    kill = once(
+        lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), only_ranks=True), ends=False
+    )
+    assert train(tmp_path, f"{words} --epochs 10000", 3, kill).status not in (0, None)
+    begin = int((run / "checkpoints" / "latest").read_text().rpartition("-")[2])
+    assert begin >= 20
+    steps, epoch = begin + 90, begin // 45 + 1
+    jobs = [
+        (3, "--trace", "steps by worker"),
+        (4, "--sync ssp --staleness 2 --servers 1 --dedicated-servers --straggler rank=1,factor=2", "at most"),
+        (2, "--sync local --local-steps 4", "weights differed by"),
+        (3, "--sync gossip --neighbours random", "weights differed by"),
+        (4, "--sync bsp --backup 1", "parts of batches were not begun"),
+    ]
+    for ranks, more, text in jobs:
+        ending = train(tmp_path, f"--resume {run} {more} --max-steps {steps}", ranks)
+        assert ending.status == 0, ending.output
+        assert text in ending.output
+        check_told(run, ending.output, epoch)
+        steps, epoch = steps + 90, (steps - 1) // 45 + 1
+    records = read_metrics(run / "metrics.jsonl")
+    # As many gradients as there are workers for each batch, whoever made them, but those that were dropped.
+    for record in records:
+        if record["kind"] == "staleness" and record["workers"] and record["global_step"] <= begin + 180:
+            assert sum(worker["steps"] for worker in record["workers"]) % 3 == 0
+    assert max(record["lead"] for record in records if record["kind"] == "staleness") > 0
+    at = [record["global_step"] for record in records if record["kind"] == "train"]
+    assert at == sorted(set(at))
+    assert [record["kind"] for record in records].count("test") == 1
+    assert max(record["accuracy"] for record in records if record["kind"] in ("eval", "test")) > 0.9
+    trace = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))
+    assert breaches(trace) == []
+    assert {"push", "pull"} <= {row["name"] for row in trace["traceEvents"]}
+
+
+def test_a_signal_on_a_dedicated_servers_rank_saves_whole_batches(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    term = once(
+        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGTERM, str(run), True, rank=1), ends=False
+    )
+    ending = train(tmp_path, f"{FOR_EVER} --sync asp --servers 2 --dedicated-servers --out {run}", 3, term)
+    assert ending.status == 128 + signal.SIGTERM
+    assert ending.output.count("stopped by SIGTERM after step ") == 1
+    step = int(ending.output.split("after step ")[1].split(";")[0])
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", f"step-{step:08d}"]
+    last = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"][-1]
+    assert last["global_step"] == step
+    ending = train(tmp_path, f"--resume {run} --max-steps {step + 2}", 3)
+    assert ending.status == 0
+    assert f"{step + 2} steps in " in ending.output
+
+
+@pytest.mark.parametrize("more", ["", "--dedicated-servers"])
+def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path, more: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    words = f"--model broken.py:build --dataset digits --epochs 100000 --sync asp {more} --out run"
+    ending = train(tmp_path, words, 3)
+    assert ending.status not in (0, None)
+    assert ending.output.count("ZeroDivisionError: the fifth pass") == 1
+    assert "rank 2 of 3" in ending.output
+    assert ending.seconds < 60
+
+
+def test_a_worker_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kill = once(
+        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGKILL, str(run), True, rank=2), ends=False
+    )
+    ending = train(tmp_path, f"{FOR_EVER} --sync asp --out {run}", 3, kill)
+    assert ending.status not in (0, None)
+    assert ending.seconds < 60

@@ -1,0 +1,255 @@
+"""Checkpoints come back bit for bit, are whole or absent, and damage is found and named."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import CheckpointError
+from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.train import checkpoint_files as module
+from nnmpi.train import tensor_file
+from nnmpi.train.checkpoint_files import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    CheckpointWriter,
+    digest,
+    load_checkpoint,
+    read_checkpoint,
+)
+from nnmpi.train.folder import sha256
+from tests.train.test_tensor_file import ARRAYS
+
+
+@dataclass
+class Content:
+    model: Mapping[str, Array]
+    optimizer: Mapping[str, Array]
+    state: Mapping[str, Any]
+
+
+def save(folder: Path, content: Content, keep: int) -> Path:
+    """Write a checkpoint as a run does."""
+    draft = CheckpointWriter(folder, content.state["step"])
+    try:
+        draft.begin()
+        for name, arrays in ((MODEL_FILE, content.model), (OPTIMIZER_FILE, content.optimizer)):
+            draft.open(name, {key: ArraySpec.of(array) for key, array in arrays.items()})
+            for key, array in arrays.items():
+                draft.write(key, array)
+        return folder / draft.finish(content.state, keep)
+    finally:
+        draft.discard()
+
+
+def make(step: int, value: float = 0.0) -> Content:
+    weights = {"w": np.full((2, 3), value, dtype=np.float32)}
+    return Content(weights, {"m/w": weights["w"] + 1}, {"step": step, "epoch": 2, "third": 1 / 3})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_every_kind_of_array_comes_back_the_same(tmp_path: Path) -> None:
+    folder = save(tmp_path, Content(ARRAYS, dict(reversed(ARRAYS.items())), {"step": 1}), keep=1)
+    found = read_checkpoint(folder)
+    for arrays in (found.model, found.optimizer):
+        assert set(arrays) == set(ARRAYS)
+        for name, array in ARRAYS.items():
+            assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype), name
+            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+
+
+def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
+    first, second = (save(tmp_path / name, make(7, 1.5), keep=1) for name in "ab")
+    assert read_checkpoint(first).state == {"step": 7, "epoch": 2, "third": 1 / 3}
+    assert names(first) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    for name in names(first):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        save(tmp_path, make(step), keep=2)
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000010"]
+    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+
+
+def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, make(step), keep=5)
+    save(tmp_path, make(2, 9.0), keep=5)
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].model["w"][0, 0] == 9
+
+
+def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+    assert load_checkpoint(tmp_path / "absent") is None
+    (tmp_path / ".step-00000004.tmp").mkdir()  # what a kill while saving the first one leaves
+    assert load_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("stage", ["TensorWriter", "write_durably", "sync_folder", "replace_durably", "_prune"])
+def test_a_crash_while_saving_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    save(tmp_path, make(1, 1.0), keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, stage, _crash)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing up
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, make(2, 2.0), keep=1)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert (found[0].state["step"], found[0].model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
+    save(tmp_path, make(2, 3.0), keep=1)
+    assert names(tmp_path) == ["latest", "step-00000002"]
+
+
+def _crash(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("room_bytes", [0, 100, 200, 300, 400, 600])
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    left = room_bytes
+
+    def spend(content: Any) -> None:
+        nonlocal left
+        left -= len(content)
+        if left < 0:
+            raise OSError(28, "No space left on device")
+
+    def put(self: tensor_file.TensorWriter, content: Any) -> None:
+        spend(content)
+        real_put(self, content)
+
+    def write(file: Path, content: bytes) -> None:
+        file.write_bytes(content[:3])
+        spend(content)
+
+    save(tmp_path, make(1), keep=1)
+    real_put = tensor_file.TensorWriter._put
+    monkeypatch.setattr(tensor_file.TensorWriter, "_put", put)
+    monkeypatch.setattr(module, "write_durably", write)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, make(2), keep=1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [(cut, "bytes, not"), (flip, "is damaged: its SHA-256"), (Path.unlink, "is missing")],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_damage_is_found_and_an_older_checkpoint_taken(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
+) -> None:
+    save(tmp_path, make(1), keep=3)
+    newest = save(tmp_path, make(2), keep=3)
+    damage(newest / name)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    checkpoint, folder, notices = found
+    assert (checkpoint.state["step"], folder.name) == (1, "step-00000001")
+    assert len(notices) == 1
+    assert str(newest / name) in notices[0]
+    assert text in notices[0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}'])
+def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
+    folder = save(tmp_path, make(1), keep=3)
+    (folder / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged or missing"):
+        read_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp_path: Path) -> None:
+    save(tmp_path, make(1), keep=3)
+    file = save(tmp_path, make(2), keep=3) / "state.json"
+    file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 1
+    assert "state.json is damaged: its SHA-256" in found[2][0]
+
+
+def seal(folder: Path) -> None:
+    """Let the sums in state.json be those of the model's file as it is now."""
+    file, state = folder / "model.safetensors", json.loads((folder / "state.json").read_text())
+    del state["sha256"]
+    state["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    (folder / "state.json").write_text(json.dumps({**state, "sha256": digest(state)}))
+
+
+def test_a_file_of_arrays_that_is_none_is_found(tmp_path: Path) -> None:
+    """The sums are right, but the writer was not."""
+    folder = save(tmp_path, make(1), keep=1)
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        read_checkpoint(folder)
+
+
+def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
+    """The library wrote them then, in another order."""
+    folder = save(tmp_path, make(1), keep=1)
+    weights = {"b": np.arange(3.0), "a": np.arange(4, dtype=np.float32)}
+    save_file(weights, folder / "model.safetensors")
+    seal(folder)
+    found = read_checkpoint(folder)
+    assert {name: array.tolist() for name, array in found.model.items()} == {"b": [0, 1, 2], "a": [0, 1, 2, 3]}
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, make(1), keep=3)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
+    with pytest.raises(CheckpointError, match="has another format than 1"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("latest", [None, "", "step-00000099\n", "../elsewhere\n"])
+def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str | None) -> None:
+    for step in (1, 2):
+        save(tmp_path, make(step), keep=3)
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 2
+
+
+def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, make(step), keep=3)
+    (tmp_path / "latest").write_text("step-00000001")
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[0].state["step"] == 1

@@ -1,0 +1,70 @@
+"""Lines are printed on one rank, and a reader that goes away does not end the run."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from nnmpi.train.log import Console, PrintTimer, duration, percent
+
+
+def test_a_quiet_console_prints_nothing() -> None:
+    loud, quiet = io.StringIO(), io.StringIO()
+    Console(False, loud).say("a", "b")
+    Console(True, quiet).say("a")
+    assert (loud.getvalue(), quiet.getvalue()) == ("a\nb\n", "")
+
+
+def test_a_closed_stream_is_survived() -> None:
+    class Closed(io.StringIO):
+        calls = 0
+
+        def write(self, text: str) -> int:
+            Closed.calls += 1
+            raise BrokenPipeError
+
+    console = Console(False, Closed())
+    console.say("a")
+    console.say("b")
+    assert Closed.calls == 1
+
+
+def test_a_line_is_due_after_its_seconds() -> None:
+    now = [0.0]
+    timer = PrintTimer(5.0, clock=lambda: now[0])
+    answers = []
+    for now[0] in (1.0, 5.0, 6.0, 9.9, 10.0):
+        answers.append(timer.due())
+    assert answers == [False, True, False, False, True]
+
+
+def test_no_seconds_mean_always() -> None:
+    assert all(PrintTimer(0.0).due() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")]
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_percent() -> None:
+    assert percent(0.98056) == "98.06 %"
+
+
+def shell(command: str) -> tuple[int, str]:
+    program = "from nnmpi.train.log import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {command}', sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", [">&-", "| head -n 1", "> /dev/full"])
+def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command: str) -> None:
+    assert shell(command) == (0, "")

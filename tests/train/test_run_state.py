@@ -1,0 +1,48 @@
+"""Where a run stands: what a step, an epoch and an evaluation change, and that JSON keeps it all."""
+
+import json
+
+import pytest
+
+from nnmpi.errors import CheckpointError
+from nnmpi.train.context import Extent
+from nnmpi.train.run_state import RunState, Totals
+
+STEP = Totals(steps=1, samples=4, loss_sum=0.1, correct=3.0, wall_s=0.5)
+
+
+def test_steps_are_counted_and_summed_up() -> None:
+    state = RunState().after_step(STEP).after_step(STEP)
+    assert (state.step, state.epoch, state.batch) == (2, 0, 2)
+    assert state.window == state.in_epoch == STEP.plus(STEP)
+
+
+def test_an_epoch_begins_with_its_first_batch_and_no_sums() -> None:
+    state = RunState().after_step(STEP).after_epoch()
+    assert (state.step, state.epoch, state.batch) == (1, 1, 0)
+    assert (state.in_epoch, state.window) == (Totals(), STEP)
+
+
+def test_the_first_of_the_best_evaluations_counts() -> None:
+    state = RunState()
+    for epoch, accuracy in ((1, 0.0), (2, 0.7), (3, 0.6), (4, 0.7)):
+        state = state.after_evaluation(accuracy, epoch)
+    assert (state.best_accuracy, state.best_epoch) == (0.7, 2)
+    assert RunState().after_evaluation(0.0, 1).best_epoch == 1
+
+
+def test_json_keeps_every_bit() -> None:
+    state = RunState(7, 2, 1, STEP, STEP.plus(STEP), 1 / 3, 2, 0.1)
+    assert RunState.from_json(json.loads(json.dumps({**state.to_json(), "ranks": 3}))) == state
+
+
+@pytest.mark.parametrize("name", ["step", "window", "best_epoch"])
+def test_a_missing_value_is_named(name: str) -> None:
+    values = {key: value for key, value in RunState().to_json().items() if key != name}
+    with pytest.raises(CheckpointError, match=f"lacks a value: '{name}'"):
+        RunState.from_json(values)
+
+
+def test_passes_count_the_fraction_of_an_epoch() -> None:
+    extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1)
+    assert extent.passes(RunState(step=9, epoch=2, batch=1)) == 2.25

@@ -1,0 +1,144 @@
+"""Files of arrays: the safetensors library reads what is written here, and what it writes is read here."""
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import CheckpointError
+from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.train.folder import sha256
+from nnmpi.train.tensor_file import DTYPES, TensorFile, TensorWriter
+
+ARRAYS: dict[str, Array] = {
+    "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+    "transposed": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+    "fortran": np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+    "strided": np.arange(40, dtype=np.float32).reshape(8, 5)[::2, ::3],
+    "reversed": np.arange(6, dtype=np.float32)[::-1],
+    "broadcast": np.broadcast_to(np.float32(3), (2, 5)),
+    "scalar": np.asarray(7.0),
+    "empty": np.zeros((0, 3), dtype=np.float32),
+    "count": np.asarray([5], dtype=np.int64),
+    "flags": np.asarray([True, False]),
+    'Gr\u00f6\u00dfe \\ "0"': np.asarray([1], dtype=np.uint8),
+}
+
+
+def write(file: Path, arrays: dict[str, Array]) -> dict[str, str | int]:
+    writer = TensorWriter(file, {name: ArraySpec.of(array) for name, array in arrays.items()})
+    for name, array in arrays.items():
+        writer.write(name, array)
+    return writer.close()
+
+
+def assert_same(found: dict[str, Array], expected: dict[str, Array]) -> None:
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    for number, arrays in enumerate((ARRAYS, dict(reversed(ARRAYS.items())), {})):
+        facts = write(tmp_path / f"{number}", arrays)
+        assert_same(load_file(tmp_path / f"{number}"), arrays)
+        assert facts == {"bytes": (tmp_path / f"{number}").stat().st_size, "sha256": sha256(tmp_path / f"{number}")}
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    arrays = {name: np.array(array, order="C") for name, array in ARRAYS.items()}
+    save_file(arrays, tmp_path / "file")
+    assert_same(dict(TensorFile(tmp_path / "file")), arrays)
+
+
+def test_names_keep_their_order(tmp_path: Path) -> None:
+    arrays = {name: array for name, array in ARRAYS.items() if array.size}
+    write(tmp_path / "file", arrays)
+    found = TensorFile(tmp_path / "file")
+    assert list(found) == list(arrays)
+    assert found.specs == {name: ArraySpec.of(array) for name, array in arrays.items()}
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(sorted(DTYPES.values()))),
+        max_size=5,
+    )
+)
+def test_any_shapes_and_dtypes_come_back(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, tuple]) -> None:  # type: ignore[type-arg]
+    arrays: dict[str, Array] = {
+        name: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+        for name, (shape, dtype) in drawn.items()
+        if name != "__metadata__"
+    }
+    file = tmp_path_factory.mktemp("any") / "file"
+    write(file, arrays)
+    assert_same(dict(TensorFile(file)), arrays)
+    if "complex64" not in {str(array.dtype) for array in arrays.values()}:
+        assert_same(load_file(file), arrays)
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    assert length % 8 == 0
+
+
+def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    specs = {f"{number}": ArraySpec((1000, 125), "float64") for number in range(10)}  # 1 MB each
+    tracemalloc.start()
+    try:
+        writer = TensorWriter(tmp_path / "file", specs)
+        for number, name in enumerate(specs):
+            writer.write(name, np.full((1000, 125), number, np.float64))
+        writer.close()
+        found = TensorFile(tmp_path / "file")
+        assert [found[name][-1, -1] for name in specs] == list(range(10))
+        assert tracemalloc.get_traced_memory()[1] < 3e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_another_array_than_announced_is_refused(tmp_path: Path) -> None:
+    specs = {"a": ArraySpec((2,), "float32"), "b": ArraySpec((3,), "float32")}
+    writer = TensorWriter(tmp_path / "file", specs)
+    for name, array in (("b", np.zeros(3, np.float32)), ("a", np.zeros(3, np.float32)), ("a", np.zeros(2))):
+        with pytest.raises(CheckpointError, match="comes in place of"):
+            writer.write(name, array)
+    writer.write("a", np.zeros(2, np.float32))
+    with pytest.raises(CheckpointError, match="is not finished: 1 arrays are missing"):
+        writer.close()
+    writer.write("b", np.zeros(3, np.float32))
+    writer.close()
+    assert list(load_file(tmp_path / "file")) == ["a", "b"]
+
+
+def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="w is complex128, which file cannot hold"):
+        TensorWriter(tmp_path / "file", {"w": ArraySpec((2,), "complex128")})
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"\x10" + bytes(40))
+    for name in ("bad", "absent"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+            TensorFile(tmp_path / name)
+    write(tmp_path / "file", ARRAYS)
+    with pytest.raises(KeyError):
+        TensorFile(tmp_path / "file")["nothing"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists a process's maps")
+def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
+    """A checkpoint that a run began from is removed while it goes on, and then takes up no place on the disk."""
+    write(tmp_path / "file", ARRAYS)
+    found = TensorFile(tmp_path / "file")
+    assert found["count"] == 5
+    assert str(tmp_path / "file") not in Path("/proc/self/maps").read_text()
+    (tmp_path / "file").unlink()
+    with pytest.raises(CheckpointError, match="file cannot be read: .*No such file"):
+        found["count"]
