@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from machine import facts
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.machine import machine_facts  # noqa: E402
 
 PLACES = ("data_dir", "out", "resume", "config")  # options that are paths of one machine
 
@@ -55,8 +59,8 @@ def main() -> None:
     for name, run in runs.items():
         print(f"seed {name}: final {100 * run['final']:.2f} %, best epoch {100 * run['best']:.2f} %")
     print(f"mean:   final {100 * mean['final']:.2f} %, best epoch {100 * mean['best']:.2f} %")
-    result = {"machine": facts(), "options": options(arguments.runs[0]), "runs": runs, "mean": mean}
-    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    content = {"machine": machine_facts(), "options": options(arguments.runs[0]), "runs": runs, "mean": mean}
+    results.write(arguments.result, content)
 
 
 if __name__ == "__main__":

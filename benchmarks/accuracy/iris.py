@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-from machine import facts
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from nnmpi import data, models, optim
-from nnmpi.backend.random import stream
-from nnmpi.comm.group import Group
-from nnmpi.comm.start import start
-from nnmpi.compose import Worker
+import numpy as np  # noqa: E402
+
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.machine import machine_facts  # noqa: E402
+from nnmpi import data, models, optim  # noqa: E402
+from nnmpi.backend.random import stream  # noqa: E402
+from nnmpi.comm.group import Group  # noqa: E402
+from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.compose.worker import Worker  # noqa: E402
 
 HIDDEN = 50
 
 
 @dataclass(frozen=True)
-class Recipe:
+class IrisRecipe:
     """How the network is trained with Adam.
 
     Attributes:
@@ -50,30 +53,35 @@ class Recipe:
 
     def schedule(self, steps: int) -> optim.Schedule:
         """Return the learning rate by step."""
-        return optim.Cosine(self.lr, steps) if self.cosine else optim.Constant(self.lr)
+        return optim.Cosine(self.lr, steps) if self.cosine else optim.ConstantRate(self.lr)
 
 
 RECIPES = {
-    "plain": Recipe(),
-    "recommended": Recipe(lr=0.01, cosine=True),
+    "plain": IrisRecipe(),
+    "recommended": IrisRecipe(lr=0.01, cosine=True),
     # what the recommended one was chosen from, by cross-validation
-    "normalized": Recipe(normalize=True),
-    "fast": Recipe(lr=0.01),
-    "fast-normalized": Recipe(lr=0.01, normalize=True),
-    "cosine-normalized": Recipe(lr=0.01, cosine=True, normalize=True),
-    "small-batches": Recipe(lr=0.003, cosine=True, batch_size=16),
-    "small-batches-normalized": Recipe(lr=0.003, cosine=True, batch_size=16, normalize=True),
+    "normalized": IrisRecipe(normalize=True),
+    "fast": IrisRecipe(lr=0.01),
+    "fast-normalized": IrisRecipe(lr=0.01, normalize=True),
+    "cosine-normalized": IrisRecipe(lr=0.01, cosine=True, normalize=True),
+    "small-batches": IrisRecipe(lr=0.003, cosine=True, batch_size=16),
+    "small-batches-normalized": IrisRecipe(lr=0.003, cosine=True, batch_size=16, normalize=True),
 }
 
 
-class Trial:
+class SplitRun:
     """One split of the data, and nnmpi's loaders of it that both frameworks read.
+
+    Args:
+        recipe: how the network is trained.
+        train, test: the rows.
+        seed: of the first weights and the order of the samples.
 
     Attributes:
         train, test: loaders; the test's gives all rows at once.
     """
 
-    def __init__(self, recipe: Recipe, train: data.Dataset, test: data.Dataset, seed: int) -> None:
+    def __init__(self, recipe: IrisRecipe, train: data.Dataset, test: data.Dataset, seed: int) -> None:
         self.recipe, self.seed = recipe, seed
         transform = data.Normalize.fit(train) if recipe.normalize else None
         self.train = data.Loader(train, recipe.batch_size, seed=seed, transform=transform, workers=0)
@@ -129,17 +137,24 @@ def splits(seed: int, folds: int) -> Iterator[tuple[data.Dataset, data.Dataset]]
         yield train.take(np.concatenate(parts[:i] + parts[i + 1 :])), train.take(part)
 
 
-def report(group: Group, recipe: Recipe, seeds: int, folds: int) -> dict[str, list[float]]:
-    """Print a line per seed and the means; return the accuracies of all seeds by framework."""
-    frameworks: dict[str, Callable[[Trial], float]] = {"nnmpi": lambda trial: trial.run_nnmpi(group)}
+def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str, list[float]]:
+    """Print a line per seed and the means; return the accuracies of all seeds by framework.
+
+    Args:
+        group: of one rank.
+        recipe: how the network is trained.
+        seeds: how many, from 0 on.
+        folds: 0 for the test rows; else of the training rows.
+    """
+    frameworks: dict[str, Callable[[SplitRun], float]] = {"nnmpi": lambda one: one.run_nnmpi(group)}
     if find_spec("torch"):
-        frameworks["torch"] = Trial.run_torch
+        frameworks["torch"] = SplitRun.run_torch
     found: dict[str, list[float]] = {name: [] for name in frameworks}
     print("seed" + "".join(f"{name:>10}" for name in frameworks))
     for seed in range(seeds):
-        trials = [Trial(recipe, train, test, seed) for train, test in splits(seed, folds)]
+        runs = [SplitRun(recipe, train, test, seed) for train, test in splits(seed, folds)]
         for name, run in frameworks.items():
-            found[name].append(float(np.mean([run(trial) for trial in trials])))
+            found[name].append(float(np.mean([run(one) for one in runs])))
         print(f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in found.values()), flush=True)
     print("mean" + "".join(f"{100 * np.mean(values):9.2f}%" for values in found.values()))
     return found
@@ -153,15 +168,13 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
     parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
     options = parser.parse_args()
-    group, results = start(), {}
+    group, found = start(), {}
     for name in RECIPES if "all" in options.recipes else options.recipes:
         print(f"{name}: {RECIPES[name]}")
-        found = report(group, RECIPES[name], options.seeds, options.folds)
-        means = {framework: float(np.mean(values)) for framework, values in found.items()}
-        results[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": found}
-    if options.json:
-        written = {"machine": facts(), "folds": options.folds, "recipes": results}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+        accuracies = report(group, RECIPES[name], options.seeds, options.folds)
+        means = {framework: float(np.mean(values)) for framework, values in accuracies.items()}
+        found[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": accuracies}
+    results.write(options.json, {"machine": machine_facts(), "folds": options.folds, "recipes": found})
 
 
 if __name__ == "__main__":

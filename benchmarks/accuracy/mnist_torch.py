@@ -49,7 +49,15 @@ def tensors(dataset: data.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, batch: int
 ) -> None:
-    """Do one epoch of updates over the samples in the order of `rows`; the last batch may be short."""
+    """Do one epoch of updates over the samples in the order of `rows`; the last batch may be short.
+
+    Args:
+        model: is trained.
+        optimizer: of its parameters.
+        x, y: all images (n, 1, height, width) float32 and labels (n,) int64.
+        rows: (n,) int64, the order of the samples.
+        batch: samples of each update.
+    """
     model.train()
     for indices in torch.split(rows, batch):
         optimizer.zero_grad()
@@ -59,7 +67,12 @@ def train_epoch(
 
 
 def evaluate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """Return the mean loss and the accuracy."""
+    """Return the mean loss and the accuracy.
+
+    Args:
+        model: a classifier.
+        x, y: images (n, 1, height, width) float32 and labels (n,) int64.
+    """
     model.eval()
     with torch.no_grad():
         logits = torch.cat([model(part) for part in torch.split(x, 1000)])

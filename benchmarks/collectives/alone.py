@@ -6,6 +6,7 @@ Beside other contestants gloo is slower: their polling takes the cores from its 
 figure of this and of `--algorithms ...,gloo`.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -19,19 +20,16 @@ import torch  # noqa: E402
 import torch.distributed as distributed  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from benchmarks.accuracy.machine import facts  # noqa: E402
-from benchmarks.collectives import results  # noqa: E402
-from benchmarks.collectives.contestants import Entry  # noqa: E402
+from benchmarks.collectives.contestants import CollectiveCall  # noqa: E402
 from benchmarks.collectives.gloo import gloo_sum, join, stop_gloo  # noqa: E402
-from benchmarks.collectives.names import ALL_REDUCE, GLOO, NO_MPI  # noqa: E402
-from benchmarks.collectives.options import Options, parse  # noqa: E402
+from benchmarks.collectives.options import ALL_REDUCE, GLOO, NO_MPI, parse  # noqa: E402
 from benchmarks.collectives.pattern import Pattern  # noqa: E402
-from benchmarks.collectives.rows import Row, build_rows, line, title  # noqa: E402
+from benchmarks.collectives.rows import TABLE, CallTimes, build_rows, content  # noqa: E402
 from benchmarks.collectives.timing import gather, never, nothing, take  # noqa: E402
+from benchmarks.harness import command, results  # noqa: E402
+from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.collective import ALL_REDUCE as SUM  # noqa: E402
-from nnmpi.command import HelpAsked  # noqa: E402
-from nnmpi.errors import UsageError  # noqa: E402
 
 
 class GlooRanks:
@@ -51,11 +49,17 @@ class GlooRanks:
         return np.stack([each.numpy() for each in everyones])
 
 
-def measure(options: Options, ranks: GlooRanks, nbytes: int) -> list[Row]:
-    """Return gloo's row at one size. Collective."""
+def measure(options: argparse.Namespace, ranks: GlooRanks, nbytes: int) -> list[CallTimes]:
+    """Return gloo's row at one size. Collective.
+
+    Args:
+        options: of the command line.
+        ranks: all processes.
+        nbytes: of each rank's buffer.
+    """
     array = np.zeros(nbytes // np.dtype(options.dtype).itemsize, options.dtype)
     pattern = Pattern(SUM, ranks.rank, ranks.size, array.size, options.dtype, numpy_backend())
-    entry = Entry(GLOO, pattern, array, gloo_sum(array))
+    entry = CollectiveCall(GLOO, pattern, array, gloo_sum(array))
     verify = _verify if options.check else nothing
     stamps = gather(take([entry], ranks, options.iterations, options.budget_s, verify, never), ranks)
     return build_rows([GLOO], stamps, nbytes, ALL_REDUCE, True, {}, {})
@@ -67,27 +71,25 @@ def _verify(entry: Any, call: int) -> None:
         raise SystemExit(f"gloo's element {wrong.index} is {wrong.found:g} and must be {wrong.expected:g}")
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure all sizes, print the rows, and write them."""
-    try:
-        options = parse(["--algorithms", GLOO, *words])
-        if options.json is not None:
-            results.check_writable("--json", options.json)
-    except (UsageError, HelpAsked) as error:
-        raise SystemExit(str(error)) from None
+def main(words: Sequence[str]) -> int:
+    """Measure all sizes, print the rows, and write them; return the exit status."""
+    return command.run("alone.py", lambda: _run(parse(["--algorithms", GLOO, *words])))
+
+
+def _run(options: argparse.Namespace) -> None:
+    results.check_writable("--json", options.json)
     join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
-    ranks, rows = GlooRanks(), list[Row]()
+    ranks, rows = GlooRanks(), list[CallTimes]()
     header = {"ranks": ranks.size, "nodes": 1, "mpi": NO_MPI, "operation": ALL_REDUCE, "dtype": options.dtype}
-    header |= {"machine": facts(), "fit": "no fit", "torch": torch.__version__, "checked": options.check}
+    header |= {"machine": machine_facts(), "fit": "no fit", "torch": torch.__version__, "checked": options.check}
     for number, nbytes in enumerate(options.sizes, start=1):
         found = measure(options, ranks, nbytes)
         rows += found
         if ranks.rank == 0:
-            print(*([title()] if number == 1 else []), *map(line, found), sep="\n", flush=True)
-            if options.json is not None:
-                results.write(options.json, header, rows, finished=number == len(options.sizes))
+            print(*([TABLE.head()] if number == 1 else []), *map(TABLE.line, found), sep="\n", flush=True)
+            results.write(options.json, content(header, rows, finished=number == len(options.sizes)))
     stop_gloo()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

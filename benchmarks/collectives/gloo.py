@@ -38,7 +38,13 @@ def start_gloo(group: Group) -> None:
 
 
 def join(rank: int, size: int, meeting: str) -> None:
-    """Join the process group that meets at this address, with one thread in each rank."""
+    """Join the process group that meets at this address, with one thread in each rank.
+
+    Args:
+        rank: of this process.
+        size: processes in the group.
+        meeting: an address that PyTorch understands: "env://", "file://...".
+    """
     os.environ.setdefault(INTERFACE, LOOPBACK)
     importlib.import_module("torch").set_num_threads(1)
     _distributed().init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)

@@ -1,25 +1,29 @@
-"""What the cost model says each row should take: a fit that was made before, or now, or none."""
+"""The times that the cost model predicts for the rows, from a fit that was made before, or now, or from none."""
 
+import argparse
 from pathlib import Path
 
-from benchmarks.collectives import results
-from benchmarks.collectives.names import ALL_REDUCE
-from benchmarks.collectives.options import Options
-from nnmpi.comm.agree import agreed
+from benchmarks.collectives.options import ALL_REDUCE
+from benchmarks.harness import results
+from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
-from nnmpi.train.progress import Console
-from nnmpi.train.root import on_root
+from nnmpi.train.log import Console
 
 NO_FIT = "no fit"
 
 
 class Prediction:
     """Predicts times from a fitted model, or nothing without one.
+
+    Args:
+        operation: the collective.
+        fit: the model; None for one that predicts nothing.
+        place: its file in words.
 
     Attributes:
         fit: the model.
@@ -35,10 +39,15 @@ class Prediction:
             self.name = f"of {fit.facts['date']}, {fit.ranks} ranks under {fit.facts['mpi']}"
 
     @classmethod
-    def find(cls, options: Options, group: Group, console: Console) -> "Prediction":
+    def find(cls, options: argparse.Namespace, group: Group, console: Console) -> "Prediction":
         """Return the predictions of the fit that the options ask for. Collective.
 
         Without --fit it is the one that was kept for this machine, these ranks and this MPI, if there is one.
+
+        Args:
+            options: of the command line.
+            group: all ranks.
+            console: speaks on rank 0.
 
         Raises:
             UsageError: on all ranks, for a file that is no fit or was made with other ranks or another MPI, and for

@@ -1,4 +1,4 @@
-"""From stamps to the figures of one row, as columns of the printed table and as fields of the JSON file.
+"""From stamps to the figures of one row, as columns of the printed table, as fields of the JSON file, and as a picture.
 
 Of each call two kinds of time are taken:
 
@@ -6,23 +6,28 @@ Of each call two kinds of time are taken:
   the most over the ranks of each rank's average.
 - the collective's: from when the last rank has entered to when the last has left. The ranks of one node share a clock;
   on several nodes, whose clocks differ, it is the longest of the ranks' own times. `p50` and `p99` are over the calls,
-  and everything behind them (bandwidths and ratios) is reckoned from `p50`.
+  and everything behind them (bandwidths and ratios) follows from `p50`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.collectives.names import BASELINES
+from benchmarks.collectives.options import BASELINES
+from benchmarks.harness import plots
+from benchmarks.harness.tables import MISSING, GrowingTable
 from nnmpi.comm.algorithms.registry import NATIVE
-from nnmpi.comm.sizes import name_bytes
+from nnmpi.comm.units import format_bytes
+
+MARKERS = "osD^vP*X<>h"
 
 
 @dataclass(frozen=True)
-class Row:
+class CallTimes:
     """One algorithm at one size; times in microseconds, bandwidths in 1e9 bytes per second, None for what is not known.
 
     Attributes:
@@ -49,10 +54,6 @@ class Row:
     speed_against_native: float | None
     chosen: str | None = None
 
-    def record(self) -> dict[str, Any]:
-        """Return the fields by name, as JSON values."""
-        return asdict(self)
-
 
 def build_rows(
     names: Sequence[str],
@@ -62,11 +63,11 @@ def build_rows(
     one_clock: bool,
     predicted_s: Mapping[str, float],
     chosen: Mapping[str, str],
-) -> list[Row]:
+) -> list[CallTimes]:
     """Return a row for each name.
 
     Args:
-        names: of the contestants.
+        names: of the contestants, in the order of the stamps.
         stamps: (ranks, contestants, 2, rounds), in seconds.
         nbytes: the buffer's length.
         operation: decides what `busbw` is.
@@ -76,8 +77,8 @@ def build_rows(
     """
     ranks = stamps.shape[0]
     own = stamps[:, :, 1] - stamps[:, :, 0]  # (ranks, contestants, rounds)
-    whole = stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
-    medians = dict(zip(names, np.median(whole, axis=1), strict=True))
+    lasted = stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
+    medians = dict(zip(names, np.median(lasted, axis=1), strict=True))
     rows = []
     for number, name in enumerate(names):
         averages = own[:, number].mean(axis=1)
@@ -85,14 +86,14 @@ def build_rows(
         expected = predicted_s.get(name)
         native = medians.get(BASELINES.get(name, NATIVE))
         rows.append(
-            Row(
+            CallTimes(
                 algorithm=name,
                 size=nbytes,
                 avg_us=_us(averages.mean()),
                 min_us=_us(averages.min()),
                 max_us=_us(averages.max()),
                 p50_us=_us(median),
-                p99_us=_us(np.percentile(whole[number], 99)),
+                p99_us=_us(np.percentile(lasted[number], 99)),
                 iterations=int(own.shape[-1]),
                 algbw_gbs=_digits(nbytes / median / 1e9),
                 busbw_gbs=_digits(nbytes / median / 1e9 * bus_factor(operation, ranks)),
@@ -123,37 +124,86 @@ def _digits(value: float) -> float:
     return float(f"{float(value):.4g}")
 
 
-COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
+def _number(value: float | None) -> str:
+    """Return two digits behind the point, fewer for long numbers; a dash for what is not known."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if value >= 10000 else f"{value:.1f}" if value >= 1000 else f"{value:.2f}"
+
+
+TABLE = GrowingTable(
     # title, width, what stands there
-    ("size", 9, lambda row: name_bytes(row.size)),
+    ("algorithm", -17, lambda row: row.algorithm),
+    ("size", 9, lambda row: format_bytes(row.size)),
     ("avg us", 10, lambda row: _number(row.avg_us)),
     ("min us", 10, lambda row: _number(row.min_us)),
     ("max us", 10, lambda row: _number(row.max_us)),
     ("p50 us", 10, lambda row: _number(row.p50_us)),
     ("p99 us", 10, lambda row: _number(row.p99_us)),
-    ("iterations", 12, lambda row: str(row.iterations)),
+    ("iterations", 12, lambda row: row.iterations),
     ("algbw GB/s", 12, lambda row: f"{row.algbw_gbs:.3g}"),
     ("busbw GB/s", 12, lambda row: f"{row.busbw_gbs:.3g}"),
     ("predicted us", 14, lambda row: _number(row.predicted_us)),
     ("measured/predicted", 20, lambda row: _number(row.measured_over_predicted)),
     ("native/this", 13, lambda row: _number(row.speed_against_native)),
+    ("", -1, lambda row: f"  chose {row.chosen}" if row.chosen else ""),
 )
-NAME_WIDTH = 17
 
 
-def title() -> str:
-    """Return the line above the rows."""
-    return f"{'algorithm':<{NAME_WIDTH}}" + "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)
+def content(header: Mapping[str, Any], rows: Sequence[CallTimes], finished: bool) -> dict[str, Any]:
+    """Return what the JSON file holds.
+
+    Args:
+        header: what ran, on what.
+        rows: so far.
+        finished: whether these are all.
+    """
+    return {"header": {**header, "finished": finished}, "rows": [asdict(row) for row in rows]}
 
 
-def line(row: Row) -> str:
-    """Return a row as it is printed."""
-    chosen = f"  chose {row.chosen}" if row.chosen else ""
-    return f"{row.algorithm:<{NAME_WIDTH}}" + "".join(f"{text(row):>{width}}" for _, width, text in COLUMNS) + chosen
+def draw(file: Path, header: Mapping[str, Any], rows: Sequence[CallTimes]) -> None:
+    """Draw time against size, both axes logarithmic: measured points, and lines where the model predicts.
+
+    Args:
+        file: its name says the format.
+        header: what ran, on what.
+        rows: all of them.
+    """
+    figure = plots.new_figure(10.8, 6.0)
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes in each rank's buffer", ylabel="time, us")
+    colours = plots.colours()
+    some = any(row.predicted_us for row in rows)
+    for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
+        own = [row for row in rows if row.algorithm == name]
+        _draw_one(axes, own, colours[number % len(colours)], MARKERS[number % len(MARKERS)], some)
+    sizes = sorted({row.size for row in rows})
+    axes.set_xticks(sizes, [format_bytes(size) for size in sizes], rotation=45, ha="right")
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    if some:
+        axes.plot([], [], color="grey", label="lines: predicted")
+        axes.plot([], [], color="grey", marker="o", linestyle="", label="points: measured, median")
+    figure.legend(loc="outside right upper")
+    axes.set_title(
+        f"{header['operation']}, {header['ranks']} ranks on {header['nodes']} node{'s' * (header['nodes'] != 1)}, "
+        f"{header['mpi']}, {header['dtype']}"
+    )
+    plots.save(figure, file, dpi=120)
 
 
-def _number(value: float | None) -> str:
-    """Return two digits behind the point, fewer for long numbers; a dash for what is not known."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 10000 else f"{value:.1f}" if value >= 1000 else f"{value:.2f}"
+def _draw_one(axes: Any, rows: Sequence[CallTimes], colour: Any, marker: str, some_predicted: bool) -> None:
+    """Draw one algorithm's points, and its line where there is a prediction; else a thin line joins the points."""
+    chosen = any(row.chosen for row in rows)  # the lines of what was chosen are there already
+    predicted = [(row.size, row.predicted_us) for row in rows if row.predicted_us and not chosen]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), color=colour, linewidth=1.4)
+    axes.plot(
+        [row.size for row in rows],
+        [row.p50_us for row in rows],
+        color=colour,
+        marker=marker,
+        markersize=6,
+        linestyle="" if predicted or chosen and some_predicted else ":",
+        linewidth=0.8,
+        label=rows[0].algorithm + ("" if predicted or chosen or not some_predicted else " (not predicted)"),
+    )

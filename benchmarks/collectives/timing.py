@@ -8,17 +8,19 @@
     rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
                                ^ last to enter  ^ last to leave
 
-The machine's moods then meet all contestants alike. Refilling is not timed, but it is needed: without it each rank's
-part of the result stays in its core's cache, and shared memory looks three times better than it is.
+Whatever else the machine does then meets all contestants alike. Refilling is not timed, but it is needed: without it
+each rank's part of the result stays in its core's cache, and shared memory looks three times better than it is.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.harness.turns import shuffled
+from nnmpi.comm.group import Group
 
 WARM_UP = 3  # rounds; the first calls make connections and touch memory
 LEAST, MOST = 5, 1000  # rounds
@@ -40,7 +42,7 @@ class Ranks(Protocol):
         """Return every rank's (n,) numbers on every rank: (ranks, n)."""
 
 
-class Contestant(Protocol):
+class TimedCall(Protocol):
     """One way to do the operation on one length of buffer."""
 
     name: str
@@ -59,12 +61,27 @@ Stop: TypeAlias = Callable[[float], int]
 """(seconds of a round) -> the signal to stop for, the same on all ranks; 0 to go on."""
 
 
+class MpiRanks:
+    """The ranks of a group under MPI."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._comm = group.comm
+        self.barrier = group.comm.Barrier
+
+    def gather_floats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return every rank's (n,) numbers on every rank: (ranks, n)."""
+        everyones = np.empty((self.size, values.size))
+        self._comm.Allgather(np.ascontiguousarray(values), everyones)
+        return everyones
+
+
 class Interrupted(Exception):
     """A signal ended the measurement, on all ranks at the same round; it is the argument."""
 
 
 def take(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[TimedCall],
     ranks: Ranks,
     iterations: int | None,
     budget_s: float,
@@ -75,7 +92,9 @@ def take(
 
     Args:
         contestants: the same on all ranks, in the same order.
+        ranks: those that take part.
         iterations: the number of rounds; None for as many as `budget_s` has room for.
+        budget_s: seconds, warm-up and refilling included.
         verify: called after each call, warm-up too, with the contestant and the number of the round.
         stop: asked after each round; collective.
 
@@ -83,10 +102,10 @@ def take(
         Interrupted: on all ranks, when `stop` gives a signal.
     """
     begin = time.perf_counter()
-    play(contestants, ranks, range(WARM_UP), verify, stop)
+    time_rounds(contestants, ranks, range(WARM_UP), verify, stop)
     seconds = float(ranks.gather_floats(np.array([time.perf_counter() - begin])).max())
     rounds = iterations or rounds_within(budget_s - seconds, seconds / WARM_UP)
-    return play(contestants, ranks, range(WARM_UP, WARM_UP + rounds), verify, stop)
+    return time_rounds(contestants, ranks, range(WARM_UP, WARM_UP + rounds), verify, stop)
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
@@ -94,13 +113,13 @@ def rounds_within(budget_s: float, round_s: float) -> int:
     return int(min(max(budget_s / max(round_s, 1e-9), LEAST), MOST))
 
 
-def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify: Verify, stop: Stop) -> Stamps:
-    """Return this rank's stamps of these rounds. Collective."""
+def time_rounds(contestants: Sequence[TimedCall], ranks: Ranks, rounds: range, verify: Verify, stop: Stop) -> Stamps:
+    """Return this rank's stamps of these rounds. Collective; arguments as in `take`."""
     clock = time.perf_counter
     stamps = np.empty((len(contestants), 2, len(rounds)))
     for column, call in enumerate(rounds):
         round_begin = clock()
-        for row in order(len(contestants), call):
+        for row in shuffled(range(len(contestants)), call):
             contestant = contestants[row]
             contestant.refill(call)
             ranks.barrier()
@@ -112,11 +131,6 @@ def play(contestants: Sequence[Contestant], ranks: Ranks, rounds: range, verify:
         if signal := stop(clock() - round_begin):
             raise Interrupted(signal)
     return stamps
-
-
-def order(contestants: int, call: int) -> list[int]:
-    """Return the numbers of the contestants in the order of this round, which every rank finds for itself."""
-    return random.Random(call).sample(range(contestants), contestants)
 
 
 def gather(stamps: Stamps, ranks: Ranks) -> NDArray[np.float64]:

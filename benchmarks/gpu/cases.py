@@ -15,9 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.training.cases import CASES as ON_CPU
 from benchmarks.training.cases import CNN, GPT, MLP, SQUARED, Case
+from benchmarks.training.trainer_nnmpi import build
 
 FLOAT32, TF32, BF16 = "float32", "tf32", "bf16"
 MODES = (FLOAT32, TF32, BF16)
@@ -67,3 +72,23 @@ TARGETS = (
 def target(case: str, mode: str) -> float | None:
     """Return the target of a case in a mode; None where there is none."""
     return next((each.ratio for each in TARGETS if each.case == case and mode in each.modes), None)
+
+
+class CaseArrays:
+    """A case in host memory: its batch, and its first weights in nnmpi's order, which every contestant gets.
+
+    Attributes:
+        case: it.
+        x, y: the batch, see `Case.data`.
+        weights: the first ones, float32, in nnmpi's order and layout.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.x, self.y = case.data()
+        model = build(case).initialize(seed=case.seed)
+        self.weights: list[NDArray[np.float32]] = [np.array(parameter.data) for parameter in model.parameters()]
+
+    def batch(self, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the batch with floating-point numbers of a dtype."""
+        return self.x.astype(dtype, copy=False), self.y.astype(dtype if self.y.dtype.kind == "f" else self.y.dtype)

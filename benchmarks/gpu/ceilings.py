@@ -39,7 +39,13 @@ SMALL = Sizes(16, 2**12, 2**12)
 
 
 def products(backend: Backend, torch_device: str | None, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return a row for each mode: operations per second through nnmpi, and through PyTorch where it is there."""
+    """Return a row for each mode: operations per second through nnmpi, and through PyTorch where it is there.
+
+    Args:
+        backend: nnmpi's device.
+        torch_device: PyTorch's; None where it does not take part.
+        sizes: of the matrices.
+    """
     values = np.random.default_rng(0).standard_normal((sizes.side, sizes.side), np.float32)
     rows = []
     for mode in MODES:

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ceilings, digits, mnist, tables
-from benchmarks.gpu.cases import CASES, MNIST, TINY, target
+from benchmarks.gpu import ceilings, mnist, tables
+from benchmarks.gpu.cases import CASES, MNIST, MODES, TINY, CaseArrays, target
 from benchmarks.gpu.facts import collect
 from benchmarks.gpu.measure import Timing, makers, measure, ratios, reference
-from benchmarks.gpu.options import PROGRAM, Options, parse
-from benchmarks.gpu.subject import Subject
-from benchmarks.training.results import check_writable, write
+from benchmarks.harness import command, results
+from benchmarks.harness.command import say
+from benchmarks.harness.tables import labelled
 from nnmpi.backend.device import device_problem
 from nnmpi.backend.record import Backend
 from nnmpi.backend.select import select
-from nnmpi.errors import DeviceError, NnmpiError
+from nnmpi.errors import DeviceError
 
+PROGRAM = "python benchmarks/gpu"
+DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in turns, beside what
+the device can do at best. The README beside the program says how it is measured."""
 CHECK_ROWS, CHECK_EPOCHS, DATA_WORKERS = (160, 40), 2, (0, 4)
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; return its exit status: 1 also when a contestant failed or was wrong."""
-    try:
+
+    def work() -> int:
         options = parse(words)
         problem = device_problem()
         if problem is not None:
             raise DeviceError(f"nothing can be measured, for this benchmark needs a device: {problem}")
-        return run(options, select("cupy"))
-    except NnmpiError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+        return _run(options, select("cupy"))
+
+    return command.run(PROGRAM, work)
 
 
-def run(options: Options, backend: Backend) -> int:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options; with --check the cases are the tiny ones.
+
+    Raises:
+        HelpAsked: for --help.
+        UsageError: for an unknown name, or a value that cannot be used.
+    """
+    known = (*(TINY if "--check" in words else CASES), MNIST)
+    parser = command.CommandParser(PROGRAM, DESCRIPTION)
+    add, one_of = parser.add_argument, command.one_of
+    text = f"what is measured ({','.join(known)}); all by default"
+    add("--cases", type=command.each(one_of(*known)), default=known, metavar="A,B,...", help=text)
+    text = f"precisions ({','.join(MODES)}); all by default. mnist is float32 alone"
+    add("--modes", type=command.each(one_of(*MODES)), default=MODES, metavar="A,B,...", help=text)
+    add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
+    command.add_blocks(parser, block_s=0.1)
+    command.add_data_dir(parser, "made-up images without them")
+    add("--check", action="store_true", help="tiny sizes, each part once, verified, no times worth keeping")
+    options = parser.parse(words)
+    if options.check:
+        options.rounds, options.block_s = 2, 0.0
+    return options
+
+
+def _run(options: argparse.Namespace, backend: Backend) -> int:
     """Measure and print; write the file. Return 1 if nnmpi failed somewhere, else 0."""
-    if options.json is not None:
-        check_writable("--json", options.json)
+    results.check_writable("--json", options.json)
     torch_device = _torch_device() if options.torch else None
     if options.torch and torch_device is None:
-        _say("PyTorch is not installed, or sees no device, so nnmpi runs alone")
+        say("PyTorch is not installed, or sees no device, so nnmpi runs alone")
     sizes = ceilings.SMALL if options.check else ceilings.Sizes()
     found: dict[str, Any] = {"facts": _facts(backend, torch_device), "checked_only": options.check, "rows": []}
     found["ceilings"] = {
@@ -52,51 +75,55 @@ def run(options: Options, backend: Backend) -> int:
         "copies": ceilings.copies(backend, sizes),
     }
     backend.release_memory()
-    _say("\n".join(f"{name + ':':<22} {value}" for name, value in found["facts"].items()))
-    _say(tables.ceilings(found["ceilings"], options.markdown))
+    say(labelled(found["facts"].items()))
+    say(tables.ceilings(found["ceilings"], options.markdown))
     for name in options.cases:
         if name == MNIST:
             _mnist(options, backend, torch_device, found)
         else:
             _case(name, options, backend, torch_device, found)
-        _save(options.json, found)
-    shown = tables.speeds(found["rows"], options.markdown)
-    if shown:
-        _say(shown)
+        results.write(options.json, {**found, "ratios": ratios(found["rows"])})
+    if ratios(found["rows"]):
+        say(tables.speeds(found["rows"], options.markdown))
     ours = [row for row in found["rows"] if not row["name"].startswith("torch")]
     return int(any("failed" in row for row in ours))
 
 
-def _case(name: str, options: Options, backend: Backend, torch_device: str | None, found: dict[str, Any]) -> None:
-    subject = Subject((TINY if options.check else CASES)[name])
-    right = reference(subject, backend, torch_device)
+def _case(
+    name: str, options: argparse.Namespace, backend: Backend, torch_device: str | None, found: dict[str, Any]
+) -> None:
+    """Measure a case in all modes; add its rows to what was found."""
+    arrays = CaseArrays((TINY if options.check else CASES)[name])
+    right = reference(arrays, backend, torch_device)
     timing = Timing(options.rounds, options.block_s)
     for mode in options.modes:
-        rows = measure(subject, mode, makers(subject, mode, backend, torch_device), right, timing)
+        rows = measure(arrays, mode, makers(arrays, mode, backend, torch_device), right, timing)
         found["rows"] += rows
-        _say(tables.contestants(rows, found["ceilings"], options.markdown))
+        say(tables.contestants(rows, found["ceilings"], options.markdown))
 
 
-def _mnist(options: Options, backend: Backend, torch_device: str | None, found: dict[str, Any]) -> None:
-    rows = CHECK_ROWS if options.check else digits.ROWS
-    task = mnist.Task(*digits.load(options.data_dir, rows), CHECK_EPOCHS if options.check else mnist.EPOCHS)
-    taken = [mnist.ours(task, backend, compiled) for compiled in (False, True)]
+def _mnist(options: argparse.Namespace, backend: Backend, torch_device: str | None, found: dict[str, Any]) -> None:
+    """Measure the epochs on MNIST; add their rows to what was found."""
+    data = mnist.load(options.data_dir, CHECK_ROWS if options.check else mnist.ROWS)
+    task = mnist.MnistTask(*data, CHECK_EPOCHS if options.check else mnist.EPOCHS)
+    rows = [mnist.train_nnmpi(task, backend, compiled) for compiled in (False, True)]
     if torch_device is not None:
-        taken += [mnist.theirs(task, torch_device, workers) for workers in DATA_WORKERS]
-    found[MNIST] = taken
-    _say(tables.mnist(taken, options.markdown))
-    ratio = mnist.ratio(taken)
+        rows += [mnist.train_torch(task, torch_device, workers) for workers in DATA_WORKERS]
+    found[MNIST] = rows
+    say(tables.mnist(rows, options.markdown))
+    ratio = mnist.total_ratio(rows)
     if ratio is not None:
         found["mnist_ratio"] = {**ratio, "target": target(MNIST, "float32")}
-        _say(f"all epochs, PyTorch / nnmpi: {ratio['total']:.2f} (target: {target(MNIST, 'float32'):.1f})")
+        say(f"all epochs, PyTorch / nnmpi: {ratio['total']:.2f} (target: {target(MNIST, 'float32'):.1f})")
 
 
 def _torch_device() -> str | None:
+    """Return PyTorch's device when it is installed and has one, else None."""
     if importlib.util.find_spec("torch") is None:
         return None
-    from benchmarks.gpu.theirs import available
+    import torch
 
-    return available()
+    return "cuda" if torch.cuda.is_available() else None
 
 
 def _facts(backend: Backend, torch_device: str | None) -> dict[str, Any]:
@@ -106,12 +133,3 @@ def _facts(backend: Backend, torch_device: str | None) -> dict[str, Any]:
 
         found["torch_cuda"], found["torch_cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
     return found
-
-
-def _save(file: Path | None, found: dict[str, Any]) -> None:
-    if file is not None:
-        write(file, {**found, "ratios": ratios(found["rows"])})
-
-
-def _say(text: str) -> None:
-    print(f"{text}\n", flush=True)

@@ -8,9 +8,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from benchmarks.accuracy.machine import facts as host_facts
+from benchmarks.harness.machine import machine_facts
 from nnmpi.backend.record import Backend
-from nnmpi.comm.library import import_mpi
+from nnmpi.comm.start import import_mpi
 from nnmpi.errors import LaunchError
 
 PACKAGES = (
@@ -26,7 +26,7 @@ QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.m
 
 def collect(backend: Backend) -> dict[str, Any]:
     """Return host, card, driver and versions by name; what cannot be found out is left out."""
-    found: dict[str, Any] = {**host_facts(), "device": backend.device, "stand_in": is_stand_in(backend)}
+    found: dict[str, Any] = {**machine_facts(), "device": backend.device, "stand_in": is_stand_in(backend)}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

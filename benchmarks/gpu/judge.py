@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.cases import BF16, FLOAT32, TF32
-from benchmarks.gpu.side import Arrays, Side
-from nnmpi.errors import NnmpiError
+from benchmarks.gpu.trainer import Arrays, DeviceTrainer
+from benchmarks.harness.turns import WrongResultError
 
 SHARE, STEPS = 2e-3, 5
 # Of losses, relative to the reference's; of the change of the weights, as a share of its length. What rounding gives:
@@ -26,12 +26,8 @@ SHARE, STEPS = 2e-3, 5
 TOLERANCES = {FLOAT32: (1e-5, 1e-3), TF32: (3e-4, 3e-2), BF16: (1e-3, 0.15)}
 
 
-class WrongResultError(NnmpiError):
-    """A contestant that does not train as the reference does."""
-
-
 @dataclass(frozen=True)
-class Finding:
+class Deviation:
     """How far a contestant is from the reference.
 
     Attributes:
@@ -44,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingCourse:
     """What some steps gave: the losses, and the change of the weights; and their learning rate."""
 
     losses: list[float]
@@ -52,44 +48,55 @@ class Course:
     lr: float
 
 
-def rate(side: Side, first: Sequence[NDArray[Any]]) -> float:
+def rate(trainer: DeviceTrainer, first: Sequence[NDArray[Any]]) -> float:
     """Return the learning rate with which a step changes the first weights by `SHARE` of their length."""
-    side.lr = 1.0
-    side.restore()
-    side.step()
-    moved = sum(float(((a - b) ** 2).sum()) for a, b in zip(side.weights(), first, strict=True))
+    trainer.lr = 1.0
+    trainer.restore()
+    trainer.step()
+    moved = sum(float(((a - b) ** 2).sum()) for a, b in zip(trainer.weights(), first, strict=True))
     return SHARE * sqrt(sum(float((np.asarray(b, np.float64) ** 2).sum()) for b in first) / moved)
 
 
-def course(side: Side, first: Sequence[NDArray[Any]], lr: float) -> Course:
-    """Train for some steps from the first weights; the first one is done twice, so that a recorded one is replayed."""
-    side.lr = lr
-    side.restore()
-    side.step()
-    side.restore()
-    losses = [side.read(side.step()) for _ in range(STEPS)]
-    return Course(losses, [after - before for after, before in zip(side.weights(), first, strict=True)], lr)
+def course(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], lr: float) -> TrainingCourse:
+    """Train for some steps from the first weights; the first one is done twice, so that a recorded one is replayed.
+
+    Args:
+        trainer: any.
+        first: the first weights.
+        lr: the learning rate.
+    """
+    trainer.lr = lr
+    trainer.restore()
+    trainer.step()
+    trainer.restore()
+    losses = [trainer.read(trainer.step()) for _ in range(STEPS)]
+    return TrainingCourse(losses, [after - before for after, before in zip(trainer.weights(), first, strict=True)], lr)
 
 
-def compare(found: Course, right: Course) -> Finding:
+def compare(found: TrainingCourse, right: TrainingCourse) -> Deviation:
     """Return how far one course is from another."""
     losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, right.losses, strict=True)]
     error = sum(float(((a - b) ** 2).sum()) for a, b in zip(found.change, right.change, strict=True))
     length = sum(float((b**2).sum()) for b in right.change)
-    return Finding(float(np.max(losses)), sqrt(error / length) if length else float("inf"))
+    return Deviation(float(np.max(losses)), sqrt(error / length) if length else float("inf"))
 
 
-def examine(side: Side, first: Sequence[NDArray[Any]], right: Course) -> Finding:
+def examine(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], right: TrainingCourse) -> Deviation:
     """Compare a contestant of nnmpi's or PyTorch's with the reference.
+
+    Args:
+        trainer: the contestant.
+        first: the first weights.
+        right: the reference's course.
 
     Raises:
         WrongResultError: when it is further off than its mode's roundings explain.
     """
-    found = compare(course(side, first, right.lr), right)
-    for (name, value), limit in zip(asdict(found).items(), TOLERANCES[side.mode], strict=True):
+    found = compare(course(trainer, first, right.lr), right)
+    for (name, value), limit in zip(asdict(found).items(), TOLERANCES[trainer.mode], strict=True):
         if not (isfinite(value) and value <= limit):
             raise WrongResultError(
-                f"{side.name}, case {side.case.name} in {side.mode}: its {name} is off by {value:.1e} of the "
+                f"{trainer.name}, case {trainer.case.name} in {trainer.mode}: its {name} is off by {value:.1e} of the "
                 f"reference's, more than {limit:g}"
             )
     return found

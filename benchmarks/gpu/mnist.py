@@ -11,27 +11,34 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import nnmpi
-from benchmarks.gpu.digits import CLASSES, SHAPE
-from benchmarks.training.rows import quartiles
-from nnmpi import Tensor, models, nn, ops, optim
+from benchmarks.harness.turns import summary
+from nnmpi import Tensor, data, models, nn, ops, optim
 from nnmpi.backend.record import Backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.data.upload import batches
+from nnmpi.errors import NnmpiError
 
 EPOCHS, BATCH, LR = 10, 64, 1e-3
 EVALUATION_BATCH = 1000
+SHAPE, CLASSES = (28, 28, 1), 10
+ROWS = (60_000, 10_000)
+REAL, MADE_UP = "MNIST", "made up, in MNIST's shape"
 
 
 @dataclass(frozen=True)
-class Task:
-    """The data, and how often they are gone through."""
+class MnistTask:
+    """The data, and how many epochs of them are trained.
+
+    Attributes:
+        what: MNIST, or that it is made up.
+    """
 
     train: Dataset
     test: Dataset
@@ -39,8 +46,14 @@ class Task:
     epochs: int = EPOCHS
 
 
-def ours(task: Task, backend: Backend, compiled: bool) -> dict[str, Any]:
-    """Return nnmpi's row."""
+def train_nnmpi(task: MnistTask, backend: Backend, compiled: bool) -> dict[str, Any]:
+    """Return nnmpi's row.
+
+    Args:
+        task: data and epochs.
+        backend: of the device.
+        compiled: whether a step is recorded once and replayed.
+    """
     model = models.cnn(SHAPE, CLASSES).initialize(seed=0, backend=backend)
     optimizer = optim.Adam(model.storage, lr=LR)
     loader = Loader(task.train, BATCH, seed=0, workers=_workers())
@@ -72,8 +85,14 @@ def ours(task: Task, backend: Backend, compiled: bool) -> dict[str, Any]:
     return _row("nnmpi compiled" if compiled else "nnmpi", task, epoch, accuracy)
 
 
-def theirs(task: Task, device: str, workers: int) -> dict[str, Any]:
-    """Return PyTorch's row: eager, TensorDataset, DataLoader with so many workers, pinned memory, channels_last."""
+def train_torch(task: MnistTask, device: str, workers: int) -> dict[str, Any]:
+    """Return PyTorch's row: eager, TensorDataset, DataLoader, pinned memory, channels_last.
+
+    Args:
+        task: data and epochs.
+        device: "cuda", or "cpu" for tests.
+        workers: processes of the DataLoader; 0 for none.
+    """
     import torch
 
     from benchmarks.accuracy.mnist_torch import cnn, tensors
@@ -112,7 +131,7 @@ def theirs(task: Task, device: str, workers: int) -> dict[str, Any]:
     return _row(f"torch, DataLoader with {workers} workers", task, epoch, accuracy)
 
 
-def _row(name: str, task: Task, epoch: Callable[[int], None], accuracy: Callable[[], float]) -> dict[str, Any]:
+def _row(name: str, task: MnistTask, epoch: Callable[[int], None], accuracy: Callable[[], float]) -> dict[str, Any]:
     seconds = []
     for number in range(task.epochs):
         begin = time.perf_counter()
@@ -127,8 +146,7 @@ def _row(name: str, task: Task, epoch: Callable[[int], None], accuracy: Callable
         "data": task.what,
         "epochs_s": seconds,
         "total_s": float(np.sum(seconds)),
-        "epoch_s": median(counted),
-        "epoch_quartiles_s": quartiles(counted),
+        **summary("epoch", counted),
         "accuracy": accuracy(),
     }
 
@@ -138,7 +156,7 @@ def _workers() -> int:
     return 2 if len(os.sched_getaffinity(0)) > 2 else 1
 
 
-def ratio(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def total_ratio(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return how many times as fast nnmpi's fastest way is over all epochs as PyTorch's; None without both."""
     best = {
         side: min((row for row in rows if row["name"].startswith(side)), key=lambda row: row["total_s"], default=None)
@@ -148,3 +166,27 @@ def ratio(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     if mine is None or other is None:
         return None
     return {"nnmpi": mine["name"], "torch": other["name"], "total": other["total_s"] / mine["total_s"]}
+
+
+def load(folder: Path | None, rows: tuple[int, int] = ROWS) -> tuple[Dataset, Dataset, str]:
+    """Return the parts for training and for testing, and what they are: MNIST where its files are, else made up.
+
+    Args:
+        folder: with MNIST's four files, or with a folder mnist in it.
+        rows: of each part, at most.
+    """
+    try:
+        train, test = data.load("mnist", folder)
+    except NnmpiError:
+        return made_up(rows[0], 0), made_up(rows[1], 1), MADE_UP
+    return train.take(np.arange(min(rows[0], len(train)))), test.take(np.arange(min(rows[1], len(test)))), REAL
+
+
+def made_up(rows: int, seed: int) -> Dataset:
+    """Return images of one bright bar each, whose place tells the class, with noise."""
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, CLASSES, rows)
+    x = draw.integers(0, 64, (rows, *SHAPE), np.uint8)
+    for label in range(CLASSES):
+        x[labels == label, 4 + 2 * label : 6 + 2 * label, 4:24] |= 192
+    return Dataset("mnist", x, labels, CLASSES, scale=1 / 255)

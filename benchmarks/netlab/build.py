@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netlab.agent import write_agent
-from benchmarks.netlab.host import Host, host_command, switch_command
+from benchmarks.netlab.host import ENTER, Host, host_command, switch_command
 from benchmarks.netlab.lab import Lab, take_down
 from benchmarks.netlab.link import Speed
 from benchmarks.netlab.process import Process
@@ -23,10 +23,28 @@ from nnmpi.errors import UsageError
 MAX_HOSTS = 200
 _START_LIMIT_S = 20.0
 
+# The launch agent: stands for ssh, so that mpirun can start processes on the hosts.
+_AGENT = """#!/bin/sh
+# Stands for ssh: agent [-OPTION]... HOST COMMAND...    (options are ignored)
+while :; do case $1 in -*) shift ;; *) break ;; esac; done
+case $1 in
+{cases}
+*) echo "agent: there is no host $1 in this lab" >&2; exit 255 ;;
+esac
+shift
+exec nsenter --target "$pid" {enter} --wd="$PWD" -- env TMPDIR="$tmp" sh -c "$*"
+"""
+
 
 @contextlib.contextmanager
 def built(state: State, count: int, speed: Speed) -> Iterator[Lab]:
-    """Make a lab for the time of a `with`; afterwards, whatever happened, nothing is left of it."""
+    """Make a lab for the time of a `with`; afterwards, whatever happened, nothing is left of it.
+
+    Args:
+        state: of a name that no lab has.
+        count: hosts.
+        speed: of their links.
+    """
     builder = Builder(state, count, speed)
     try:
         yield builder.make()
@@ -36,7 +54,13 @@ def built(state: State, count: int, speed: Speed) -> Iterator[Lab]:
 
 
 def up(state: State, count: int, speed: Speed) -> Lab:
-    """Make a lab that lives on when this process ends; if it cannot be made, nothing is left of it."""
+    """Make a lab that lives on when this process ends; if it cannot be made, nothing is left of it.
+
+    Args:
+        state: of a name that no lab has.
+        count: hosts.
+        speed: of their links.
+    """
     builder = Builder(state, count, speed)
     try:
         lab = builder.make()
@@ -90,10 +114,10 @@ class Builder:
 
     def leave(self) -> None:
         """Let the lab live on when this process ends."""
-        house = self.started[0]
-        assert house.stdin is not None
-        house.stdin.write("stay\n")
-        house.stdin.close()
+        switch = self.started[0]
+        assert switch.stdin is not None
+        switch.stdin.write("stay\n")
+        switch.stdin.close()
 
     def collect(self) -> None:
         """Wait for the processes that were started and have been ended."""
@@ -165,3 +189,21 @@ def _wait_ready(process: subprocess.Popen[str], name: str, log: Path) -> None:
         process.wait(1.0)
     complaint = log.read_text().strip().splitlines()
     raise LabError(f"{name} did not start: {complaint[0] if complaint else 'it said nothing'}")
+
+
+def write_agent(folder: Path, hosts: Sequence[Host]) -> Path:
+    """Write the agent for these hosts into the lab's folder and return its path.
+
+    Raises:
+        LabError: when the folder does not allow execution.
+    """
+    cases = "\n".join(
+        f"{host.name} | {host.address}) pid={host.lab_pid} tmp={shlex.quote(str(folder / host.name / 'tmp'))} ;;"
+        for host in hosts
+    )
+    path = folder / "agent"
+    path.write_text(_AGENT.format(cases=cases, enter=" ".join(f"--{kind}" for kind in ENTER)))
+    path.chmod(0o700)
+    if not os.access(path, os.X_OK):
+        raise LabError(f"{folder} does not allow execution; set TMPDIR to a folder that does")
+    return path

@@ -9,32 +9,34 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
-from benchmarks.netlab.bench import Bench
-from benchmarks.netlab.build import up
+from benchmarks.harness import command, results
+from benchmarks.netlab.bench import LabRun, Plan
+from benchmarks.netlab.build import MAX_HOSTS, up
 from benchmarks.netlab.lab import find, sweep, take_down
 from benchmarks.netlab.launch import LIBRARIES, environment, find_library, parse_settings
 from benchmarks.netlab.link import Speed
-from benchmarks.netlab.plan import Plan
 from benchmarks.netlab.process import children_of
 from benchmarks.netlab.shell import check_machine
 from benchmarks.netlab.state import State
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE
+from nnmpi.command import Parser
+from nnmpi.errors import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its status: 2 for wrong use, 1 for a failure, 128 and the number for a signal."""
-    options = _parser().parse_args(arguments)
-    act: Callable[[argparse.Namespace], int] = options.act
+
+    def work() -> int:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        act: Callable[[argparse.Namespace], int] = options.act
+        check_machine()
+        return act(options)
+
     try:
         with _signals_unwind():
-            check_machine()
-            return act(options)
-    except NnmpiError as error:
-        print(f"netlab: {error}", file=sys.stderr)
-        return error.exit_status
+            return command.run("netlab", work)
     except _Stopped as stopped:
         print(f"netlab: ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
@@ -66,26 +68,39 @@ def _signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command; `act` is what it does.
+
+    Raises:
+        UsageError: for an unknown command, option or value.
+    """
+    return _parser().parse_args(list(arguments))
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the options of `bench`."""
+    return Plan(options.hosts, options.rate, options.sizes, options.algorithms, options.repeats, options.cut)
+
+
 def _bench(options: argparse.Namespace) -> int:
-    plan = Plan.parse(options.hosts, options.rate, options.sizes, options.algorithms, options.repeats, options.cut)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {options.json.absolute().parent} for the result")
+    plan = make_plan(options)
+    results.check_writable("--json", options.json)
     library, version = find_library(options.mpi)
     settings = parse_settings(options.set)
     sweep()
-    bench = Bench(plan, f"{LIBRARIES[library].vendor} {version}", library, settings)
+    run = LabRun(plan, f"{LIBRARIES[library].vendor} {version}", library, settings)
     try:
-        bench.run()
+        run.run()
     finally:
-        if options.json is not None and bench.rows:
-            bench.save(options.json)
+        if run.rows:
+            run.save(options.json)
     return 0
 
 
 def _up(options: argparse.Namespace) -> int:
     sweep()
-    lab = up(State(options.name), options.hosts, Speed(options.rate))
-    print(f"up: {len(lab.hosts)} hosts, links of {options.rate}; launch agent: {lab.agent}")
+    lab = up(State(options.name), options.hosts, options.rate)
+    print(f"up: {len(lab.hosts)} hosts, links of {options.rate.rate}; launch agent: {lab.agent}")
     return 0
 
 
@@ -113,7 +128,7 @@ def _bytes(options: argparse.Namespace) -> int:
 
 
 def _rate(options: argparse.Namespace) -> int:
-    find(State(options.name)).set_speed(Speed(options.rate))
+    find(State(options.name)).set_speed(options.rate)
     return 0
 
 
@@ -126,32 +141,53 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="netlab", description="A cluster of hosts with slow links on this machine.")
+    parser = Parser(prog="netlab", description="A cluster of hosts with slow links on this machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(act=act)
-        return command
+        found = commands.add_parser(name, help=text, description=text)
+        found.set_defaults(act=act)
+        return found
 
+    read, positive, nbytes = command.each, command.positive, command.nbytes
     bench = add("bench", _bench, "make a lab, measure collectives across it beside their prediction, take it down")
-    bench.add_argument("--hosts", default="2,4,8,16", help="numbers of hosts (default %(default)s)")
-    bench.add_argument("--rate", default="100mbit", help="rates of the links (default %(default)s)")
-    bench.add_argument("--sizes", default="1m,2m", help="bytes of the buffers (default %(default)s)")
-    bench.add_argument("--algorithms", default="ps,tree,ring,halving-doubling,native", help="default %(default)s")
+    bench.add_argument("--hosts", type=read(_hosts), default="2,4,8,16", help="numbers of hosts (default %(default)s)")
+    bench.add_argument("--rate", type=read(Speed), default="100mbit", help="rates of the links (default %(default)s)")
+    bench.add_argument("--sizes", type=read(_size), default="1m,2m", help="bytes of the buffers (default %(default)s)")
+    names = read(command.one_of(*ALGORITHMS, NATIVE))
+    bench.add_argument(
+        "--algorithms", type=names, default="ps,tree,ring,halving-doubling,native", help="default %(default)s"
+    )
     bench.add_argument("--mpi", choices=LIBRARIES, help="refuse to run with another MPI than this")
-    bench.add_argument("--repeats", type=int, default=5, help="times that each is measured (default %(default)s)")
-    bench.add_argument("--cut", default="1g", help="cut messages into pieces of that (default %(default)s)")
+    bench.add_argument("--repeats", type=positive, default=5, help="times that each is measured (default %(default)s)")
+    bench.add_argument(
+        "--cut", type=nbytes, default="1g", help="cut messages into pieces of that (default %(default)s)"
+    )
     bench.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an MCA parameter, or a variable of MPICH's"
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the result, also what there is of it so far")
-    for command in (make := add("up", _up, "make a lab that stays"), add("rate", _rate, "change its links' rate")):
-        command.add_argument("--rate", default="100mbit", help="default %(default)s")
+    bench.add_argument(
+        "--json", type=command.file, metavar="FILE", help="write the result, also what there is of it so far"
+    )
+    for each in (make := add("up", _up, "make a lab that stays"), add("rate", _rate, "change its links' rate")):
+        each.add_argument("--rate", type=command.one(Speed), default="100mbit", help="default %(default)s")
     make.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     run = add("run", _run, "run a command on the lab's head, where mpirun is started")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND...")
     others = (run, add("bytes", _bytes, "print what each link has carried"), add("down", _down, "take a lab down"))
-    for command in (make, *others, commands.choices["rate"]):
-        command.add_argument("--name", default="lab", help="which lab, if there are several (default %(default)s)")
+    for each in (make, *others, commands.choices["rate"]):
+        each.add_argument("--name", default="lab", help="which lab, if there are several (default %(default)s)")
     return parser
+
+
+def _hosts(word: str) -> int:
+    if not word.isdecimal() or not 2 <= int(word) <= MAX_HOSTS:
+        raise UsageError(f"{word!r} is not a number of hosts from 2 to {MAX_HOSTS}; write --hosts 2,4,8")
+    return int(word)
+
+
+def _size(word: str) -> int:
+    nbytes = command.nbytes(word)
+    if nbytes < 4 or nbytes % 4:
+        raise UsageError(f"a buffer of float32 has a multiple of 4 bytes, not {nbytes}")
+    return nbytes

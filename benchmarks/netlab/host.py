@@ -48,8 +48,8 @@ done <<END
 END
 {_LIVE}"""
 
-# The switch is also the house: when its process 1 ends, the system ends all processes in the lab, and with them go the
-# namespaces, the bridge and the links. It ends by itself when its maker dies before saying "stay".
+# The switch holds the lab together: when its process 1 ends, the system ends all processes in the lab, and with them
+# go the namespaces, the bridge and the links. It ends by itself when its maker dies before saying "stay".
 _SWITCH = f"""
 set -eu
 hostname "$1"
@@ -72,13 +72,13 @@ class Host:
         name: h0, h1 ..., head, or switch.
         address: on the lab's network; the switch has none.
         init: its first process.
-        house_pid: that process's number as the lab's own processes see it.
+        lab_pid: that process's number as the lab's own processes see it.
     """
 
     name: str
     address: str
     init: Process
-    house_pid: int
+    lab_pid: int
 
     def enter(self, *kinds: str) -> tuple[str, ...]:
         """Return the beginning of a command that runs in this host; all its namespaces unless some are named."""
@@ -93,8 +93,15 @@ def switch_command(folder: Path) -> tuple[str, ...]:
     return ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(folder), "switch")
 
 
-def host_command(house: Process, folder: Path, name: str, own_processes: bool) -> tuple[str, ...]:
-    """Return the command that is a host; without processes of its own it can start some on the others (the head)."""
-    enter = ("nsenter", "--target", str(house.pid), "--mount", "--pid", "--")
+def host_command(switch: Process, folder: Path, name: str, own_processes: bool) -> tuple[str, ...]:
+    """Return the command that is a host; without processes of its own it can start some on the others (the head).
+
+    Args:
+        switch: the first process of the lab's switch.
+        folder: of the lab.
+        name: of the host.
+        own_processes: whether it sees no processes but its own.
+    """
+    enter = ("nsenter", "--target", str(switch.pid), "--mount", "--pid", "--")
     own = _OWN + (_OWN_PROCESSES if own_processes else ())
     return (*enter, "unshare", *own, "sh", "-c", _HOST, str(folder), name, str(folder / "hosts"))

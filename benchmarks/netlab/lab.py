@@ -28,6 +28,12 @@ from nnmpi.errors import UsageError
 class Lab:
     """A lab that is up.
 
+    Args:
+        state: its folder.
+        switch: the switch, which runs.
+        head: where mpirun is started, which runs.
+        hosts: all others, which run.
+
     Attributes:
         state: its folder.
         hosts: h0, h1 ...
@@ -86,7 +92,7 @@ def take_down(state: State) -> bool:
     started = [Process(**found) for found in state.read().get("started", ())]
     for outer in started[:1]:
         with contextlib.suppress(ProcessLookupError):
-            outer.child(limit_s=0.0).end()  # the house's process 1: all others end with it
+            outer.child(limit_s=0.0).end()  # the process 1 of the switch: all others end with it
     for outer in started:
         outer.end()
     left = [outer.pid for outer in started if outer.is_alive()]
@@ -102,8 +108,12 @@ def sweep() -> list[str]:
     for state in State.all():
         with contextlib.suppress(LabError):
             record = state.read() if state.exists() else {}
-            house = record.get("started", [])[:1]
-            if record and not Process(**record["maker"]).is_alive() and not any(Process(**p).is_alive() for p in house):
+            switch = record.get("started", [])[:1]
+            if (
+                record
+                and not Process(**record["maker"]).is_alive()
+                and not any(Process(**p).is_alive() for p in switch)
+            ):
                 swept.append(state.name)
                 take_down(state)
     return swept

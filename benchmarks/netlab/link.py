@@ -71,6 +71,11 @@ def limit(device: str, speed: Speed) -> Iterator[tuple[str, ...]]:
 def apply(enter: tuple[str, ...], device: str, speed: Speed) -> None:
     """Limit a device in the namespaces that `enter` leads to.
 
+    Args:
+        enter: the beginning of a command that runs there.
+        device: the network card.
+        speed: what it is limited to.
+
     Raises:
         LabError: when the kernel has no token bucket.
     """

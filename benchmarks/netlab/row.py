@@ -8,18 +8,21 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from benchmarks.harness.tables import GrowingTable
 from benchmarks.netlab.shell import LabError
-from nnmpi.comm.sizes import name_bytes
-
-HEADER = f"{'rate':>8} {'hosts':>5} {'size':>7}  {'algorithm':<16} {'measured':>11} {'predicted':>11} {'ratio':>6}"
-HEADER += f" {'spread':>7} {'crossed':>10} {'cores':>6}"
+from nnmpi.comm.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Row:
-    """A measurement.
+class LinkTimes:
+    """An algorithm at a size on so many hosts: measured, predicted, and counted.
 
     Attributes:
+        mpi: the library and its version.
+        rate: of the links.
+        hosts: how many.
+        bytes: of the buffer.
+        algorithm: its name.
         seconds: of each repetition, from the common start until the last rank had finished.
         predicted_s: what the model says.
         auto: the algorithm that `auto` would choose at this size on these hosts.
@@ -64,21 +67,27 @@ class Row:
                 f"{least:.0f} were to be sent: the messages went another way"
             )
 
-    def line(self) -> str:
-        """Return the row of the table."""
-        spread = (max(self.seconds) - min(self.seconds)) / self.measured_s
-        return (
-            f"{self.rate:>8} {self.hosts:5} {name_bytes(self.bytes):>7}  {self.algorithm:<16} "
-            f"{self.measured_s * 1e3:8.1f} ms {self.predicted_s * 1e3:8.1f} ms {self.ratio:6.3f} "
-            f"{spread:7.1%} {self.sent_bytes / 1e6:7.1f} MB {self.cores:6.2f}"
-        )
-
     def record(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         return {**asdict(self), "measured_s": self.measured_s, "ratio": self.ratio}
 
 
-def verdict(rows: Sequence[Row]) -> str:
+TABLE = GrowingTable(
+    # title, width, what stands there
+    ("rate", 8, lambda row: row.rate),
+    ("hosts", 6, lambda row: row.hosts),
+    ("size", 8, lambda row: format_bytes(row.bytes)),
+    ("  algorithm", -19, lambda row: f"  {row.algorithm}"),
+    ("measured", 11, lambda row: f"{row.measured_s * 1e3:.1f} ms"),
+    ("predicted", 12, lambda row: f"{row.predicted_s * 1e3:.1f} ms"),
+    ("ratio", 7, lambda row: f"{row.ratio:.3f}"),
+    ("spread", 8, lambda row: f"{(max(row.seconds) - min(row.seconds)) / row.measured_s:.1%}"),
+    ("crossed", 11, lambda row: f"{row.sent_bytes / 1e6:.1f} MB"),
+    ("cores", 7, lambda row: f"{row.cores:.2f}"),
+)
+
+
+def verdict(rows: Sequence[LinkTimes]) -> str:
     """Name the measured best and the choice of `auto` among rows of the same rate, hosts and size."""
     best = min(rows, key=lambda row: row.measured_s)
     behind = behind_best(rows)
@@ -87,13 +96,13 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"best: {best.algorithm}; auto picks {best.auto}" + (f" ({behind:.1%} slower)" if behind else "")
 
 
-def behind_best(rows: Sequence[Row]) -> float | None:
+def behind_best(rows: Sequence[LinkTimes]) -> float | None:
     """Return by which part the choice of `auto` was slower than the best; None if it was not measured."""
     chosen = next((row for row in rows if row.algorithm == row.auto), None)
     return None if chosen is None else chosen.measured_s / min(row.measured_s for row in rows) - 1
 
 
-def summary(rows: Sequence[Row]) -> Iterator[str]:
+def summary(rows: Sequence[LinkTimes]) -> Iterator[str]:
     """Yield what all rows together show."""
     for algorithm in dict.fromkeys(row.algorithm for row in rows):
         ratios = [row.ratio for row in rows if row.algorithm == algorithm]
@@ -103,7 +112,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         times = {row.algorithm: row.measured_s for row in group}
         if "ring" in times and "ps" in times:
             yield (
-                f"{group[0].hosts} hosts, {name_bytes(group[0].bytes)}, {group[0].rate}: "
+                f"{group[0].hosts} hosts, {format_bytes(group[0].bytes)}, {group[0].rate}: "
                 f"ring {times['ps'] / times['ring']:.1f}x faster than ps"
             )
     behind = [found for group in places if (found := behind_best(group)) is not None]

@@ -24,9 +24,10 @@ group = nnmpi.start()
 
 import numpy as np  # noqa: E402
 
+from benchmarks.harness.turns import quartiles  # noqa: E402
 from benchmarks.netlab.waiting import go_first  # noqa: E402
 from nnmpi import models, optim  # noqa: E402
-from nnmpi.backend.heap import keep_freed_memory  # noqa: E402
+from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.data.loader import Batch, Cut  # noqa: E402
 from nnmpi.shard import part  # noqa: E402
 
@@ -61,7 +62,8 @@ def main() -> None:
         size = sum(grad.nbytes for grad in workers["overlap, 4 MiB"].model.storage.grads)
         print(f"{group.size} ranks, {options.inputs}-{options.hidden}-10, batch {options.batch}, {size / 1e6:.1f} MB")
         for name, times in seconds.items():
-            low, middle, high = (1000 * each for each in statistics.quantiles(times, n=4))
+            low, high = (1000 * each for each in quartiles(times))
+            middle = 1000 * statistics.median(times)
             under_ms = 1000 * statistics.median(hidden[name])
             print(f"{name:25} {middle:8.1f} ms ({low:.1f} to {high:.1f}), {under_ms:.1f} ms under way while computing")
 
@@ -81,7 +83,8 @@ def _worker(options: argparse.Namespace, way: dict[str, Any]) -> nnmpi.Worker:
     hidden = [int(width) for width in options.hidden.split("-")]
     model = models.mlp((options.inputs,), 10, hidden=hidden).initialize(seed=0)
     optimizer = optim.SGD(model.storage, lr=0.01)
-    return nnmpi.Worker(model, optimizer, group, allreduce=options.algorithm, fused_update=False, **way)
+    exchange = nnmpi.GradientExchange(allreduce=options.algorithm, fused_update=False, **way)
+    return nnmpi.Worker(model, optimizer, group, exchange=exchange)
 
 
 def _batch(inputs: int, rows: int) -> Batch:

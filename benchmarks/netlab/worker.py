@@ -13,28 +13,30 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks.netlab.calibrate import SHORT_BYTES, calibrate
-from benchmarks.netlab.waiting import common_start, go_first, largest, total, wait
+from benchmarks.netlab.waiting import barrier, common_start, go_first, largest, total, wait
 from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
-from nnmpi.comm.execute import Execution
-from nnmpi.comm.native import Native
+from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.start import start
 from nnmpi.errors import CommError
 from nnmpi.shard import split
 
+SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
+_TAG = 1000
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
-class Trial:
-    """One algorithm on one size of buffer.
+class AllReduceRun:
+    """One algorithm on one size of buffer, ready to be run.
 
     Args:
+        comm: all ranks.
         name: "native", or one of nnmpi's own algorithms.
         nbytes: the length of the buffer, float32.
         cut_bytes: longer messages are cut into pieces of that.
@@ -45,7 +47,7 @@ class Trial:
         self._array = np.empty(nbytes // 4, np.float32)
         self.own_bytes = 0  # what this rank has to send; not known of MPI's own algorithms
         if name == NATIVE:
-            self._pending: Native | Execution = Native(self._array, comm)
+            self._pending: NativeExecution | Execution = NativeExecution(self._array, comm)
         else:
             steps = find_algorithm(name, range(size))(comm.Get_rank(), size)
             chunks = split(self._array.size, size)
@@ -63,7 +65,7 @@ class Trial:
         size, rank = self._comm.Get_size(), self._comm.Get_rank()
         np.add(self._pattern, rank, out=self._array)
         begin = common_start(self._comm)
-        if isinstance(self._pending, Native):
+        if isinstance(self._pending, NativeExecution):
             self._pending.run()  # as users call it: blocking
         else:
             self._pending.start()
@@ -81,13 +83,13 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["sizes"], job["repeats"])}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
-            trial = Trial(comm, name, nbytes, job["cut_bytes"])
-            trial.run()  # connections are made at the first message
+            one = AllReduceRun(comm, name, nbytes, job["cut_bytes"])
+            one.run()  # connections are made at the first message
             before = (_sent_bytes(), time.process_time(), time.monotonic())
-            seconds = [trial.run() for _ in range(job["repeats"])]
+            seconds = [one.run() for _ in range(job["repeats"])]
             after = (_sent_bytes(), time.process_time(), time.monotonic())
             sent, used_s, taken_s = (late - early for late, early in zip(after, before, strict=True))
-            own, sent, used_s = total(comm, [trial.own_bytes, sent, used_s])
+            own, sent, used_s = total(comm, [one.own_bytes, sent, used_s])
             yield {
                 "kind": "row",
                 "algorithm": name,
@@ -103,9 +105,9 @@ def _native(comm: MPI.Comm, sizes: Sequence[int], rounds: int) -> list[tuple[int
     """Return bytes and seconds of MPI's own all-reduce, whose steps are not known: it is predicted from these."""
     found = []
     for nbytes in sorted({SHORT_BYTES, *sizes}):
-        trial = Trial(comm, NATIVE, nbytes, nbytes)
-        trial.run()
-        found.append((nbytes, statistics.median(trial.run() for _ in range(rounds))))
+        one = AllReduceRun(comm, NATIVE, nbytes, nbytes)
+        one.run()
+        found.append((nbytes, statistics.median(one.run() for _ in range(rounds))))
     return found
 
 
@@ -121,6 +123,72 @@ def main(path: Path) -> None:
             if lines is not None:
                 print(json.dumps(found), file=lines, flush=True)
     (folder / f"done-{comm.Get_rank()}").touch()
+
+
+def calibrate(comm: MPI.Comm, rounds: int) -> dict[str, float]:
+    """Return alpha_s, beta_s_per_byte, both_ways_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
+
+    Measured between the hosts 0 and 1, without any knowledge of the rate that was set:
+
+    alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long messages: that comes out
+            anywhere between -1 and +50 ms, because a bucket lets the first bytes through for nothing.
+    beta    the slope between the half round trips of 256 KB and 2 MB: seconds for each further byte. The two lie far
+            apart, because a slope over a short way magnifies what other programs add to one of the times.
+    gamma   the time to add, per byte added.
+
+    The other ranks sleep meanwhile. `both_ways_s_per_byte` is the same as beta with messages in both directions at
+    once: no part of the prediction, but where it is larger, an algorithm that sends and receives will be slower.
+    """
+    short = _round_trip(comm, SHORT_BYTES, 20 * rounds)
+    long = [_round_trip(comm, nbytes, 2 * rounds) for nbytes in LONG_BYTES]
+    both = [_exchange(comm, nbytes, rounds) for nbytes in LONG_BYTES]
+    further = LONG_BYTES[1] - LONG_BYTES[0]
+    return {
+        "alpha_s": short / 2,
+        "beta_s_per_byte": (long[1] - long[0]) / 2 / further,
+        "both_ways_s_per_byte": (both[1] - both[0]) / further,
+        "gamma_s_per_byte": _adding(rounds) if comm.Get_rank() == 0 else 0.0,
+    }
+
+
+def _round_trip(comm: MPI.Comm, nbytes: int, rounds: int) -> float:
+    """Return the median time there and back; the first, which may set up a connection, is not counted."""
+    rank, message, taken = comm.Get_rank(), np.zeros(nbytes, np.uint8), [0.0]
+    barrier(comm)
+    for _ in range(rounds + 1 if rank < 2 else 0):
+        begin = time.monotonic()
+        if rank == 0:
+            wait(comm.Isend([message, MPI.BYTE], 1, _TAG).Test)
+        wait(comm.Irecv([message, MPI.BYTE], 1 - rank, _TAG).Test)
+        if rank == 1:
+            wait(comm.Isend([message, MPI.BYTE], 0, _TAG).Test)
+        taken.append(time.monotonic() - begin)
+    barrier(comm)
+    return statistics.median(taken[2:] or taken)
+
+
+def _exchange(comm: MPI.Comm, nbytes: int, rounds: int) -> float:
+    """Return the median time in which hosts 0 and 1 send to each other at once."""
+    rank, taken = comm.Get_rank(), [0.0]
+    out, into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    barrier(comm)
+    for _ in range(rounds + 1 if rank < 2 else 0):
+        begin = time.monotonic()
+        requests = [comm.Irecv([into, MPI.BYTE], 1 - rank, _TAG), comm.Isend([out, MPI.BYTE], 1 - rank, _TAG)]
+        wait(partial(MPI.Request.Testall, requests))
+        taken.append(time.monotonic() - begin)
+    barrier(comm)
+    return statistics.median(taken[2:] or taken)
+
+
+def _adding(rounds: int, nbytes: int = 2**20) -> float:
+    """Return the median time to add, per byte."""
+    target, other, taken = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32), []
+    for _ in range(rounds + 1):
+        begin = time.monotonic()
+        np.add(target, other, out=target)
+        taken.append(time.monotonic() - begin)
+    return statistics.median(taken[1:]) / nbytes
 
 
 def _sent_bytes() -> int:

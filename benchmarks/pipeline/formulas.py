@@ -15,7 +15,7 @@ place. The walk drops a layer's gradients when the next one's are there.
 
 from __future__ import annotations
 
-from benchmarks.pipeline.subject import CLASSES, Subject
+from benchmarks.pipeline.network import CLASSES, EvenMlp
 from nnmpi.optim.blocks import HOST_BLOCK_BYTES
 
 ITEM_BYTES = 4  # float32
@@ -24,39 +24,55 @@ SCRATCH_BYTES = 2 * HOST_BLOCK_BYTES  # of the optimizer
 NEVER, ALWAYS = "never", "always"
 
 
-def parameter_bytes(subject: Subject, stage: int, stages: int) -> int:
-    """Return what a stage's parameters, gradients and optimizer state take."""
-    w, layers = subject.width, subject.layers // stages
+def parameter_bytes(network: EvenMlp, stage: int, stages: int) -> int:
+    """Return the bytes of a stage's parameters, gradients and optimizer state.
+
+    Args:
+        network: the whole one.
+        stage: its number.
+        stages: how many there are.
+    """
+    w, layers = network.width, network.layers // stages
     elements = layers * (w * w + w)
     if stage == 0:
-        elements += (subject.features - w) * w
+        elements += (network.features - w) * w
     if stage == stages - 1:
         elements += (w + 1) * CLASSES
     return COPIES * ITEM_BYTES * elements + SCRATCH_BYTES
 
 
-def live_microbatches(subject: Subject, stage: int, stages: int, schedule: str) -> int:
-    """Return for how many microbatches a stage keeps activations at once."""
+def live_microbatches(network: EvenMlp, stage: int, stages: int, schedule: str) -> int:
+    """Return for how many microbatches a stage keeps activations at once.
+
+    Args:
+        network: the whole one, with the microbatches of a step.
+        stage: its number.
+        stages: how many there are.
+        schedule: "gpipe" or "1f1b".
+    """
     if stages == 1:
         return 1
-    return subject.microbatches if schedule == "gpipe" else min(stages - stage, subject.microbatches)
+    return network.microbatches if schedule == "gpipe" else min(stages - stage, network.microbatches)
 
 
-def activation_bytes(subject: Subject, stage: int, stages: int, schedule: str, recompute: str) -> int:
+def activation_bytes(network: EvenMlp, stage: int, stages: int, schedule: str, recompute: str) -> int:
     """Return the most that a step needs beyond parameters, gradients, state and batch.
 
     Args:
+        network: the whole one.
+        stage: of so many `stages`, one on each rank.
+        stages: how many.
         schedule: "gpipe" or "1f1b", with more microbatches than stages.
         recompute: "never" or "always".
     """
-    unit = subject.rows * subject.width * ITEM_BYTES
-    logits = 2 * subject.rows * CLASSES * ITEM_BYTES  # and the probabilities
-    layers, live = subject.layers // stages, live_microbatches(subject, stage, stages, schedule)
+    unit = network.rows * network.width * ITEM_BYTES
+    logits = 2 * network.rows * CLASSES * ITEM_BYTES  # and the probabilities
+    layers, live = network.layers // stages, live_microbatches(network, stage, stages, schedule)
     is_first, is_last, is_repeated = stage == 0, stage == stages - 1, recompute == ALWAYS and stages > 1
     received = 0 if is_first else unit
     each = received + layers * unit + is_last * logits  # of a microbatch
     kept = (live - 1) * received + each if is_repeated else live * each
-    later = subject.width**2 * ITEM_BYTES * (1 if is_last else 2)  # the weights' gradients of one layer, or of two
+    later = network.width**2 * ITEM_BYTES * (1 if is_last else 2)  # the weights' gradients of one layer, or of two
     if schedule == "gpipe" and stages > 1 and not is_repeated:
         later = max(0, later - each)  # there is a microbatch less when gradients are added to others
     work = (3 if is_last else 4) * unit  # beyond the last stage also what was received, to the end

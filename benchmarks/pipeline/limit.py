@@ -1,7 +1,7 @@
-"""Trains under a limit of memory for each rank: one that the layout is told, one that the system enforces, or both.
+"""Trains under a limit of memory for each rank: one that the layout knows, one that the system enforces, or both.
 
-The system's (RLIMIT_DATA) counts private writable memory. It is set when Python, NumPy and MPI are there, to what they
-have plus the limit; so it is for parameters, gradients, state and activations, as the other one nearly is.
+The system's (RLIMIT_DATA) counts private writable memory. It is set once Python, NumPy and MPI are loaded, to what they
+have taken plus the limit; so it is for parameters, gradients, state and activations, and so nearly is the layout's.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pipeline.subject import Subject
+from benchmarks.harness.memory import data_bytes
+from benchmarks.pipeline.network import EvenMlp
 from nnmpi import optim
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange
@@ -28,18 +28,18 @@ def measure(group: Group, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what became of a run under a limit. Collective.
 
     Args:
-        settings: "subject", "degrees" (dp, pp, tp), "limit_bytes", "told" and "enforced": whether the layout knows
+        settings: "network", "degrees" (dp, pp, tp), "limit_bytes", "known" and "enforced": whether the layout knows
             the limit and whether the system holds it, and "steps".
     """
-    subject, limit = Subject(**settings["subject"]), int(settings["limit_bytes"])
+    network, limit = EvenMlp(**settings["network"]), int(settings["limit_bytes"])
     dp, pp, tp = settings["degrees"]
-    layout = Layout(dp, pp, tp, split=subject.cut(pp), memory_limit=limit if settings["told"] else None)
+    layout = Layout(dp, pp, tp, split=network.cut(pp), memory_limit=limit if settings["known"] else None)
     row: dict[str, Any] = {"layout": f"dp {dp} x pp {pp} x tp {tp}"}
-    row |= {name: settings[name] for name in ("told", "enforced", "limit_bytes")}
-    batch = subject.batch(group.rank // (pp * tp), dp)
-    _warm_up(subject)
+    row |= {name: settings[name] for name in ("known", "enforced", "limit_bytes")}
+    batch = network.batch(group.rank // (pp * tp), dp)
+    _warm_up(network)
     try:
-        where = arrange(subject.build(), group, layout)
+        where = arrange(network.build(), group, layout)
     except DeviceError as error:
         return row | {"outcome": "refused", "words": str(error)}
     needed = group.gather(sum(int(np.prod(p.declared)) for p in where.model.parameters()) * 4 * 4)
@@ -65,9 +65,9 @@ def _fill(where: Arrangement) -> Optimizer:
     return optim.build("adam", where.model.storage, lr=1e-4)
 
 
-def _warm_up(subject: Subject) -> None:
+def _warm_up(network: EvenMlp) -> None:
     """Let BLAS take the memory that it keeps for itself."""
-    square = np.ones((subject.width, subject.width), np.float32)
+    square = np.ones((network.width, network.width), np.float32)
     square @ square
 
 
@@ -78,14 +78,8 @@ def _held(limit: int | None) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _data_bytes() -> int:
-    """Return what RLIMIT_DATA counts of this process: from Linux's /proc."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.pipeline.subject import Subject
-from benchmarks.pipeline.traced import traced
+from benchmarks.harness.memory import traced
+from benchmarks.pipeline.network import EvenMlp
 from nnmpi import optim
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
@@ -18,15 +18,15 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each case and rank. Collective.
 
     Args:
-        settings: "subject", and "cases": the schedule and the recomputation of each.
+        settings: "network", and "cases": the schedule and the recomputation of each.
     """
-    subject = Subject(**settings["subject"])
-    batch = subject.batch()
+    network = EvenMlp(**settings["network"])
+    batch = network.batch()
     rows = []
     for schedule, recompute in settings["cases"]:
-        model = subject.build()
+        model = network.build()
         pp = group.size
-        layout = Layout(1, pp, 1, schedule, split=subject.cut(pp), recompute=recompute)
+        layout = Layout(1, pp, 1, schedule, split=network.cut(pp), recompute=recompute)
         with traced() as building:
             where = arrange(model, group, layout)
             where.model.initialize(seed=1)

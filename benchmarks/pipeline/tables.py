@@ -2,91 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.pipeline.marks import Content, memory_ratios
-from benchmarks.pipeline.readme import table
+from benchmarks.harness.formulas import beside_formulas, formula_columns, missed_formulas
+from benchmarks.harness.parts import Content
+from benchmarks.harness.tables import Columns, mib, ms1, number, percent, render, spread
+from benchmarks.pipeline.formulas import activation_bytes, parameter_bytes
+from benchmarks.pipeline.network import EvenMlp
 
 
 def times(content: Content) -> str:
     """Return steps beside their simulation, and against one rank."""
-    rows = []
-    for row in content["rows"]:
-        first, third = (1e3 * each for each in row["step_quartiles_s"])
-        cells = [str(row["microbatches"]), row["name"], f"{1e3 * row['step_s']:.1f} ({first:.1f} to {third:.1f})"]
-        if "speed" in row:
-            low, high = row["speed_quartiles"]
-            cells += [f"{1e3 * row['simulated_s']:.1f}", f"{row['measured_over_simulated']:.2f}"]
-            cells += [f"{row['speed']:.2f} ({low:.2f} to {high:.2f})", f"{100 * row['bubble']:.1f} %"]
-        else:
-            cells += ["-", "-", "1", "-"]
-        rows.append(" | ".join(cells))
-    head = "microbatches | schedule | step, ms (quartiles) | simulated, ms | measured / simulated "
-    return table(head + "| times as fast as one rank (quartiles) | bubble, simulated", rows)
+    columns = (
+        ("microbatches", "microbatches"),
+        ("schedule", "name"),
+        ("step, ms (quartiles)", lambda row: spread(row["step_s"], row["step_quartiles_s"], ms1)),
+        ("simulated, ms", lambda row: ms1(row["simulated_s"]) if "simulated_s" in row else "-"),
+        ("measured / simulated", lambda row: number(row.get("measured_over_simulated"))),
+        (
+            "times as fast as one rank (quartiles)",
+            lambda row: spread(row["speed"], row["speed_quartiles"]) if "speed" in row else "1",
+        ),
+        ("bubble, simulated", lambda row: percent(row.get("bubble"))),
+    )
+    return render(columns, content["rows"])
 
 
 def memory(content: Content) -> str:
     """Return the measured bytes of each stage beside those of the formulas."""
-    rows = []
-    for row in memory_ratios(content):
-        cells = [str(row["pp"]), row["schedule"] if row["pp"] > 1 else "-", row["recompute"], str(row["stage"])]
-        for what in ("parameter", "activation"):
-            cells += [_mib(row[f"{what}_bytes"]), _mib(row[f"{what}_formula"]), f"{row[f'{what}_ratio']:.2f}"]
-        rows.append(" | ".join(cells))
-    head = "pp | schedule | recompute | stage | parameters, MiB | formula | ratio | activations, MiB | formula | ratio"
-    return table(head, rows)
+    columns: Columns = (
+        ("pp", "pp"),
+        ("schedule", lambda row: row["schedule"] if row["pp"] > 1 else "-"),
+        ("recompute", "recompute"),
+        ("stage", "stage"),
+        *formula_columns(digits=1),
+    )
+    return render(columns, _memory_rows(content))
+
+
+def missed_memory(content: Content) -> list[str]:
+    """Return in words what is too far from its formula."""
+    found = []
+    for row in _memory_rows(content):
+        case = f"pp {row['pp']}, {row['schedule']}, recompute {row['recompute']}, stage {row['stage']}"
+        found += missed_formulas(case, row)
+    return found
+
+
+def _memory_rows(content: Content) -> Iterator[dict[str, Any]]:
+    """Yield the rows with what the formulas say."""
+    network = EvenMlp(**content["settings"]["network"])
+    for row in content["rows"]:
+        stage, stages = row["stage"], row["pp"]
+        activations = activation_bytes(network, stage, stages, row["schedule"], row["recompute"])
+        yield beside_formulas(row, parameter_bytes(network, stage, stages), activations)
 
 
 def order(content: Content) -> str:
     """Return the simulated schedules."""
-    rows = []
-    for row in content["rows"]:
-        formula = "-" if row["formula"] is None else f"{100 * row['formula']:.1f} %"
-        cells = [str(row["microbatches"]), row["name"], f"{row['makespan']:g}", f"{100 * row['bubble']:.1f} %"]
-        rows.append(" | ".join([*cells, formula, f"{row['kept']:g}"]))
-    return table("microbatches | schedule | makespan | bubble | formula | activations kept, at most", rows)
+    columns = (
+        ("microbatches", "microbatches"),
+        ("schedule", "name"),
+        ("makespan", lambda row: f"{row['makespan']:g}"),
+        ("bubble", lambda row: percent(row["bubble"])),
+        ("formula", lambda row: percent(row["formula"])),
+        ("activations kept, at most", lambda row: f"{row['kept']:g}"),
+    )
+    return render(columns, content["rows"])
 
 
 def limit(content: Content) -> str:
     """Return how each run under a limit ended."""
-    rows = []
-    for row in content["rows"]:
-        who = " and ".join(
-            name for name, held in (("the layout", row["told"]), ("the system", row["enforced"])) if held
-        )
-        needs = _mib(row["needed_bytes"]) if "needed_bytes" in row else _mib(content["settings"]["whole_bytes"])
-        words = f'"{row["words"]}"' if row["words"] else "loss {:.3f} to {:.3f}".format(*row["losses"])
-        rows.append(f"{row['layout']} | {needs} | {_mib(row['limit_bytes'])}, by {who} | {row['outcome']} | {words}")
-    return table("layout | a rank needs, MiB | limit, MiB | outcome | in its words", rows)
+
+    def limited(row: Content) -> str:
+        by = [name for name, held in (("the layout", row["known"]), ("the system", row["enforced"])) if held]
+        return f"{mib(row['limit_bytes'], 1)}, by {' and '.join(by)}"
+
+    columns = (
+        ("layout", "layout"),
+        ("a rank needs, MiB", lambda row: mib(row.get("needed_bytes", content["settings"]["whole_bytes"]), 1)),
+        ("limit, MiB", limited),
+        ("outcome", "outcome"),
+        (
+            "in its words",
+            lambda row: f'"{row["words"]}"' if row["words"] else "loss {:.3f} to {:.3f}".format(*row["losses"]),
+        ),
+    )
+    return render(columns, content["rows"])
 
 
 def accuracy(content: Content) -> str:
     """Return the layouts' accuracies after the same epochs."""
-    rows = []
-    for row in content["rows"]:
-        epochs = ", ".join(f"{100 * each:.2f}" for each in row["epochs"])
-        cells = [row["layout"], str(row["ranks"]), f"{100 * row['accuracy']:.2f}", epochs, f"{row['loss']:.4f}"]
-        rows.append(" | ".join([*cells, f"{row['seconds']:.0f}"]))
-    return table("layout | ranks | test accuracy, % | after each epoch | test loss | seconds", rows)
-
-
-def machine(content: Content) -> str:
-    """Return what a part was measured on, as one sentence."""
-    if "mpi" not in content:
-        return "Simulated, so the same on any machine."
-    facts = content["machine"]
-    return (
-        f"Taken on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']}, Python "
-        f"{facts['python']}, NumPy {facts['numpy']}, {content['mpi']}, {content['blas']} per rank."
+    columns = (
+        ("layout", "layout"),
+        ("ranks", "ranks"),
+        ("test accuracy, %", lambda row: f"{100 * row['accuracy']:.2f}"),
+        ("after each epoch", lambda row: ", ".join(f"{100 * each:.2f}" for each in row["epochs"])),
+        ("test loss", lambda row: f"{row['loss']:.4f}"),
+        ("seconds", lambda row: f"{row['seconds']:.0f}"),
     )
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.1f}"
-
-
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
-    {"times": times, "memory": memory, "order": order, "limit": limit, "accuracy": accuracy}
-)
+    return render(columns, content["rows"])

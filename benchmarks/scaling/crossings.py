@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.scaling.models import Model
-from benchmarks.scaling.sweep import Point, seconds
-from nnmpi.comm.sizes import name_bytes
+from benchmarks.scaling.sweep import MachineModel, SimulatedTime, seconds
+from nnmpi.comm.units import format_bytes
 
 SMALLEST, LARGEST, RATIO = 8, 2**30, 8  # the sizes between which crossovers are looked for
 ELEMENT = 4  # bytes: lengths between whole elements are none
@@ -15,7 +14,7 @@ CLOSE = 1.01  # a crossover is found to within one percent
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Crossover:
     """Where one algorithm overtakes another as messages grow.
 
     Attributes:
@@ -33,9 +32,9 @@ class Crossing:
     nbytes: int
 
 
-def fastest_by_ranks(points: Sequence[Point]) -> dict[int, Point]:
+def fastest_by_ranks(points: Sequence[SimulatedTime]) -> dict[int, SimulatedTime]:
     """Return the fastest of each number of ranks; of equals the one that is fastest for more ranks, too."""
-    best: dict[int, Point] = {}
+    best: dict[int, SimulatedTime] = {}
     after = ""
     for ranks in sorted({point.ranks for point in points}, reverse=True):
         own = [point for point in points if point.ranks == ranks]
@@ -46,9 +45,9 @@ def fastest_by_ranks(points: Sequence[Point]) -> dict[int, Point]:
     return best
 
 
-def best_by_ranks(points: Sequence[Point]) -> list[str]:
+def best_by_ranks(points: Sequence[SimulatedTime]) -> list[str]:
     """Say who is fastest for how many ranks: ["tree to 16", "ring from 32 on"]; points of one size."""
-    stretches: list[list[Point]] = []
+    stretches: list[list[SimulatedTime]] = []
     for _, point in sorted(fastest_by_ranks(points).items()):
         if stretches and stretches[-1][-1].algorithm == point.algorithm:
             stretches[-1].append(point)
@@ -68,8 +67,14 @@ def best_by_ranks(points: Sequence[Point]) -> list[str]:
     return words
 
 
-def crossings(model: Model, ranks: int, names: Sequence[str]) -> tuple[str, list[Crossing]]:
-    """Return the fastest of some algorithms for the shortest messages, and where others overtake as messages grow."""
+def crossings(model: MachineModel, ranks: int, names: Sequence[str]) -> tuple[str, list[Crossover]]:
+    """Return the fastest of some algorithms for the shortest messages, and where others overtake as messages grow.
+
+    Args:
+        model: of the machine.
+        ranks: how many.
+        names: of the algorithms.
+    """
 
     def fastest(nbytes: int) -> str:
         return min(names, key=lambda name: seconds(model, name, ranks, nbytes))
@@ -78,15 +83,15 @@ def crossings(model: Model, ranks: int, names: Sequence[str]) -> tuple[str, list
     while sizes[-1] < LARGEST:
         sizes.append(min(sizes[-1] * RATIO, LARGEST))
     winners = [fastest(nbytes) for nbytes in sizes]
-    found: list[Crossing] = []
+    found: list[Crossover] = []
     for (low, before), (high, after) in pairwise(zip(sizes, winners, strict=True)):
         found += _between(model, ranks, fastest, low, before, high, after)
     return winners[0], found
 
 
 def _between(
-    model: Model, ranks: int, fastest: Callable[[int], str], low: int, before: str, high: int, after: str
-) -> list[Crossing]:
+    model: MachineModel, ranks: int, fastest: Callable[[int], str], low: int, before: str, high: int, after: str
+) -> list[Crossover]:
     """Return the crossovers between two sizes with their winners, also those of a third algorithm in between."""
     if before == after:
         return []
@@ -102,13 +107,13 @@ def _between(
                 *_between(model, ranks, fastest, low, before, middle, winner),
                 *_between(model, ranks, fastest, middle, winner, high, after),
             ]
-    return [Crossing(model.name, ranks, before, after, high)]
+    return [Crossover(model.name, ranks, before, after, high)]
 
 
-def in_words(first: str, found: Sequence[Crossing]) -> str:
+def in_words(first: str, found: Sequence[Crossover]) -> str:
     """Say who is fastest for which messages: "tree to 5.3 KB, then ring"."""
     if not found:
         return f"{first} always"
     return ", then ".join(
-        [f"{crossing.before} to {name_bytes(crossing.nbytes)}" for crossing in found] + [found[-1].after]
+        [f"{crossing.before} to {format_bytes(crossing.nbytes)}" for crossing in found] + [found[-1].after]
     )

@@ -1,19 +1,81 @@
-"""The simulated times: every algorithm, message size and number of ranks on a machine."""
+"""The machines that are simulated, and the simulated times of every algorithm, size and number of ranks on them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-from benchmarks.scaling.models import Model
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
+from nnmpi.comm.fit import Fit
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulate import simulate
 
 NAMES = tuple(ALGORITHMS)
 ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
 
+RANKS_PER_NODE = 8
+INSIDE = Link.line(0.5e-6, 1 / 10e9)  # through memory: 0.5 us, 10 GB/s for each pair of ranks
+ACROSS = Link.line(2e-6, 1 / 12.5e9)  # 100 Gbit/s for all of a node's ranks together
+ADDING = Curve.line(0.0, 1 / 50e9)  # 50 GB/s in cache
+
 
 @dataclass(frozen=True)
-class Point:
+class MachineModel:
+    """A machine of any number of ranks.
+
+    Attributes:
+        name: a word.
+        description: its numbers in words.
+        build: number of ranks -> the machine.
+    """
+
+    name: str
+    description: str
+    build: Callable[[int], Machine]
+
+
+def flat(alpha_s: float, beta_s: float, gamma_s: float) -> MachineModel:
+    """Return the textbooks' machine: every rank has a link of its own to every other.
+
+    Args:
+        alpha_s: seconds of latency of each message.
+        beta_s: seconds for each byte of a message.
+        gamma_s: seconds for each byte that is added.
+    """
+    return MachineModel(
+        "flat",
+        f"flat: alpha {1e6 * alpha_s:g} us, beta {1e9 * beta_s:g} ns/byte, gamma {1e9 * gamma_s:g} ns/byte, "
+        "a link for every rank",
+        lambda ranks: Machine.uniform(alpha_s, beta_s, gamma_s),
+    )
+
+
+def fitted(fit: Fit) -> MachineModel:
+    """Return more and more of a machine that was measured: nodes with as many ranks as its first one had."""
+    machine, nodes = fit.machine, fit.machine.nodes
+    per_node = fit.ranks if nodes is None else nodes.count(nodes[0])
+    where = f"{fit.ranks} ranks on {fit.facts['host']} under {fit.facts['mpi']}"
+    if machine.across is None:
+        apart = "as if all ranks were on that node, each with a core of its own"
+        return MachineModel("fit", f"fit: {where}, {apart}", lambda ranks: replace(machine, nodes=None))
+    return MachineModel(
+        "fit",
+        f"fit: {where}, nodes of {per_node} ranks",
+        lambda ranks: replace(machine, nodes=blocks(ranks, per_node)),
+    )
+
+
+def cluster() -> MachineModel:
+    """Return nodes of 8 ranks that share one link."""
+    return MachineModel(
+        "cluster",
+        f"cluster: nodes of {RANKS_PER_NODE} ranks, inside 0.5 us and 10 GB/s, between nodes 2 us and 12.5 GB/s for "
+        "all ranks of a node together, adding 50 GB/s",
+        lambda ranks: Machine(INSIDE, ACROSS, blocks(ranks, RANKS_PER_NODE), ADDING),
+    )
+
+
+@dataclass(frozen=True)
+class SimulatedTime:
     """One simulated all-reduce.
 
     Attributes:
@@ -43,14 +105,27 @@ def is_power(ranks: int) -> bool:
 
 
 @cache
-def seconds(model: Model, algorithm: str, ranks: int, nbytes: int) -> float:
-    """Return how long an all-reduce takes on a machine."""
+def seconds(model: MachineModel, algorithm: str, ranks: int, nbytes: int) -> float:
+    """Return how long an all-reduce takes on a machine.
+
+    Args:
+        model: of the machine.
+        algorithm: its name.
+        ranks: how many.
+        nbytes: of each rank's buffer.
+    """
     machine = model.build(ranks)
     return simulate(find_algorithm(algorithm, machine.nodes), ranks, nbytes, machine).seconds
 
 
-def sweep(model: Model, nbytes: int, counts: Sequence[int]) -> Iterator[Point]:
-    """Yield the points of one message size, those of one number of ranks together."""
+def sweep(model: MachineModel, nbytes: int, counts: Sequence[int]) -> Iterator[SimulatedTime]:
+    """Yield the points of one message size, those of one number of ranks together.
+
+    Args:
+        model: of the machine.
+        nbytes: of each rank's buffer.
+        counts: numbers of ranks.
+    """
     for ranks in counts:
         for name in NAMES:
-            yield Point(model.name, nbytes, ranks, name, seconds(model, name, ranks, nbytes))
+            yield SimulatedTime(model.name, nbytes, ranks, name, seconds(model, name, ranks, nbytes))

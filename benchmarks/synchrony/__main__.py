@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.pipeline.command import main  # noqa: E402
 from benchmarks.synchrony.parts import SYNCHRONY  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(benchmark=SYNCHRONY))
+    sys.exit(SYNCHRONY.main())

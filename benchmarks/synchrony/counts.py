@@ -14,14 +14,20 @@ needs no messages, may do more than an N-th of the work, or less: then what coun
 
 from __future__ import annotations
 
-from nnmpi.synchrony.pairs import RING
+from nnmpi.synchrony.neighbours import RING
 from nnmpi.synchrony.sync import Sync
 
 
 def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
-    """Return the messages and the bytes of a step of all workers, over all ranks."""
+    """Return the messages and the bytes of a step of all workers, over all ranks.
+
+    Args:
+        sync: the way of synchronisation.
+        workers: N.
+        nbytes: M, the bytes of the weights.
+    """
     others = workers - 1
-    if sync.served:
+    if sync.uses_servers:
         return 2.0 * others * sync.server_count, 2.0 * others * nbytes
     if sync.mode == "gossip":
         count = workers * (min(2, others) if sync.neighbours == RING else 1)
@@ -30,13 +36,13 @@ def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
     return 2.0 * workers * others / every, 2.0 * others * nbytes / every
 
 
-def played(sync: Sync, workers: int, nbytes: int, steps: int, distant: int) -> tuple[float, float]:
+def in_virtual_time(sync: Sync, workers: int, nbytes: int, steps: int, distant: int) -> tuple[float, float]:
     """Return what a segment counts in virtual time.
 
     Args:
         distant: gradients that were computed on other ranks than the (only) server's.
     """
-    if sync.served:
+    if sync.uses_servers:
         return 2.0 * distant, 2.0 * distant * nbytes
     messages, sent = (steps * each for each in per_step(sync, workers, nbytes))
     if sync.mode == "gossip" and workers > 2:
@@ -53,13 +59,13 @@ def over_mpi(
     Those are one of M bytes on each rank, and one of three numbers for its report, in a step.
 
     Args:
-        distant: see `played`.
+        distant: see `in_virtual_time`.
         header: bytes of a server's message besides the weights.
     """
-    if sync.served:
+    if sync.uses_servers:
         messages = 2.0 * distant + workers - 1
         return messages, messages * (nbytes + header)
-    if sync.relaxed:
+    if sync.asynchronous:
         messages, sent = per_step(sync, workers, nbytes)
         return steps * messages, steps * sent
     return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 TOGETHER = 5  # evaluations whose mean counts: one alone is off by 0.2 points, as much as is learnt in 100 batches
 
 
-class Point(NamedTuple):
+class Evaluation(NamedTuple):
     """One evaluation: after how many batches' worth of gradients, at what time, with what result."""
 
     batches: float
@@ -18,40 +18,40 @@ class Point(NamedTuple):
     accuracy: float
 
 
-class Crossing(NamedTuple):
+class GoalReached(NamedTuple):
     """Where an accuracy was reached."""
 
     batches: float
     seconds: float
 
 
-def cross(points: Sequence[Point], goal: float) -> Crossing | None:
+def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
     """Return where the accuracy reaches a goal, or None.
 
     It is where the mean of five evaluations in succession, put at the place of the middle one, is on the line between
     the last that is below the goal and the first that is not.
     """
     half = TOGETHER // 2
-    before: tuple[Point, float] | None = None
+    before: tuple[Evaluation, float] | None = None
     for middle in range(half, len(points) - half):
         point = points[middle]
         mean = fmean(each.accuracy for each in points[middle - half : middle + half + 1])
         if mean >= goal:
             if before is None:
-                return Crossing(point.batches, point.seconds)
+                return GoalReached(point.batches, point.seconds)
             last, lower = before
             share = (goal - lower) / (mean - lower)
             batches = last.batches + share * (point.batches - last.batches)
-            return Crossing(batches, last.seconds + share * (point.seconds - last.seconds))
+            return GoalReached(batches, last.seconds + share * (point.seconds - last.seconds))
         before = (point, mean)
     return None
 
 
-def write(points: Sequence[Point]) -> str:
+def write(points: Sequence[Evaluation]) -> str:
     """Return a curve as one short text, with as many digits as mean anything."""
     return "; ".join(f"{p.batches:.7g} {p.seconds:.7g} {p.loss:.4g} {p.accuracy:.4f}" for p in points)
 
 
-def read(text: str) -> list[Point]:
+def read(text: str) -> list[Evaluation]:
     """Return what `write` wrote."""
-    return [Point(*(float(word) for word in each.split())) for each in text.split(";") if each.strip()]
+    return [Evaluation(*(float(word) for word in each.split())) for each in text.split(";") if each.strip()]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.synchrony.modes import CHANCE, EQUAL, FACTOR, ONE, PROBABILITY
 from nnmpi.comm.cost import ring_all_reduce
-from nnmpi.synchrony.pairs import RING, matching, ring
+from nnmpi.synchrony.neighbours import RING, matching, ring
 from nnmpi.synchrony.sync import Sync
 
 Times = NDArray[np.float64]
@@ -37,7 +37,7 @@ SEED = 1  # of other draws than those of the runs
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What steps and messages take.
 
     Attributes:
@@ -81,9 +81,15 @@ class Costs:
         return ring_all_reduce(self.workers, self.nbytes, self.alpha_s, self.beta)
 
 
-def predict(sync: Sync, costs: Costs, batches: float) -> float:
-    """Return the seconds that so many batches' worth of gradients take."""
-    if not sync.relaxed:
+def predict(sync: Sync, costs: StepCosts, batches: float) -> float:
+    """Return the seconds that so many batches' worth of gradients take.
+
+    Args:
+        sync: the way of synchronisation.
+        costs: of steps and messages.
+        batches: K.
+    """
+    if not sync.asynchronous:
         return batches * (costs.slowest_s() + costs.ring_s())
     if sync.mode == "bsp":
         return batches * (costs.slowest_s() + _serve_s(costs))
@@ -97,7 +103,7 @@ def predict(sync: Sync, costs: Costs, batches: float) -> float:
     return float(begun[round(batches * costs.workers) - 1])
 
 
-def _serve_s(costs: Costs) -> float:
+def _serve_s(costs: StepCosts) -> float:
     """Return how long a server needs after the slowest worker: its gradient's way, and the weights to all at once."""
     others = costs.workers - 1
     last = {EQUAL: others, ONE: 1, CHANCE: others * costs.probability}[costs.slow]
@@ -106,7 +112,7 @@ def _serve_s(costs: Costs) -> float:
     return 2 * costs.alpha_s + (others + last) * costs.nbytes * costs.beta
 
 
-def _slowest_stretch_s(costs: Costs, steps: int) -> float:
+def _slowest_stretch_s(costs: StepCosts, steps: int) -> float:
     """Return E[slowest of N, of so many steps each]."""
     if costs.slow != CHANCE:
         return steps * costs.slowest_s()
@@ -114,7 +120,7 @@ def _slowest_stretch_s(costs: Costs, steps: int) -> float:
     return costs.step_s * (steps + (costs.factor - 1) * float(draws.mean()))
 
 
-def _served(costs: Costs, bound: int | None, steps: int) -> Times:
+def _served(costs: StepCosts, bound: int | None, steps: int) -> Times:
     """Return (steps, N): when each step of each worker is over, its reply included."""
     own = costs.durations(steps)
     own[:, 1:] += 2 * costs.message_s()
@@ -128,7 +134,7 @@ def _served(costs: Costs, bound: int | None, steps: int) -> Times:
     return ends
 
 
-def _gossip(costs: Costs, neighbours: str, steps: int) -> Times:
+def _gossip(costs: StepCosts, neighbours: str, steps: int) -> Times:
     """Return (steps, N): when each worker has averaged after each step."""
     workers, own = costs.workers, costs.durations(steps)
     ends, before = np.zeros((steps, workers)), np.zeros(workers)

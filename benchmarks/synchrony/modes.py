@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nnmpi.synchrony.pairs import RANDOM
+from nnmpi.synchrony.neighbours import RANDOM
 from nnmpi.synchrony.sync import Sync
 
 REFERENCE = "bsp, ring"
@@ -33,6 +33,11 @@ def stragglers(slow: str, workers: int, factor: float = FACTOR) -> str:
     """Return who is slow, as --straggler has it: nobody, the last worker, or each with a probability at each step.
 
     The last worker is on no server's rank, so that its messages take as long as anybody's.
+
+    Args:
+        slow: EQUAL, ONE or CHANCE.
+        workers: how many.
+        factor: how many times as long a slow step takes.
     """
     return {
         EQUAL: "",
@@ -42,6 +47,12 @@ def stragglers(slow: str, workers: int, factor: float = FACTOR) -> str:
 
 
 def last_ones(count: int, workers: int, factor: float) -> str:
-    """Return the text for so many slow workers, the last ones; for a factor of 1 nobody is."""
+    """Return the text for so many slow workers, the last ones; for a factor of 1 nobody is.
+
+    Args:
+        count: slow workers.
+        workers: all of them.
+        factor: how many times as long their steps take.
+    """
     ranks = range(workers - count, workers) if factor > 1 else range(0)
     return ";".join(f"rank={rank},factor={factor:g}" for rank in ranks)

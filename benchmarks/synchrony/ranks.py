@@ -1,6 +1,6 @@
-"""Runs on ranks, with a pace that is slept: weights are copied on the way, and evaluated when the run is over.
+"""Runs on ranks, with a minimum step time that is slept: weights are copied on the way, and evaluated after the run.
 
-    settings    "subject"; "network" of the prediction; "pace_s"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
+    settings    "recipe"; "network" of the prediction; "pace_s"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
     result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
 
 Through servers, rank 0 copies what its server holds when a gradient arrives. Otherwise all ranks copy their own weights
@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.synchrony.curve import Point, write
+from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, stragglers
-from benchmarks.synchrony.subject import Subject
+from benchmarks.synchrony.recipe import Recipe
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose.pace import Pace
-from nnmpi.compose.relaxed import RelaxedWorker
-from nnmpi.compose.segment import Progress
-from nnmpi.compose.served import Served
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.segment import Progress, Throttle
+from nnmpi.compose.server_runner import ParameterServerRunner
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.mode import evaluation
@@ -50,49 +50,59 @@ class Snapshot:
 
 def measure(group: Group, settings: Mapping[str, Any]) -> list[Row]:
     """Return the rows of all cases. Collective."""
-    data = Subject(**settings["subject"]).load()
+    data = Recipe(**settings["recipe"]).load()
     rows = []
     for repeat in range(settings["repeats"]):
         for case in settings["cases"]:
-            subject = Subject(**{**settings["subject"], "steps": case["steps"]})
-            slow = Slowdown.parse(stragglers(case["slow"], group.size), subject.seed)
-            run = Run(group, subject, MODES[case["mode"]], Pace(settings["pace_s"], slow), data)
+            recipe = Recipe(**{**settings["recipe"], "steps": case["steps"]})
+            slow = Slowdown.parse(stragglers(case["slow"], group.size), recipe.seed)
+            run = MeasuredRun(group, recipe, MODES[case["mode"]], Throttle(settings["pace_s"], slow), data)
             rows.append({**case, "repeat": repeat, **run.go(settings["observed"])})
     return rows
 
 
-class Run:
-    """One run of one case."""
+class MeasuredRun:
+    """One run of one case.
 
-    def __init__(self, group: Group, subject: Subject, sync: Sync, pace: Pace, data: tuple[Dataset, Dataset]) -> None:
-        self.group, self.subject, self.sync, self.pace = group, subject, sync, pace
+    Args:
+        group: the ranks, one worker each.
+        recipe: what is trained.
+        sync: the way of synchronisation.
+        pace: how long a step takes at least, and who is slow.
+        data: to train on and to test with.
+    """
+
+    def __init__(
+        self, group: Group, recipe: Recipe, sync: Sync, throttle: Throttle, data: tuple[Dataset, Dataset]
+    ) -> None:
+        self.group, self.recipe, self.sync, self.throttle = group, recipe, sync, throttle
         train, test = data
-        self.loader, self._test = subject.loaders(train, test, group.rank, group.size)
-        self.model, self.optimizer = subject.build(train)
+        self.loader, self._test = recipe.loaders(train, test, group.rank, group.size)
+        self.model, self.optimizer = recipe.build(train)
         self._snapshots: list[Snapshot] = []
-        self._batches, self._due = 0.0, float(subject.every)
+        self._batches, self._due = 0.0, float(recipe.every)
         self._begin_s = 0.0
 
     def go(self, observed: bool) -> Row:
         """Train, then evaluate what was copied; collective."""
-        self._due = self.subject.every if observed else inf
-        report = self._relaxed() if self.sync.relaxed else self._joint()
+        self._due = self.recipe.every if observed else inf
+        report = self._asynchronous() if self.sync.asynchronous else self._joint()
         return {**report, "curve": write(self._evaluate())}
 
-    def _relaxed(self) -> Row:
-        worker = RelaxedWorker(
-            self.model, self.optimizer, self.group, self.sync, pace=self.pace, seed=self.subject.seed
+    def _asynchronous(self) -> Row:
+        worker = AsynchronousWorker(
+            self.model, self.optimizer, self.group, self.sync, throttle=self.throttle, seed=self.recipe.seed
         )
-        server = worker.runner.server if isinstance(worker.runner, Served) else None
-        schedule, per_epoch = self.subject.schedule(), self.loader.batches_per_epoch
+        server = worker.runner.server if isinstance(worker.runner, ParameterServerRunner) else None
+        schedule, per_epoch = self.recipe.schedule(), self.loader.batches_per_epoch
 
         def arrived(progress: Progress) -> None:
             if server is not None:
                 self._copy(server.master)  # which has not used this one yet
-                self._batches += 1 / worker.told
+                self._batches += 1 / worker.reports_per_batch
 
         def rate(step: int) -> float:
-            if not self.sync.served:  # called before the update of a step, on every rank
+            if not self.sync.uses_servers:  # called before the update of a step, on every rank
                 self._batches = step
                 self._copy(self.model.storage.data)
             return schedule(step)
@@ -100,8 +110,8 @@ class Run:
         self.group.barrier()
         self._begin_s = time.perf_counter()
         totals, staleness = Row(messages=0, bytes=0), Staleness(self.group.size)
-        for first in range(0, self.subject.steps, per_epoch):
-            count = min(per_epoch, self.subject.steps - first)
+        for first in range(0, self.recipe.steps, per_epoch):
+            count = min(per_epoch, self.recipe.steps - first)
             report = worker.run(self.loader, first // per_epoch, 0, count, first, rate, progress=arrived)
             totals["messages"] += report.messages
             totals["bytes"] += report.bytes
@@ -114,19 +124,21 @@ class Run:
 
     def _joint(self) -> Row:
         """Train in step, by all-reduce on a ring; a step is as long as the slowest rank's."""
-        worker = Worker(self.model, self.optimizer, self.group, allreduce="ring", seed=self.subject.seed)
-        schedule, per_epoch = self.subject.schedule(), self.loader.batches_per_epoch
+        worker = Worker(
+            self.model, self.optimizer, self.group, exchange=GradientExchange(allreduce="ring"), seed=self.recipe.seed
+        )
+        schedule, per_epoch = self.recipe.schedule(), self.loader.batches_per_epoch
         calls = sent = 0
         self.group.barrier()
         self._begin_s = time.perf_counter()
-        for first in range(0, self.subject.steps, per_epoch):
-            count = min(per_epoch, self.subject.steps - first)
+        for first in range(0, self.recipe.steps, per_epoch):
+            count = min(per_epoch, self.recipe.steps - first)
             with self.loader.epoch(first // per_epoch) as batches:
                 for step in range(first, first + count):
                     report = worker.step(next(batches), lr=schedule(step))
                     calls, sent = calls + report.traffic.calls, sent + report.traffic.bytes
                     now = time.perf_counter()
-                    self.pace.linger(now, self.group.rank, step, spent_s=report.compute_s)
+                    self.throttle.wait(now, self.group.rank, step, spent_s=report.compute_s)
                     self._batches += 1
                     self._copy(self.model.storage.data)
         seconds = self.group.share(time.perf_counter() - self._begin_s)
@@ -139,11 +151,11 @@ class Run:
         if batches < self._due:
             return
         while self._due <= batches:
-            self._due += self.subject.every
+            self._due += self.recipe.every
         now_s = time.perf_counter() - self._begin_s
         self._snapshots.append(Snapshot(batches, now_s, [each.copy() for each in weights]))
 
-    def _evaluate(self) -> list[Point]:
+    def _evaluate(self) -> list[Evaluation]:
         """Return what the copies were worth; collective."""
         batch = next(iter(self._test.epoch(0)))
         found = []
@@ -157,14 +169,16 @@ class Run:
                 loss = cross_entropy(logits, batch.y[mine], reduction="sum").item()
             hits = float((np.argmax(logits.data, axis=-1) == batch.y[mine]).sum())
             sums = self.group.sum_floats([loss, hits])
-            found.append(Point(batches, seconds, sums[0] / len(batch.y), sums[1] / len(batch.y)))
+            found.append(Evaluation(batches, seconds, sums[0] / len(batch.y), sums[1] / len(batch.y)))
         return found
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:
         """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest time."""
-        joint = not self.sync.relaxed or self.sync.served  # the weights are the same, or rank 0 alone has them
+        joint = (
+            not self.sync.asynchronous or self.sync.uses_servers
+        )  # the weights are the same, or rank 0 alone has them
         if joint:
-            told = self.group.share(
+            shared = self.group.share(
                 None if not self.group.is_root else (self._snapshots[number].batches, self._snapshots[number].seconds)
             )
             weights = (
@@ -174,7 +188,7 @@ class Run:
             )
             for each in weights:
                 self.group.broadcast(each)
-            return told[0], told[1], weights
+            return shared[0], shared[1], weights
         own = self._snapshots[number]
         weights = [np.ascontiguousarray(each) for each in own.weights]
         for each in weights:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from types import MappingProxyType
 from typing import Any
 
-from benchmarks.pipeline.readme import table
-from benchmarks.synchrony.counts import over_mpi, per_step, played
-from benchmarks.synchrony.curve import cross, read
+from benchmarks.harness.parts import Content
+from benchmarks.harness.tables import Cell, Columns, number, render
+from benchmarks.synchrony.compare import compare_runs, groups, select, speed
+from benchmarks.synchrony.counts import in_virtual_time, over_mpi, per_step
+from benchmarks.synchrony.curve import GoalReached, reach_goal, read
 from benchmarks.synchrony.modes import CHANCE, EQUAL, FACTOR, MODES, ONE, PROBABILITY, REFERENCE
-from benchmarks.synchrony.split import Content, Split, groups, select, speed, split_times
-from nnmpi.parallel.parcel import HEADER_BYTES
+from nnmpi.parallel.server.wire_format import HEADER_BYTES
 
 WORDS = {
     EQUAL: "equal workers",
@@ -23,106 +24,171 @@ WORDS = {
 
 def times(content: Content) -> str:
     """Return the time to the goal beside the model, one table for each number of workers and kind of slowness."""
-    goal = content["settings"]["subject"]["goal"]
-    head = f"mode | batches to {100 * goal:g} % | time to {100 * goal:g} %, s | times sooner than bsp | = throughput "
-    head += (
-        "| x statistics | ms per batch | by the model | model / measured | staleness, mean (max) | final accuracy, %"
+    goal = f"{100 * content['settings']['recipe']['goal']:g} %"
+    columns: Columns = (
+        ("mode", lambda run: run.row["mode"]),
+        (f"batches to {goal}", lambda run: number(run.reached and run.reached.batches, ".0f")),
+        (f"time to {goal}, s", lambda run: number(run.reached and run.reached.seconds)),
+        ("times sooner than bsp", lambda run: number(run.sooner)),
+        ("= throughput", lambda run: number(run.throughput)),
+        ("x statistics", lambda run: number(run.statistics)),
+        ("ms per batch", lambda run: f"{1e3 * run.batch_s:.2f}"),
+        ("by the model", lambda run: f"{1e3 * run.model_s:.2f}"),
+        ("model / measured", lambda run: f"{run.model_s / run.batch_s:.3f}"),
+        ("staleness, mean (max)", lambda run: stale(run.row["staleness"])),
+        ("final accuracy, %", lambda run: f"{100 * run.row['accuracy']:.2f}"),
     )
     parts = []
-    splits = split_times(content)
+    runs = compare_runs(content)
     for workers, slow in groups(content):
-        shown = table(head, [_time(each) for each in select(splits, workers, slow)])
-        parts.append(f"**{workers} workers, {WORDS[slow]}**\n\n{shown}")
+        parts.append(f"**{workers} workers, {WORDS[slow]}**\n\n{render(columns, select(runs, workers, slow))}")
     return "\n\n".join([*parts, _seeds(content)])
 
 
 def _seeds(content: Content) -> str:
     """Return in words how much chance there is in the time to the goal."""
-    goal, rows = content["settings"]["subject"]["goal"], content["seeds"]
+    goal, rows = content["settings"]["recipe"]["goal"], content["seeds"]
     parts = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
-        found = [cross(read(row["curve"]), goal) for row in rows if row["mode"] == mode]
-        parts.append(f"{mode}: " + ", ".join(_whole(each and each.batches) for each in found))
+        found = [reach_goal(read(row["curve"]), goal) for row in rows if row["mode"] == mode]
+        parts.append(f"{mode}: " + ", ".join(number(each and each.batches, ".0f") for each in found))
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in rows))
     return f"Batches with other seeds ({seeds}), {rows[0]['workers']} equal workers: {'; '.join(parts)}."
 
 
-def _time(each: Split) -> str:
-    row = each.row
-    reached = ["-", "-"] if each.reached is None else [f"{each.reached.batches:.0f}", f"{each.reached.seconds:.2f}"]
-    cells = [row["mode"], *reached]
-    cells += [_factor(each.sooner), _factor(each.throughput), _factor(each.statistics)]
-    cells += [f"{1e3 * each.batch_s:.2f}", f"{1e3 * each.model_s:.2f}", f"{each.model_s / each.batch_s:.3f}"]
-    return " | ".join([*cells, stale(row["staleness"]), f"{100 * row['accuracy']:.2f}"])
-
-
 def servers(content: Content) -> str:
     """Return the time of a step through several servers."""
-    links, nbytes = speed(content), content["nbytes"]
-    rows = []
-    for row in content["rows"]:
-        others = row["workers"] - 1
-        step_s, taught = row["seconds"] / row["batches"], "-"
-        if row["mode"] == "bsp" and row["slow"] == EQUAL:
-            formula = 2 * links.alpha_s + 2 * others * nbytes / row["servers"] * links.beta_s_per_byte
-            taught = f"{1e3 * (content['settings']['pace_s'] + formula):.2f}"
-        counts = [f"{row['messages'] / row['batches']:.1f}", f"{row['bytes'] / row['batches'] / 2**20:.2f}"]
-        rows.append(
-            " | ".join([row["mode"], WORDS[row["slow"]], str(row["servers"]), f"{1e3 * step_s:.2f}", taught, *counts])
-        )
-    return table("mode | workers | servers | ms per batch | pace + formula | messages per batch | MiB per batch", rows)
+
+    def formula(row: Mapping[str, Any]) -> str:
+        known = row["mode"] == "bsp" and row["slow"] == EQUAL
+        return f"{1e3 * server_step_s(content, row):.2f}" if known else "-"
+
+    columns = (
+        ("mode", "mode"),
+        ("workers", lambda row: WORDS[row["slow"]]),
+        ("servers", "servers"),
+        ("ms per batch", lambda row: f"{1e3 * row['seconds'] / row['batches']:.2f}"),
+        ("pace + formula", formula),
+        ("messages per batch", lambda row: f"{row['messages'] / row['batches']:.1f}"),
+        ("MiB per batch", lambda row: f"{row['bytes'] / row['batches'] / 2**20:.2f}"),
+    )
+    return render(columns, content["rows"])
+
+
+def server_step_s(content: Content, row: Mapping[str, Any]) -> float:
+    """Return by the formula how long a synchronous step of equal workers through servers takes.
+
+    Args:
+        content: of the part.
+        row: one of its rows, with "workers" and "servers".
+    """
+    links = speed(content)
+    sent = 2 * (row["workers"] - 1) * content["nbytes"] / row["servers"]
+    return float(content["settings"]["pace_s"] + 2 * links.alpha_s + sent * links.beta_s_per_byte)
+
+
+@dataclass(frozen=True)
+class RanksAndSimulation:
+    """One mode on ranks beside virtual time: batches and seconds to the goal, and seconds of a batch.
+
+    Attributes:
+        mode: its name.
+        measured, predicted: on ranks and in virtual time; None where the goal was not reached.
+        batch_s, predicted_batch_s: of the whole run.
+    """
+
+    mode: str
+    measured: GoalReached | None
+    predicted: GoalReached | None
+    batch_s: float
+    predicted_batch_s: float
 
 
 def ranks(content: Content) -> str:
     """Return measured times on ranks beside virtual time."""
-    goal = content["settings"]["subject"]["goal"]
-    head = f"mode | batches to {100 * goal:g} % | predicted | seconds to {100 * goal:g} % | predicted | measured / "
-    head += "predicted | times sooner than bsp | predicted | ms per batch | predicted"
     parts = []
     for slow in dict.fromkeys(row["slow"] for row in content["predicted"]):
-        reference: tuple[float | None, float | None] = (None, None)
-        lines = []
-        for virtual in content["predicted"]:
-            if virtual["slow"] != slow:
-                continue
-            measured, predicted = reached_on_ranks(content, virtual["mode"], slow), cross(read(virtual["curve"]), goal)
-            pair = (measured[1] if measured else None, predicted.seconds if predicted else None)
-            if virtual["mode"] == REFERENCE:
-                reference = pair
-            own = [row for row in content["rows"] if (row["mode"], row["slow"]) == (virtual["mode"], slow)]
-            batch_s = median(row["seconds"] / row["steps"] for row in own)
-            virtual_s = virtual["seconds"] / virtual["batches"]
-            cells = [virtual["mode"], _whole(measured and measured[0]), _whole(predicted and predicted.batches)]
-            cells += [_seconds(pair[0]), _seconds(pair[1]), _ratio(*pair)]
-            cells += [_ratio(reference[0], pair[0]), _ratio(reference[1], pair[1])]
-            lines.append(" | ".join([*cells, f"{1e3 * batch_s:.1f}", f"{1e3 * virtual_s:.1f}"]))
-        parts.append(f"**4 ranks, {WORDS[slow]}**\n\n{table(head, lines)}")
+        runs = [_beside(content, row) for row in content["predicted"] if row["slow"] == slow]
+        bsp = next(run for run in runs if run.mode == REFERENCE)
+        parts.append(f"**4 ranks, {WORDS[slow]}**\n\n{render(_ranks_columns(content, bsp), runs)}")
     return "\n\n".join(parts)
 
 
-def reached_on_ranks(content: Content, mode: str, slow: str) -> tuple[float, float] | None:
-    """Return batches and seconds to the goal, medians over the repeats; None if not all got there."""
-    goal = content["settings"]["subject"]["goal"]
+def _beside(content: Content, virtual: Mapping[str, Any]) -> RanksAndSimulation:
+    """Return the runs on ranks of the mode and slowness of a row of virtual time, beside it."""
+    mode, slow = virtual["mode"], virtual["slow"]
     own = [row for row in content["rows"] if (row["mode"], row["slow"]) == (mode, slow)]
-    found = [crossing for row in own if (crossing := cross(read(row["curve"]), goal)) is not None]
+    return RanksAndSimulation(
+        mode,
+        reached_on_ranks(content, mode, slow),
+        reach_goal(read(virtual["curve"]), content["settings"]["recipe"]["goal"]),
+        median(row["seconds"] / row["steps"] for row in own),
+        virtual["seconds"] / virtual["batches"],
+    )
+
+
+def _ranks_columns(content: Content, bsp: RanksAndSimulation) -> Columns:
+    goal = f"{100 * content['settings']['recipe']['goal']:g} %"
+
+    def seconds(one: GoalReached | None) -> str:
+        return number(one and one.seconds)
+
+    def ratio(one: GoalReached | None, other: GoalReached | None) -> str:
+        return number(one.seconds / other.seconds if one and other else None)
+
+    return (
+        ("mode", lambda run: run.mode),
+        (f"batches to {goal}", lambda run: number(run.measured and run.measured.batches, ".0f")),
+        ("predicted", lambda run: number(run.predicted and run.predicted.batches, ".0f")),
+        (f"seconds to {goal}", lambda run: seconds(run.measured)),
+        ("predicted", lambda run: seconds(run.predicted)),
+        ("measured / predicted", lambda run: ratio(run.measured, run.predicted)),
+        ("times sooner than bsp", lambda run: ratio(bsp.measured, run.measured)),
+        ("predicted", lambda run: ratio(bsp.predicted, run.predicted)),
+        ("ms per batch", lambda run: f"{1e3 * run.batch_s:.1f}"),
+        ("predicted", lambda run: f"{1e3 * run.predicted_batch_s:.1f}"),
+    )
+
+
+def reached_on_ranks(content: Content, mode: str, slow: str) -> GoalReached | None:
+    """Return batches and seconds to the goal, medians over the repeats; None if not all got there.
+
+    Args:
+        content: of the part "ranks".
+        mode: a name of `modes.MODES`.
+        slow: who was slow; see `modes`.
+    """
+    goal = content["settings"]["recipe"]["goal"]
+    own = [row for row in content["rows"] if (row["mode"], row["slow"]) == (mode, slow)]
+    found = [reached for row in own if (reached := reach_goal(read(row["curve"]), goal)) is not None]
     if not found or len(found) < len(own):
         return None
-    return median(each.batches for each in found), median(each.seconds for each in found)
+    return GoalReached(median(each.batches for each in found), median(each.seconds for each in found))
 
 
 def heterogeneity(content: Content) -> str:
     """Return what asp learns while some workers get slower, and while there are more of them."""
-    rows = []
     labels = ("recipe", "mode", "workers", "factor")
-    for found in dict.fromkeys(tuple(row[label] for label in labels) for row in content["rows"]):
-        own = pick(content, **dict(zip(labels, found, strict=True)))
-        accuracies, losses = [row["accuracy"] for row in own], [row["loss"] for row in own]
-        stales = [row["staleness"] for row in own]
-        lag = {"mean": fmean(each["mean"] for each in stales), "max": max(each["max"] for each in stales)}
-        cells = [found[0], found[1], str(found[2]), f"{found[3]:g}"]
-        cells += [f"{100 * fmean(accuracies):.2f} +- {100 * spread(accuracies):.2f}"]
-        rows.append(" | ".join([*cells, f"{fmean(losses):.4f} +- {spread(losses):.4f}", stale(lag)]))
-    return table("recipe | mode | workers | factor | test accuracy, % | test loss | staleness, mean (max)", rows)
+    kinds = dict.fromkeys(tuple(row[label] for label in labels) for row in content["rows"])
+
+    def both(runs: Sequence[Mapping[str, Any]], name: str, scale: float, form: str) -> str:
+        values = [scale * row[name] for row in runs]
+        return f"{fmean(values):{form}} +- {spread(values):{form}}"
+
+    def staleness(runs: Sequence[Mapping[str, Any]]) -> str:
+        every = [row["staleness"] for row in runs]
+        return stale({"mean": fmean(each["mean"] for each in every), "max": max(each["max"] for each in every)})
+
+    columns: Columns = (
+        ("recipe", lambda runs: runs[0]["recipe"]),
+        ("mode", lambda runs: runs[0]["mode"]),
+        ("workers", lambda runs: runs[0]["workers"]),
+        ("factor", lambda runs: f"{runs[0]['factor']:g}"),
+        ("test accuracy, %", lambda runs: both(runs, "accuracy", 100, ".2f")),
+        ("test loss", lambda runs: both(runs, "loss", 1, ".4f")),
+        ("staleness, mean (max)", staleness),
+    )
+    return render(columns, [pick(content, **dict(zip(labels, kind, strict=True))) for kind in kinds])
 
 
 def pick(content: Content, **labels: Any) -> list[Mapping[str, Any]]:
@@ -137,44 +203,36 @@ def spread(values: Sequence[float]) -> float:
 
 def traffic(content: Content) -> str:
     """Return messages and bytes of a step beside the formula, and of the segment."""
-    nbytes, rows = content["nbytes"], []
-    for virtual, measured in zip(content["played"], content["rows"], strict=True):
-        sync, workers, steps = MODES[virtual["mode"]], virtual["workers"], measured["steps"]
-        counted = over_mpi(sync, workers, nbytes, steps, measured.get("distant", 0), HEADER_BYTES)
-        expected = played(sync, workers, nbytes, steps, virtual["distant"])
-        calls = "" if sync.relaxed else " calls"
-        cells = [virtual["mode"]]
-        for number, (what, scale) in enumerate((("messages", 1), ("bytes", 2**20))):
-            step = per_step(sync, workers, nbytes)[number] / scale
-            cells += [f"{step:.4g}", f"{virtual[what] / scale:.5g}", f"{expected[number] / scale:.5g}"]
-            cells += [f"{measured[what] / scale:.5g}{'' if number else calls}"]
-            cells += ["-" if counted is None else f"{counted[number] / scale:.5g}"]
-        rows.append(" | ".join(cells))
-    head = "mode | messages per step | segment in virtual time | formula | over MPI | formula "
-    return table(head + "| MiB per step | segment in virtual time | formula | over MPI | formula", rows)
+    rows = []
+    for virtual, measured in zip(content["simulated"], content["rows"], strict=True):
+        sync, where = MODES[virtual["mode"]], (virtual["workers"], content["nbytes"])
+        rows.append(
+            {
+                "mode": virtual["mode"],
+                "step": per_step(sync, *where),
+                "virtual": (virtual["messages"], virtual["bytes"]),
+                "formula": in_virtual_time(sync, *where, measured["steps"], virtual["distant"]),
+                "measured": (measured["messages"], measured["bytes"]),
+                "counted": over_mpi(sync, *where, measured["steps"], measured.get("distant", 0), HEADER_BYTES),
+                "unit": "" if sync.asynchronous else " calls",
+            }
+        )
+    columns: list[tuple[str, Cell]] = [("mode", "mode")]
+    for which, (what, scale) in enumerate((("messages", 1), ("MiB", 2**20))):
+
+        def of(name: str, which: int = which, scale: int = scale) -> Cell:
+            return lambda row: number(row[name] and row[name][which] / scale, ".5g")
+
+        columns += [
+            (f"{what} per step", lambda row, which=which, scale=scale: f"{row['step'][which] / scale:.4g}"),
+            ("segment in virtual time", of("virtual")),
+            ("formula", of("formula")),
+            ("over MPI", of("measured") if which else lambda row: f"{row['measured'][0]:.5g}{row['unit']}"),
+            ("formula", of("counted")),
+        ]
+    return render(columns, rows)
 
 
 def stale(lag: Mapping[str, float]) -> str:
     """Return mean and largest staleness in words."""
     return f"{lag['mean']:.1f} ({lag['max']:g})" if lag["max"] else "0"
-
-
-def _factor(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _ratio(one: float | None, other: float | None) -> str:
-    return "-" if one is None or other is None else f"{one / other:.2f}"
-
-
-TABLES: Mapping[str, Callable[[Content], str]] = MappingProxyType(
-    {"times": times, "servers": servers, "ranks": ranks, "heterogeneity": heterogeneity, "traffic": traffic}
-)

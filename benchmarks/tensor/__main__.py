@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.pipeline.command import main  # noqa: E402
 from benchmarks.tensor.parts import TENSOR  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(benchmark=TENSOR))
+    sys.exit(TENSOR.main())

@@ -15,7 +15,7 @@ stored.
 from __future__ import annotations
 
 from benchmarks.tensor.networks import CLASSES, CNN, Network
-from nnmpi.ops.tiles import TILES_BYTES, image_bytes
+from nnmpi.ops.conv.winograd_numpy import TILES_BYTES, image_bytes
 from nnmpi.optim.blocks import HOST_BLOCK_BYTES
 
 ITEM_BYTES = 4  # float32

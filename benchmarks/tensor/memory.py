@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.pipeline.traced import traced
+from benchmarks.harness.memory import traced
 from benchmarks.tensor.networks import Network
 from nnmpi import optim, timeline
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.parallel.sharded.exchange import CATEGORY
+from nnmpi.parallel.sharded.collectives import CATEGORY
 
 
 def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -22,8 +22,8 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         settings: "networks", each as the arguments of a `Network`.
     """
     rows = []
-    for given in settings["networks"]:
-        network = Network(**given)
+    for fields in settings["networks"]:
+        network = Network(**fields)
         batch, model = network.batch(), network.build()
         with traced() as building:
             where = arrange(model, group, Layout(1, 1, group.size))

@@ -1,4 +1,4 @@
-"""The networks whose layers are shared out, and a batch of noise for each."""
+"""The networks whose layers are divided among ranks, and a batch of noise for each."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Contestant:
     """One way to run a case on so many ranks.
 
     Attributes:
-        side: NNMPI, TORCH, or NAIVE (see `naive.py`).
+        side: NNMPI, TORCH, or NAIVE (see `trainer_shallowspeed.py`).
         case: its name.
         exchange: of nnmpi on several ranks: `Worker`, `Worker` with the fused update, or `DataParallel` in a loop.
         compiled, jit: whether nnmpi replays a recorded step, and uses compiled kernels.

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.training.contestants import NNMPI, TORCH, nnmpi_field, reference
-from benchmarks.training.subject import Subject
+from benchmarks.harness.turns import WrongResultError
+from benchmarks.training.cases import Case
+from benchmarks.training.contestants import NNMPI, TORCH, Contestant, nnmpi_field, reference
+from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.team import Team, Teams
-from nnmpi.errors import NnmpiError
+from benchmarks.training.trainer_nnmpi import build
 
 PROBE_LR = 2.0**20
 TRAIN_LR, TRAIN_STEPS = 0.01, 5
@@ -26,12 +29,39 @@ TOLERANCE = 2e-6  # of the largest element
 Arrays = Sequence[NDArray[np.float64]]
 
 
-class WrongResultError(NnmpiError):
-    """A contestant whose step is not the reference's."""
+class CaseFiles:
+    """A case as files in a folder: its data and first weights, which every contestant reads, in both sides' order.
+
+    Attributes:
+        case, folder: these.
+        weights: the first ones, float32, in nnmpi's order and layout.
+    """
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        model = build(case).initialize(seed=case.seed)
+        self.weights = [np.array(parameter.data) for parameter in model.parameters()]
+        x, y = case.data()
+        np.save(folder / "x.npy", x)
+        np.save(folder / "y.npy", y)
+        _write(folder / "nnmpi.weights", self.weights)
+        _write(folder / "torch.weights", to_torch(case, self.weights))
+
+    def read(self, file: Path, contestant: Contestant) -> list[NDArray[np.float64]]:
+        """Return the weights that a contestant has left in a file, which is removed, in nnmpi's order and layout."""
+        flat = np.fromfile(file, contestant.dtype).astype(np.float64)
+        file.unlink()
+        return split(flat, self.weights) if contestant.side == NNMPI else from_torch(self.case, flat, self.weights)
+
+
+def _write(file: Path, arrays: list[NDArray[Any]]) -> None:
+    with open(file, "wb") as values:
+        for array in arrays:
+            array.tofile(values)
 
 
 @dataclass(frozen=True)
-class Finding:
+class GradientErrors:
     """How far a contestant is from the reference.
 
     Attributes:
@@ -54,15 +84,15 @@ class Judge:
         torch: whether PyTorch computes the reference, else nnmpi in float64.
     """
 
-    def __init__(self, subject: Subject, torch: bool) -> None:
-        self.subject = subject
-        exact, plain = reference(subject.case, torch), nnmpi_field(subject.case, 1, False, False)[0]
-        with Teams([exact, plain], subject.folder) as teams:
+    def __init__(self, files: CaseFiles, torch: bool) -> None:
+        self.files = files
+        exact, plain = reference(files.case, torch), nnmpi_field(files.case, 1, False, False)[0]
+        with Teams([exact, plain], files.folder) as teams:
             (loss,), (self._gradients,) = self._probe(teams[exact.name])
             self._loss: float = loss
             (self._weights,) = self._train(teams[plain.name])
 
-    def examine(self, team: Team) -> Finding:
+    def examine(self, team: Team) -> GradientErrors:
         """Compare a contestant.
 
         Raises:
@@ -71,7 +101,7 @@ class Judge:
         losses, gradients = self._probe(team)
         trained = self._train(team)
         loss = fmean(losses)
-        found = Finding(
+        found = GradientErrors(
             loss=abs(loss - self._loss) / abs(self._loss),
             gradient=max(error(each, self._gradients) for each in gradients),
             parameter=max(error([a], [b]) for each in gradients for a, b in zip(each, self._gradients, strict=True)),
@@ -82,26 +112,26 @@ class Judge:
                 value = getattr(found, name)
                 if isnan(value) or value > TOLERANCE:
                     raise WrongResultError(
-                        f"{team.contestant.name} on {team.contestant.ranks} ranks, case {self.subject.case.name}: its "
+                        f"{team.contestant.name} on {team.contestant.ranks} ranks, case {self.files.case.name}: its "
                         f"{name} is off by {value:.1e} of the largest, more than {TOLERANCE:g}"
                     )
         return found
 
     def _probe(self, team: Team) -> tuple[list[float], list[Arrays]]:
         """Return each rank's loss and gradients."""
-        answers = team.tell("probe", lr=PROBE_LR)
+        answers = team.ask("probe", lr=PROBE_LR)
         gradients = [
-            [(before - after) / PROBE_LR for before, after in zip(self.subject.weights, left, strict=True)]
+            [(before - after) / PROBE_LR for before, after in zip(self.files.weights, left, strict=True)]
             for left in self._read(team, answers)
         ]
         return [answer["loss"] for answer in answers], gradients
 
     def _train(self, team: Team) -> list[Arrays]:
         """Return each rank's weights after some steps."""
-        return self._read(team, team.tell("train", lr=TRAIN_LR, steps=TRAIN_STEPS))
+        return self._read(team, team.ask("train", lr=TRAIN_LR, steps=TRAIN_STEPS))
 
     def _read(self, team: Team, answers: Sequence[dict[str, str]]) -> list[Arrays]:
-        return [self.subject.read(Path(answer["file"]), team.contestant) for answer in answers]
+        return [self.files.read(Path(answer["file"]), team.contestant) for answer in answers]
 
 
 def error(found: Arrays, right: Arrays) -> float:

@@ -1,35 +1,39 @@
-"""A case from its data to its rows: contestants are started, judged, timed, and asked for their memory."""
+"""A case from its data to its rows: contestants are started, judged, timed in turns, and asked for their memory."""
 
 from __future__ import annotations
 
+import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isinf
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.turns import shuffled, steps_in_block
 from benchmarks.training.cases import SHALLOWSPEED, Case, find
 from benchmarks.training.contestants import JIT, NAIVE, PURE, STOCK, Contestant, nnmpi_field, torch_field
-from benchmarks.training.judge import Judge
-from benchmarks.training.options import Options
-from benchmarks.training.ours import available
-from benchmarks.training.rounds import LR, play
-from benchmarks.training.rows import best, row
-from benchmarks.training.subject import Subject
+from benchmarks.training.judge import CaseFiles, Judge
+from benchmarks.training.rows import Seconds, best, row
 from benchmarks.training.team import Team, Teams
+from benchmarks.training.trainer_nnmpi import available
+from nnmpi.errors import NnmpiError
 
 Row = dict[str, Any]
 GROWTH_GROUPS = (PURE, JIT, STOCK)
+CLOCKS = ("cpu_s", "process_s", "wall_s")
+LR = 1e-5  # so small that the last of some thousand steps works on numbers like the first one's
+WARM_UP = 3
 
 
 @dataclass
-class Found:
+class Findings:
     """What was measured so far.
 
     Attributes:
         rows: of contestants, see `rows.row`.
         growth: of the fastest ones, resident bytes before and after many steps.
-        facts: what the contestants say of what computes in them.
+        facts: which libraries compute in the contestants, by name.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -37,49 +41,59 @@ class Found:
     facts: dict[str, str] = field(default_factory=dict)
 
 
-def measure(name: str, options: Options, torch: bool, found: Found, tell: Callable[[Sequence[Row]], None]) -> None:
+def measure(
+    name: str, options: argparse.Namespace, torch: bool, found: Findings, show: Callable[[Sequence[Row]], None]
+) -> None:
     """Measure a case on all numbers of ranks.
 
     Args:
+        name: of the case.
+        options: of the command line.
+        torch: whether PyTorch takes part.
         found: is added to.
-        tell: called with the rows of each number of ranks.
+        show: called with the rows of each number of ranks.
 
     Raises:
         WrongResultError: before anything is timed, when a result is not the reference's.
     """
     case = find(name)
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
-        subject = Subject(case, Path(place))
-        judge = Judge(subject, torch)
+        files = CaseFiles(case, Path(place))
+        judge = Judge(files, torch)
         for ranks in options.ranks:
             contestants = entrants(case, ranks, options.check, torch)
-            with Teams(contestants, subject.folder) as teams:
+            with Teams(contestants, files.folder) as teams:
                 rows = _together(list(teams), judge, options, found)
             found.rows += rows
-            tell(rows)
+            show(rows)
 
 
 def entrants(case: Case, ranks: int, reduced: bool, torch: bool) -> list[Contestant]:
-    """Return those who take part."""
+    """Return those who take part.
+
+    Args:
+        case: what is trained.
+        ranks: of each of them.
+        reduced: whether ways are left out that others contain.
+        torch: whether PyTorch takes part.
+    """
     ours = nnmpi_field(case, ranks, *available(), reduced)
     if case == SHALLOWSPEED:
         return [*ours, Contestant(NAIVE, case.name, ranks)]
     return ours + (torch_field(case, ranks, reduced) if torch else [])
 
 
-def _together(teams: Sequence[Team], judge: Judge, options: Options, found: Found) -> list[Row]:
+def _together(teams: Sequence[Team], judge: Judge, options: argparse.Namespace, found: Findings) -> list[Row]:
     """Return the rows of contestants that take turns."""
-    findings = [judge.examine(team) for team in teams]
+    errors = [judge.examine(team) for team in teams]
     for team in teams:
-        team.tell("fresh")
+        team.ask("fresh")
         for hello in team.hello:
             found.facts |= hello["facts"]
-    steps, seconds = play(teams, options.rounds, options.block_s)
-    rows = [
-        row(team, steps, seconds[team.contestant.name], finding) for team, finding in zip(teams, findings, strict=True)
-    ]
+    steps, seconds = time_blocks(teams, options.rounds, options.block_s)
+    rows = [row(team, steps, seconds[team.contestant.name], error) for team, error in zip(teams, errors, strict=True)]
     if options.growth_steps:
-        fastest = best(rows, judge.subject.case.name, teams[0].contestant.ranks)
+        fastest = best(rows, judge.files.case.name, teams[0].contestant.ranks)
         names = [fastest[group]["name"] for group in GROWTH_GROUPS if group in fastest]
         found.growth += [_growth(team, options.growth_steps) for team in teams if team.contestant.name in names]
     return rows
@@ -87,9 +101,9 @@ def _together(teams: Sequence[Team], judge: Judge, options: Options, found: Foun
 
 def _growth(team: Team, steps: int) -> Row:
     """Return how much the resident size grows over many steps, in the rank in which it grows most."""
-    before = [answer["resident_bytes"] for answer in team.tell("memory")]
-    team.tell("block", lr=LR, steps=steps)
-    after = [answer["resident_bytes"] for answer in team.tell("memory")]
+    before = [answer["resident_bytes"] for answer in team.ask("memory")]
+    team.ask("block", lr=LR, steps=steps)
+    after = [answer["resident_bytes"] for answer in team.ask("memory")]
     grown, begin = max((b - a, a) for a, b in zip(before, after, strict=True))
     contestant = team.contestant
     return {
@@ -100,3 +114,31 @@ def _growth(team: Team, steps: int) -> Row:
         "before_bytes": begin,
         "after_bytes": begin + grown,
     }
+
+
+def time_blocks(teams: Sequence[Team], rounds: int, block_s: float) -> tuple[int, Mapping[str, Seconds]]:
+    """Return the steps in a block, and for each contestant and clock its seconds per step, block by block.
+
+    Args:
+        teams: the contestants; whoever does not run sleeps.
+        rounds: blocks of each.
+        block_s: how long a block of the contestant in the middle should take.
+    """
+    first = [_block(team, WARM_UP) and _block(team, 1)["wall_s"] for team in teams]
+    steps = steps_in_block(block_s, first)
+    found: dict[str, dict[str, list[float]]] = {team.contestant.name: {name: [] for name in CLOCKS} for team in teams}
+    for number in range(-1, rounds):  # the first round warms up
+        for team in shuffled(teams, number):
+            taken = _block(team, steps)
+            if number >= 0:
+                for name in CLOCKS:
+                    found[team.contestant.name][name].append(taken[name] / steps)
+    return steps, found
+
+
+def _block(team: Team, steps: int) -> dict[str, float]:
+    """Run a block; return the seconds of the slowest rank."""
+    answers: list[dict[str, Any]] = team.ask("block", lr=LR, steps=steps)
+    if any(isinf(answer["loss"]) for answer in answers):
+        raise NnmpiError(f"{team.contestant.name} has diverged; the losses are {[a['loss'] for a in answers]}")
+    return {name: max(answer[name] for answer in answers) for name in CLOCKS}

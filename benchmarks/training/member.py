@@ -1,6 +1,6 @@
 """One process of a contestant: `python benchmarks/training/member.py FOLDER CONTESTANT RANK`.
 
-It connects to the benchmark's socket in the folder, and does what it is told there, line by line; between two lines it
+It connects to the benchmark's socket in the folder, and does what it is asked to, line by line; between two lines it
 sleeps. Under mpirun, RANK is "-" and MPI says which one it is.
 """
 
@@ -16,39 +16,62 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
+from benchmarks.harness.memory import peak_bytes, reset_peak, resident_bytes  # noqa: E402
 from benchmarks.training.contestants import NAIVE, NNMPI, TORCH, Contestant  # noqa: E402
-from benchmarks.training.memory import forget_peak, peak_bytes, resident_bytes  # noqa: E402
-from benchmarks.training.player import Player  # noqa: E402
+from benchmarks.training.trainer import Trainer  # noqa: E402
 
-PLAYERS = {NNMPI: ("ours", "Ours"), TORCH: ("theirs", "Theirs"), NAIVE: ("naive", "Naive")}
+TRAINERS = {
+    NNMPI: ("trainer_nnmpi", "NnmpiTrainer"),
+    TORCH: ("trainer_torch", "TorchTrainer"),
+    NAIVE: ("trainer_shallowspeed", "ShallowSpeedTrainer"),
+}
 REPEATS = 3  # of a step that is looked at: a compiled one is recorded in the first and replayed in the others
 SOCKET = "socket"
 
 
-def probe(player: Player, folder: Path, lr: float) -> dict[str, Any]:
-    """Do one step from the first weights, several times over; write the weights that the last one leaves."""
+def probe(trainer: Trainer, folder: Path, lr: float) -> dict[str, Any]:
+    """Do one step from the first weights, several times over; write the weights that the last one leaves.
+
+    Args:
+        trainer: of this process.
+        folder: where the first weights are, and the last go.
+        lr: the learning rate.
+    """
     loss = 0.0
     for _ in range(REPEATS):
-        _begin(player, folder, lr)
-        loss = player.step()
-    return {"loss": loss, "file": _end(player, folder)}
+        _begin(trainer, folder, lr)
+        loss = trainer.step()
+    return {"loss": loss, "file": _end(trainer, folder)}
 
 
-def train(player: Player, folder: Path, lr: float, steps: int) -> dict[str, Any]:
-    """Do some steps from the first weights; write the weights that they leave."""
-    _begin(player, folder, lr)
+def train(trainer: Trainer, folder: Path, lr: float, steps: int) -> dict[str, Any]:
+    """Do some steps from the first weights; write the weights that they leave.
+
+    Args:
+        trainer: of this process.
+        folder: where the first weights are, and the last go.
+        lr: the learning rate.
+        steps: how many.
+    """
+    _begin(trainer, folder, lr)
     for _ in range(steps):
-        player.step()
-    return {"file": _end(player, folder)}
+        trainer.step()
+    return {"file": _end(trainer, folder)}
 
 
-def block(player: Player, lr: float, steps: int) -> dict[str, float]:
-    """Return the seconds that so many steps took: the thread's, the process's, and the clock's."""
-    player.lr, loss = lr, 0.0
-    player.barrier()
+def block(trainer: Trainer, lr: float, steps: int) -> dict[str, float]:
+    """Return the seconds that so many steps took: the thread's, the process's, and the clock's.
+
+    Args:
+        trainer: of this process.
+        lr: the learning rate.
+        steps: how many.
+    """
+    trainer.lr, loss = lr, 0.0
+    trainer.barrier()
     wall, process, cpu = time.perf_counter(), time.process_time(), time.thread_time()
     for _ in range(steps):
-        loss = player.step()
+        loss = trainer.step()
     cpu, process, wall = time.thread_time() - cpu, time.process_time() - process, time.perf_counter() - wall
     return {"cpu_s": cpu, "process_s": process, "wall_s": wall, "loss": loss}
 
@@ -60,47 +83,47 @@ def memory() -> dict[str, int]:
 
 def fresh() -> dict[str, int]:
     """Let the peak be counted from here on."""
-    forget_peak()
+    reset_peak()
     return memory()
 
 
-def _begin(player: Player, folder: Path, lr: float) -> None:
-    player.barrier()
-    player.restore(folder / f"{'nnmpi' if player.contestant.side == NNMPI else 'torch'}.weights")
-    player.lr = lr
-    player.barrier()  # with the fused update the weights are the neighbours' as well
+def _begin(trainer: Trainer, folder: Path, lr: float) -> None:
+    trainer.barrier()
+    trainer.restore(folder / f"{'nnmpi' if trainer.contestant.side == NNMPI else 'torch'}.weights")
+    trainer.lr = lr
+    trainer.barrier()  # with the fused update the weights are the neighbours' as well
 
 
-def _end(player: Player, folder: Path) -> str:
-    player.barrier()
-    file = folder / f"{player.contestant.name}-{player.contestant.ranks}-{player.rank}.left"
-    player.save(file)
+def _end(trainer: Trainer, folder: Path) -> str:
+    trainer.barrier()
+    file = folder / f"{trainer.contestant.name}-{trainer.contestant.ranks}-{trainer.rank}.left"
+    trainer.save(file)
     return str(file)
 
 
 def main(words: list[str]) -> None:
-    """Do what is told, until the line ends."""
+    """Do what is asked for, until the connection ends."""
     folder, contestant = Path(words[0]), Contestant(**json.loads(words[1]))
-    module, name = PLAYERS[contestant.side]
+    module, name = TRAINERS[contestant.side]
     make = getattr(import_module(f"benchmarks.training.{module}"), name)
     imported_bytes = resident_bytes()
-    player: Player = make(contestant, int(words[2]) if words[2].isdecimal() else 0, folder)
+    trainer: Trainer = make(contestant, int(words[2]) if words[2].isdecimal() else 0, folder)
     actions: Mapping[str, Callable[..., Any]] = {
-        "probe": partial(probe, player, folder),
-        "train": partial(train, player, folder),
-        "block": partial(block, player),
+        "probe": partial(probe, trainer, folder),
+        "train": partial(train, trainer, folder),
+        "block": partial(block, trainer),
         "memory": memory,
         "fresh": fresh,
     }
-    with socket(AF_UNIX) as line:
-        line.connect(str(folder / SOCKET))
-        with line.makefile("rw") as talk:
-            hello = {"name": contestant.name, "rank": player.rank, "imported_bytes": imported_bytes}
-            _say(talk, {**hello, "facts": player.facts()})
-            for told in talk:
-                order = json.loads(told)
+    with socket(AF_UNIX) as connection:
+        connection.connect(str(folder / SOCKET))
+        with connection.makefile("rw") as talk:
+            hello = {"name": contestant.name, "rank": trainer.rank, "imported_bytes": imported_bytes}
+            _say(talk, {**hello, "facts": trainer.facts()})
+            for line in talk:
+                order = json.loads(line)
                 _say(talk, actions[order.pop("do")](**order))
-    player.close()
+    trainer.close()
 
 
 def _say(talk: Any, content: Mapping[str, Any]) -> None:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
+from benchmarks.harness.turns import ratio, summary
 from benchmarks.training.contestants import EAGER, GROUPS, JIT, NAIVE, PURE, STOCK, TUNED
-from benchmarks.training.judge import Finding
-from benchmarks.training.rounds import Seconds, clock
+from benchmarks.training.judge import GradientErrors
 from benchmarks.training.team import Team
 
 Row = Mapping[str, Any]
+Seconds = Mapping[str, Sequence[float]]
+"""By clock: seconds per step, block by block."""
 RATIOS = ((STOCK, EAGER), (STOCK, PURE), (STOCK, JIT), (TUNED, PURE), (TUNED, JIT), (NAIVE, PURE), (NAIVE, JIT))
 
 
-def row(team: Team, steps: int, seconds: Seconds, finding: Finding) -> dict[str, Any]:
-    """Return a contestant's row. Its memory is asked for here: call it when the blocks are done."""
+def clock(ranks: int) -> str:
+    """Return what counts: the thread's CPU time on one rank, the wall clock on several."""
+    return "cpu_s" if ranks == 1 else "wall_s"
+
+
+def row(team: Team, steps: int, seconds: Seconds, errors: GradientErrors) -> dict[str, Any]:
+    """Return a contestant's row. Its memory is asked for here: call it when the blocks are done.
+
+    Args:
+        team: its processes.
+        steps: of a block.
+        seconds: by clock, of a step, block by block.
+        errors: how far it is from the reference.
+    """
     contestant = team.contestant
     main = seconds[clock(contestant.ranks)]
     return {
@@ -28,18 +42,23 @@ def row(team: Team, steps: int, seconds: Seconds, finding: Finding) -> dict[str,
         "steps": steps,
         "rounds": len(main),
         "clock": clock(contestant.ranks),
-        "step_s": median(main),
-        "quartiles_s": quartiles(main),
+        **summary("step", main),
         **{f"median_{name}": median(values) for name, values in seconds.items()},
         "blocks_s": main,
         "imported_bytes": max(hello["imported_bytes"] for hello in team.hello),
-        "peak_bytes": max(answer["peak_bytes"] for answer in team.tell("memory")),
-        "errors": vars(finding),
+        "peak_bytes": max(answer["peak_bytes"] for answer in team.ask("memory")),
+        "errors": vars(errors),
     }
 
 
 def best(rows: Sequence[Row], case: str, ranks: int) -> dict[str, Row]:
-    """Return the fastest row of each group that took part, EAGER among them."""
+    """Return the fastest row of each group that took part, EAGER among them.
+
+    Args:
+        rows: of all cases.
+        case: its name.
+        ranks: how many.
+    """
     mine = [each for each in rows if (each["case"], each["ranks"]) == (case, ranks)]
     groups = {group: [each for each in mine if each["group"] == group] for group in GROUPS}
     groups[EAGER] = [each for each in groups[PURE] if not each["compiled"]]
@@ -53,16 +72,13 @@ def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
         fastest = best(rows, case, ranks)
         for slow, fast in RATIOS:
             if slow in fastest and fast in fastest:
-                both = zip(fastest[slow]["blocks_s"], fastest[fast]["blocks_s"], strict=True)
-                times = [a / b for a, b in both]
                 found.append(
                     {
                         "case": case,
                         "ranks": ranks,
                         "of": slow,
                         "over": fast,
-                        "ratio": median(times),
-                        "quartiles": quartiles(times),
+                        **ratio("ratio", fastest[slow]["blocks_s"], fastest[fast]["blocks_s"]),
                         "memory_ratio": fastest[slow]["peak_bytes"] / max(fastest[fast]["peak_bytes"], 1),
                     }
                 )
@@ -84,11 +100,3 @@ def speedups(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def pairs(rows: Sequence[Row]) -> list[tuple[str, int]]:
     """Return the cases and ranks that were measured, in order."""
     return list(dict.fromkeys((each["case"], each["ranks"]) for each in rows))
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Return the first and the third quartile; of one value, itself."""
-    if len(values) == 1:
-        return [values[0], values[0]]
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return [first, third]

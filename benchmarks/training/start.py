@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.pipeline.launch import environment, mpirun
-from benchmarks.training.rows import quartiles
+from benchmarks.harness.launch import environment, mpirun
+from benchmarks.harness.turns import summary
 from nnmpi.errors import LaunchError
 
 LIMIT_S = 120.0
@@ -22,6 +21,11 @@ HERE, BARE, TORCHRUN = "mpirun, variables of scripts/", "mpirun, bare", "torchru
 
 def measure(ranks: int, repeats: int, torch: bool) -> list[dict[str, Any]]:
     """Return a row for each way to start, interleaved.
+
+    Args:
+        ranks: of each start.
+        repeats: of each way.
+        torch: whether torchrun takes part.
 
     The variables that the scripts set keep Open MPI from looking for network cards, which one machine does not need.
     """
@@ -36,8 +40,7 @@ def measure(ranks: int, repeats: int, torch: bool) -> list[dict[str, Any]]:
         {
             "name": name,
             "ranks": ranks,
-            "start_s": median(found),
-            "quartiles_s": quartiles(found),
+            **summary("start", found),
             "share_of_torchrun": median(found) / median(seconds[TORCHRUN]) if torch else None,
         }
         for name, found in seconds.items()
@@ -53,7 +56,7 @@ def _once(name: str, ranks: int) -> float:
         ends = [file.read_text() for file in Path(folder).iterdir()]
     # PyTorch's gloo now and then aborts when it is taken down: the steps had been done
     if len(ends) < ranks or (failure and name != TORCHRUN):
-        raise LaunchError(failure or f"{script.name} told of {len(ends)} steps on {ranks} ranks")
+        raise LaunchError(failure or f"{script.name} reported {len(ends)} steps on {ranks} ranks")
     return max(map(float, ends)) - begin
 
 
@@ -64,8 +67,7 @@ def _words(name: str, ranks: int, script: Sequence[str]) -> list[str]:
 
 
 def _environment(name: str) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    found = {**environment(), "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    found = environment()
     if name == BARE:
         for variable in ("OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_osc"):
             found.pop(variable, None)

@@ -1,143 +1,177 @@
-"""The tables of the screen and the README."""
+"""The tables of the screen and the README, and the picture of the speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.readme import table
+from benchmarks.harness.plots import new_figure, save
+from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
 from benchmarks.training.contestants import EAGER, JIT, NAIVE, PURE, STOCK, TUNED
 from benchmarks.training.rows import best, pairs, ratios, speedups
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 GROUPS = (PURE, JIT, STOCK, TUNED)
-COLUMNS = ((STOCK, PURE), (STOCK, JIT), (STOCK, EAGER), (TUNED, PURE), (TUNED, JIT))
+RATIOS = {
+    "PyTorch / nnmpi": (STOCK, PURE),
+    "PyTorch / jit": (STOCK, JIT),
+    "PyTorch / eager": (STOCK, EAGER),
+    "tuned / nnmpi": (TUNED, PURE),
+    "tuned / jit": (TUNED, JIT),
+}
+BARS: Mapping[str, str] = {PURE: "#4c78a8", JIT: "#72b7b2"}
+BAR = 0.38  # the height of one; two of them make a case
+_CASE: Columns = (("case", "case"), ("ranks", "ranks"))
 
 
 def contestants(rows: Rows, markdown: bool) -> str:
-    """Return every contestant's time, memory and error."""
-    head = "case | ranks | contestant | ms per step (quartiles) | CPU ms | wall ms | peak MiB | imported MiB | "
-    head += "error of the gradient, of a parameter's, of the weights"
-    lines = []
-    for row in sorted(rows, key=lambda row: row["step_s"]):
-        errors = ", ".join(f"{row['errors'][name]:.0e}" for name in ("gradient", "parameter", "weights"))
-        times = f"{ms(row['median_process_s'])} | {ms(row['median_wall_s'])}"
-        memory = f"{mib(row['peak_bytes'])} | {mib(row['imported_bytes'])}"
-        lines.append(f"{row['case']} | {row['ranks']} | {row['name']} | {_spread(row)} | {times} | {memory} | {errors}")
-    return render(head, lines, markdown)
+    """Return every contestant's time, memory and error, the fastest first."""
+    columns = (
+        *_CASE,
+        ("contestant", "name"),
+        ("ms per step (quartiles)", lambda row: spread(row["step_s"], row["step_quartiles_s"], ms)),
+        ("CPU ms", lambda row: ms(row["median_process_s"])),
+        ("wall ms", lambda row: ms(row["median_wall_s"])),
+        ("peak MiB", lambda row: mib(row["peak_bytes"])),
+        ("imported MiB", lambda row: mib(row["imported_bytes"])),
+        (
+            "error of the gradient, of a parameter's, of the weights",
+            lambda row: ", ".join(f"{row['errors'][name]:.0e}" for name in ("gradient", "parameter", "weights")),
+        ),
+    )
+    return render(columns, sorted(rows, key=lambda row: row["step_s"]), markdown)
 
 
 def speeds(rows: Rows, markdown: bool) -> str:
     """Return each side's fastest way, and how many times faster nnmpi is: medians (quartiles) of the rounds' ratios."""
-    head = "case | ranks | nnmpi, ms | nnmpi jit, ms | PyTorch, ms | tuned malloc, ms | PyTorch / nnmpi | PyTorch / jit"
-    head += " | PyTorch / eager | tuned / nnmpi | tuned / jit"
-    found = {(each["case"], each["ranks"], each["of"], each["over"]): each for each in ratios(rows)}
-    lines = []
-    for case, ranks in pairs(rows):
-        fastest = best(rows, case, ranks)
-        if NAIVE in fastest:
-            continue
-        times = [ms(fastest[group]["step_s"]) if group in fastest else "-" for group in GROUPS]
-        every = [(case, ranks, of, over) for of, over in COLUMNS]
-        speed = [_ratio(found[each]) if each in found else "-" for each in every]
-        lines.append(" | ".join([case, str(ranks), *times, *speed]))
-    return render(head, lines, markdown)
+    names = {PURE: "nnmpi, ms", JIT: "nnmpi jit, ms", STOCK: "PyTorch, ms", TUNED: "tuned malloc, ms"}
+    columns = (
+        *_CASE,
+        *((title, lambda row, group=group: _step_ms(row, group)) for group, title in names.items()),
+        *((title, lambda row, both=both: _ratio(row, *both)) for title, both in RATIOS.items()),
+    )
+    return render(columns, _cases(rows, naive=False), markdown)
 
 
 def memory(rows: Rows, markdown: bool) -> str:
     """Return the peak resident memory of a rank, in each side's fastest way."""
-    head = "case | ranks | nnmpi, MiB | nnmpi jit, MiB | PyTorch, MiB | nnmpi / PyTorch | jit / PyTorch"
-    lines = []
-    for case, ranks in pairs(rows):
-        fastest = best(rows, case, ranks)
-        if NAIVE in fastest:
-            continue
-        peaks = [fastest[group]["peak_bytes"] if group in fastest else None for group in (PURE, JIT, STOCK)]
-        shares = [f"{peak / peaks[2]:.2f}" if peak and peaks[2] else "-" for peak in peaks[:2]]
-        lines.append(" | ".join([case, str(ranks), *("-" if peak is None else mib(peak) for peak in peaks), *shares]))
-    return render(head, lines, markdown)
+
+    def peak(row: Row, group: str) -> int | None:
+        return row["best"][group]["peak_bytes"] if group in row["best"] else None
+
+    def share(row: Row, group: str) -> str:
+        own, theirs = peak(row, group), peak(row, STOCK)
+        return number(own / theirs if own and theirs else None)
+
+    columns = (
+        *_CASE,
+        ("nnmpi, MiB", lambda row: mib(peak(row, PURE))),
+        ("nnmpi jit, MiB", lambda row: mib(peak(row, JIT))),
+        ("PyTorch, MiB", lambda row: mib(peak(row, STOCK))),
+        ("nnmpi / PyTorch", lambda row: share(row, PURE)),
+        ("jit / PyTorch", lambda row: share(row, JIT)),
+    )
+    return render(columns, _cases(rows, naive=False), markdown)
 
 
 def several(rows: Rows, markdown: bool) -> str:
     """Return how many times faster several ranks are than one."""
-    found = speedups(rows)
-    groups = [group for group in (PURE, JIT, STOCK, TUNED, NAIVE) if any(each["group"] == group for each in found)]
-    lines = []
-    for case, ranks in pairs(rows):
-        mine = {
-            each["group"]: f"{each['speedup']:.2f}" for each in found if (each["case"], each["ranks"]) == (case, ranks)
-        }
-        if mine:
-            lines.append(" | ".join([case, f"1 to {ranks}", *(mine.get(group, "-") for group in groups)]))
-    return render(" | ".join(["case", "ranks", *groups]), lines, markdown)
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for each in speedups(rows):
+        found.setdefault((each["case"], each["ranks"]), {})[each["group"]] = each["speedup"]
+    groups = [group for group in (*GROUPS, NAIVE) if any(group in speeds for speeds in found.values())]
+    columns = (
+        ("case", lambda pair: pair[0][0]),
+        ("ranks", lambda pair: f"1 to {pair[0][1]}"),
+        *((group, lambda pair, group=group: number(pair[1].get(group))) for group in groups),
+    )
+    return render(columns, found.items(), markdown)
 
 
 def shallowspeed(rows: Rows, markdown: bool) -> str:
     """Return the time of ShallowSpeed's design beside nnmpi's."""
-    lines = []
-    for case, ranks in pairs(rows):
-        fastest = best(rows, case, ranks)
-        if NAIVE in fastest:
-            found = {each["over"]: _ratio(each) for each in ratios(rows) if _is(each, case, ranks, NAIVE)}
-            times = [ms(fastest[group]["step_s"]) if group in fastest else "-" for group in (NAIVE, PURE, JIT)]
-            lines.append(" | ".join([str(ranks), *times, *(found.get(group, "-") for group in (PURE, JIT))]))
-    head = "ranks | its design, ms | nnmpi, ms | nnmpi jit, ms | its design / nnmpi | its design / jit"
-    return render(head, lines, markdown)
+    columns = (
+        ("ranks", "ranks"),
+        ("its design, ms", lambda row: _step_ms(row, NAIVE)),
+        ("nnmpi, ms", lambda row: _step_ms(row, PURE)),
+        ("nnmpi jit, ms", lambda row: _step_ms(row, JIT)),
+        ("its design / nnmpi", lambda row: _ratio(row, NAIVE, PURE)),
+        ("its design / jit", lambda row: _ratio(row, NAIVE, JIT)),
+    )
+    return render(columns, _cases(rows, naive=True), markdown)
 
 
 def growth(rows: Rows, markdown: bool) -> str:
     """Return resident sizes before and after many steps."""
-    lines = []
-    for row in rows:
-        more = row["after_bytes"] - row["before_bytes"]
-        sizes = f"{mib(row['before_bytes'])} | {mib(row['after_bytes'])} | {more / 2**20:+.2f}"
-        lines.append(f"{row['case']} | {row['ranks']} | {row['name']} | {row['steps']} | {sizes}")
-    return render("case | ranks | contestant | steps | before, MiB | after, MiB | more, MiB", lines, markdown)
+    columns = (
+        *_CASE,
+        ("contestant", "name"),
+        ("steps", "steps"),
+        ("before, MiB", lambda row: mib(row["before_bytes"])),
+        ("after, MiB", lambda row: mib(row["after_bytes"])),
+        ("more, MiB", lambda row: f"{(row['after_bytes'] - row['before_bytes']) / 2**20:+.2f}"),
+    )
+    return render(columns, rows, markdown)
 
 
 def start(rows: Rows, markdown: bool) -> str:
     """Return the times from command to first step."""
-    lines = []
-    for row in rows:
-        first, third = row["quartiles_s"]
-        share = row["share_of_torchrun"]
-        times = f"{row['start_s']:.2f} ({first:.2f} to {third:.2f})"
-        lines.append(f"{row['name']} | {row['ranks']} | {times} | {'-' if share is None else f'{share:.2f}'}")
-    return render("started by | ranks | seconds to the first step (quartiles) | share of torchrun's", lines, markdown)
-
-
-def render(head: str, lines: Iterable[str], markdown: bool) -> str:
-    """Return a table of lines whose cells are divided by " | ": Markdown, or columns of equal width."""
-    found = list(lines)
-    if markdown:
-        return table(head, found)
-    cells = [line.split(" | ") for line in (head, *found)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    columns = (
+        ("started by", "name"),
+        ("ranks", "ranks"),
+        ("seconds to the first step (quartiles)", lambda row: spread(row["start_s"], row["start_quartiles_s"])),
+        ("share of torchrun's", lambda row: number(row["share_of_torchrun"])),
     )
+    return render(columns, rows, markdown)
 
 
-def _is(found: Row, case: str, ranks: int, of: str) -> bool:
-    return (found["case"], found["ranks"], found["of"]) == (case, ranks, of)
+def _cases(rows: Rows, naive: bool) -> Iterable[Row]:
+    """Yield case, ranks, the fastest row of each group ("best") and their ratios, of those with or without NAIVE."""
+    found = ratios(rows)
+    for case, ranks in pairs(rows):
+        fastest = best(rows, case, ranks)
+        if (NAIVE in fastest) == naive:
+            own = {(each["of"], each["over"]): each for each in found if (each["case"], each["ranks"]) == (case, ranks)}
+            yield {"case": case, "ranks": ranks, "best": fastest, "ratios": own}
 
 
-def _spread(row: Row) -> str:
-    first, third = row["quartiles_s"]
-    return f"{ms(row['step_s'])} ({ms(first)} to {ms(third)})"
+def _step_ms(row: Row, group: str) -> str:
+    return ms(row["best"][group]["step_s"]) if group in row["best"] else "-"
 
 
-def _ratio(found: Row) -> str:
-    first, third = found["quartiles"]
-    return f"{found['ratio']:.2f} ({first:.2f} to {third:.2f})"
+def _ratio(row: Row, of: str, over: str) -> str:
+    found = row["ratios"].get((of, over))
+    return "-" if found is None else spread(found["ratio"], found["ratio_quartiles"])
 
 
-def ms(seconds: float) -> str:
-    """Return milliseconds with three digits that say something."""
-    value = 1e3 * seconds
-    return f"{value:.{max(0, 2 - len(str(int(value))) + (value < 1) + 1)}f}"
+def draw_speeds(file: Path, rows: Rows) -> None:
+    """Draw how many times faster nnmpi is than PyTorch's fastest way, a panel for each number of ranks.
 
-
-def mib(count: float) -> str:
-    return f"{count / 2**20:.0f}"
+    Whiskers are quartiles of the rounds' ratios. Without PyTorch nothing is drawn.
+    """
+    found = [each for each in ratios(rows) if each["of"] == STOCK]
+    numbers = list(dict.fromkeys(each["ranks"] for each in found))
+    if not numbers:
+        return
+    figure = new_figure(5 * len(numbers), 4)
+    panels = figure.subplots(1, len(numbers), squeeze=False)[0]
+    for ranks, axes in zip(numbers, panels, strict=True):
+        mine = [each for each in found if each["ranks"] == ranks]
+        cases = list(dict.fromkeys(each["case"] for each in mine))
+        for place, (group, colour) in enumerate(BARS.items()):
+            bars = [each for each in mine if each["over"] == group]
+            y = [cases.index(each["case"]) + (place - 0.5) * BAR for each in bars]
+            x = [each["ratio"] for each in bars]
+            whiskers = [[abs(each["ratio"] - each["ratio_quartiles"][i]) for each in bars] for i in (0, 1)]
+            axes.barh(y, x, BAR, xerr=whiskers if bars else None, color=colour, label=group)
+            for at, each in zip(y, bars, strict=True):
+                axes.text(each["ratio_quartiles"][1], at, f" {each['ratio']:.2f}", va="center", fontsize=8)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(cases)), cases)
+        axes.invert_yaxis()
+        axes.set_title(f"{ranks} rank{'s' * (ranks > 1)}, one thread each", loc="left", fontsize=10)
+        axes.set_xlabel("times as fast as PyTorch" + " with DDP and gloo" * (ranks > 1))
+    panels[0].legend(frameon=False)
+    save(figure, file)

@@ -1,16 +1,18 @@
-"""A contestant's processes, seen from the benchmark: started, told what to do, and waited for.
+"""A contestant's processes, seen from the benchmark: started, asked to do something, and waited for.
 
-Each process has a line of its own to the benchmark and sleeps while it has nothing to do, so that all contestants can
-stay alive and take turns.
+Each process has a connection of its own to the benchmark and sleeps while it has nothing to do, so that all
+contestants can stay alive and take turns.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,17 +22,39 @@ from socket import AF_UNIX, socket
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.pipeline.launch import environment, mpirun
+from benchmarks.harness.launch import environment, mpirun
 from benchmarks.training.contestants import TORCH, Contestant
 from benchmarks.training.environment import TUNED_MALLOC
 from benchmarks.training.member import SOCKET
-from benchmarks.training.segments import Segments
 from nnmpi.errors import LaunchError
 
 MEMBER = Path(__file__).with_name("member.py")
 LIMIT_S = 900.0
 LAST_WORDS_S = 5.0
 AT_ONCE = 2  # contestants that start at the same time
+SHARED_MEMORY = Path("/dev/shm")
+VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+
+
+class SharedMemoryFolder:
+    """A new folder in the shared memory of this machine for one MPI job; none where there is no such place.
+
+    Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get the same one, the later
+    one cuts off the file of the other, which then dies of a segmentation fault; and here two dozen jobs are alive at
+    once.
+
+    Attributes:
+        environ: the variables that tell Open MPI to use it. Other MPIs ignore them.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+        self.environ = {} if self._folder is None else dict.fromkeys(VARIABLES, self._folder)
+
+    def remove(self) -> None:
+        """Remove the folder with what a job that was killed has left in it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Team:
@@ -43,16 +67,15 @@ class Team:
 
     def __init__(self, contestant: Contestant, folder: Path, number: int) -> None:
         self.contestant, self.hello = contestant, [{}] * contestant.ranks
-        self._lines: list[Any] = [None] * contestant.ranks
+        self._connections: list[Any] = [None] * contestant.ranks
         self._output = folder / f"{number}.output"
-        given = json.dumps(asdict(contestant))
-        words = [sys.executable, str(MEMBER), str(folder), given]
+        words = [sys.executable, str(MEMBER), str(folder), json.dumps(asdict(contestant))]
         if contestant.side == TORCH or contestant.ranks == 1:
             every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
             every = [[mpirun(), "-n", str(contestant.ranks), *words, "-"]]
-        self._segments = Segments()
-        environ = {**environment(), **self._segments.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
+        self._shared_memory = SharedMemoryFolder()
+        environ = {**environment(), **self._shared_memory.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
         with open(self._output, "wb") as sink:
             self._processes = [
                 subprocess.Popen(
@@ -69,24 +92,24 @@ class Team:
     @property
     def complete(self) -> bool:
         """Whether all processes have said hello."""
-        return all(line is not None for line in self._lines)
+        return all(connection is not None for connection in self._connections)
 
-    def join(self, line: Any, hello: Mapping[str, Any]) -> None:
+    def join(self, connection: Any, hello: Mapping[str, Any]) -> None:
         """Take in a process that has said hello."""
-        self._lines[hello["rank"]], self.hello[hello["rank"]] = line, dict(hello)
+        self._connections[hello["rank"]], self.hello[hello["rank"]] = connection, dict(hello)
 
-    def tell(self, what: str, **how: Any) -> list[dict[str, Any]]:
+    def ask(self, what: str, **how: Any) -> list[dict[str, Any]]:
         """Have all processes do something; return their answers in order of rank.
 
         Raises:
             LaunchError: when one has ended, with the end of its output.
         """
         try:
-            for line in self._lines:
-                line.write(json.dumps({"do": what, **how}) + "\n")
-                line.flush()
-            return [json.loads(line.readline()) for line in self._lines]
-        except (OSError, ValueError):  # a broken line, or an empty answer
+            for connection in self._connections:
+                connection.write(json.dumps({"do": what, **how}) + "\n")
+                connection.flush()
+            return [json.loads(connection.readline()) for connection in self._connections]
+        except (OSError, ValueError):  # a broken connection, or an empty answer
             raise LaunchError(self._ended(f"ended at {what!r}")) from None
 
     def check_alive(self) -> None:
@@ -96,9 +119,9 @@ class Team:
 
     def end(self) -> None:
         """Let the processes end; kill those that do not."""
-        for line in self._lines:
-            if line is not None:
-                line.close()
+        for connection in self._connections:
+            if connection is not None:
+                connection.close()
         begin = time.monotonic()
         for process in self._processes:
             try:
@@ -106,10 +129,10 @@ class Team:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGTERM)  # mpirun ends its ranks
                 process.wait()
-        self._segments.remove()
+        self._shared_memory.remove()
 
     def _ended(self, when: str) -> str:
-        """Return what happened, in words, when the processes have said what they have to say."""
+        """Return what happened, in words, once the processes have written their last words."""
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_S)
@@ -121,7 +144,7 @@ class Teams:
     """All contestants of a case on so many ranks, alive as long as the block lasts.
 
         with Teams(contestants, folder) as teams:
-            teams[name].tell("block", lr=0.01, steps=10)
+            teams[name].ask("block", lr=0.01, steps=10)
 
     Raises:
         LaunchError: when a process ends or does not come in time.
@@ -162,16 +185,16 @@ class Teams:
         begin = time.monotonic()
         while not all(team.complete for team in teams):
             try:
-                line, _ = listener.accept()
+                link, _ = listener.accept()
             except TimeoutError:
                 for team in teams:
                     team.check_alive()
                 if time.monotonic() - begin > LIMIT_S:
                     raise LaunchError(f"contestants did not start within {LIMIT_S:g} s") from None
                 continue
-            line.settimeout(LIMIT_S)
-            talk = line.makefile("rw")
-            line.close()  # the file keeps it open
+            link.settimeout(LIMIT_S)
+            talk = link.makefile("rw")
+            link.close()  # the file keeps it open
             hello = json.loads(talk.readline())
             self._teams[hello["name"]].join(talk, hello)
 

@@ -1,0 +1,115 @@
+"""nnmpi's side, through its public names: the usual loop on one rank, as it is and by `nnmpi.compile`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nnmpi
+from benchmarks.gpu.cases import FLOAT32, CaseArrays
+from benchmarks.gpu.trainer import Arrays, DeviceTrainer
+from benchmarks.training.trainer_nnmpi import build, mean_loss
+from nnmpi import Tensor, nn, optim
+from nnmpi.backend.precision import use_precision
+from nnmpi.backend.record import Backend
+
+
+class NnmpiDeviceTrainer(DeviceTrainer):
+    """nnmpi on a backend.
+
+    Args:
+        arrays: the case.
+        mode: of `nnmpi.backend.precision`.
+        backend: where it computes.
+        compiled: whether a step is recorded once and replayed.
+        dtype: float64 for a reference, in mode float32.
+    """
+
+    def __init__(self, arrays: CaseArrays, mode: str, backend: Backend, compiled: bool, dtype: str = FLOAT32) -> None:
+        super().__init__(arrays.case, mode)
+        self.name = "nnmpi compiled" if compiled else "nnmpi"
+        self._backend, self._first = backend, arrays.weights
+        backend.release_memory()
+        self._others = backend.memory().pool_bytes  # of sides in the same pool
+        self._model = build(self.case).initialize(seed=self.case.seed, dtype=dtype, backend=backend)
+        self._optimizer = optim.SGD(self._model.storage, lr=0.01)
+        x, y = arrays.batch(dtype)
+        self._host = [_pinned(backend, x), _pinned(backend, y)]
+        self._x, self._y = backend.asarray(x), backend.asarray(y)
+        self._run = nnmpi.compile(self._loop) if compiled else self._loop
+
+    def restore(self) -> None:
+        """See `DeviceTrainer.restore`."""
+        for parameter, values in zip(self._model.parameters(), self._first, strict=True):
+            parameter.data[...] = self._backend.asarray(values, dtype=parameter.data.dtype)
+
+    def weights(self) -> Arrays:
+        """See `DeviceTrainer.weights`."""
+        found = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
+        return [np.array(array, np.float64) for array in found]
+
+    def upload(self) -> None:
+        """See `DeviceTrainer.upload`."""
+        stream = self._backend.current_stream()
+        for host, array in zip(self._host, (self._x, self._y), strict=True):
+            self._backend.from_host_async(host, array.reshape(-1), stream)
+
+    def step(self) -> Any:
+        """See `DeviceTrainer.step`."""
+        self._optimizer.lr = self.lr
+        with use_precision(self.mode):
+            return self._run(Tensor(self._x), Tensor(self._y))
+
+    def read(self, loss: Any) -> float:
+        """See `DeviceTrainer.read`."""
+        return float(loss.item())
+
+    def wait(self) -> None:
+        """See `DeviceTrainer.wait`."""
+        self._backend.synchronize()
+
+    def mark(self) -> Any:
+        """See `DeviceTrainer.mark`."""
+        event = self._backend.new_event()
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """See `DeviceTrainer.between`."""
+        return self._backend.elapsed_s(begin, end)
+
+    def used_bytes(self) -> int:
+        """See `DeviceTrainer.used_bytes`."""
+        return self._backend.memory().used_bytes - self._others
+
+    def peak_bytes(self) -> int:
+        """See `DeviceTrainer.peak_bytes`."""
+        return self._backend.memory().peak_bytes - self._others
+
+    def reset_peak(self) -> None:
+        """See `DeviceTrainer.reset_peak`."""
+        self._backend.release_memory()
+        self._backend.reset_peak()
+
+    def close(self) -> None:
+        """See `DeviceTrainer.close`."""
+        backend = self._backend
+        super().close()
+        backend.release_memory()
+
+    def _loop(self, x: Tensor, y: Tensor) -> Tensor:
+        self._model.zero_grad()
+        with nn.training():
+            loss = mean_loss(self.case, self._model(x), y)
+        loss.backward()
+        self._optimizer.step()
+        return loss
+
+
+def _pinned(backend: Backend, values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values, one axis, in page-locked memory."""
+    host = backend.empty_pinned(values.size, values.dtype)
+    host[...] = values.reshape(-1)
+    return host

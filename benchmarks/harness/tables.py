@@ -1,0 +1,134 @@
+"""Tables from rows and columns: Markdown for a README, text for a screen; and tables put into a README.
+
+A column is a title and what stands in its cells: a key of the rows, or a function of a row.
+
+    render((("case", "case"), ("ms", lambda row: ms(row["step_s"]))), rows, markdown=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nnmpi.errors import UsageError
+
+Cell: TypeAlias = str | Callable[[Any], Any]
+Columns: TypeAlias = Sequence[tuple[str, Cell]]
+
+MISSING = "-"
+_END = "<!-- end -->"
+
+
+def render(columns: Columns, rows: Iterable[Any], markdown: bool = True) -> str:
+    """Return the table of some rows.
+
+    Args:
+        columns: title and cell of each.
+        rows: mappings, or whatever the columns' functions take.
+        markdown: otherwise columns are as wide as what stands in them, without lines between them.
+    """
+    cells = [[title for title, _ in columns], *([_text(cell, row) for _, cell in columns] for row in rows)]
+    if markdown:
+        head, *body = (f"| {' | '.join(row)} |" for row in cells)
+        return "\n".join([head, "|---" * len(columns) + "|", *body])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
+
+
+class GrowingTable:
+    """A table that is printed row by row while it is measured, so that widths are known before the rows.
+
+    Args:
+        columns: title, width and cell of each; cells stand to the right, or to the left for a negative width.
+    """
+
+    def __init__(self, *columns: tuple[str, int, Cell]) -> None:
+        self._columns = columns
+
+    def head(self) -> str:
+        """Return the line above the rows."""
+        return "".join(_pad(title, width) for title, width, _ in self._columns).rstrip()
+
+    def line(self, row: Any) -> str:
+        """Return a row as it is printed."""
+        return "".join(_pad(_text(cell, row), width) for _, width, cell in self._columns).rstrip()
+
+
+def _text(cell: Cell, row: Any) -> str:
+    return str(row[cell] if isinstance(cell, str) else cell(row))
+
+
+def _pad(text: str, width: int) -> str:
+    return f"{text:>{width}}" if width > 0 else f"{text:<{-width}}"
+
+
+def labelled(pairs: Iterable[tuple[str, Any]]) -> str:
+    """Return names and values, a line for each pair; the values stand below one another."""
+    found = list(pairs)
+    width = max((len(name) for name, _ in found), default=0) + 1
+    return "\n".join(f"{name + ':':<{width}} {value}" for name, value in found)
+
+
+def rewrite(file: Path, tables: Mapping[str, str]) -> None:
+    """Put tables into a README, between the marks that say where they belong.
+
+        <!-- times -->
+        | ... |
+        <!-- end -->
+
+    Args:
+        file: the README.
+        tables: by the names in the marks.
+
+    Raises:
+        UsageError: when a name has no marks in the file; nothing is written then.
+    """
+    text = file.read_text()
+    for name, table in tables.items():
+        begin = f"<!-- {name} -->\n"
+        if text.count(begin) != 1 or _END not in text.partition(begin)[2]:
+            raise UsageError(f"{file} has no place for the table {name!r}; mark one by {begin.strip()} and {_END}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table}\n{_END}{rest.partition(_END)[2]}"
+    file.write_text(text)
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """Return a number in this format; a dash for None, which stands for what was not measured."""
+    return MISSING if value is None else format(value, form)
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """Return a share of 1 in percent with its sign; a dash for None."""
+    return MISSING if share is None else f"{100 * share:.{digits}f} %"
+
+
+def ms(seconds: float) -> str:
+    """Return milliseconds with three digits that say something."""
+    value = 1e3 * seconds
+    return f"{value:.{max(0, 2 - len(str(int(value))) + (value < 1) + 1)}f}"
+
+
+def ms1(seconds: float) -> str:
+    """Return milliseconds with one digit behind the point."""
+    return f"{1e3 * seconds:.1f}"
+
+
+def mib(nbytes: float | None, digits: int = 0) -> str:
+    """Return bytes in MiB; a dash for None."""
+    return MISSING if nbytes is None else f"{nbytes / 2**20:.{digits}f}"
+
+
+def spread(middle: float, quartiles: Sequence[float], text: Callable[[float], str] = number) -> str:
+    """Return a median with its quartiles: "1.70 (1.60 to 1.80)".
+
+    Args:
+        middle: the median.
+        quartiles: the first and the third.
+        text: makes words of a number.
+    """
+    first, third = quartiles
+    return f"{text(middle)} ({text(first)} to {text(third)})"

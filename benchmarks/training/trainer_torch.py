@@ -1,0 +1,150 @@
+"""PyTorch's side: eager, SGD; DistributedDataParallel with gloo on several ranks. It does not import nnmpi.
+
+Parameters stand in the order of nnmpi's, so that they are found by number: see `layouts.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.training.cases import CNN, CROSS_ENTROPY, GPT, SQUARED, Case
+from benchmarks.training.contestants import CHANNELS_LAST, EXPLICIT, Contestant
+from benchmarks.training.trainer import Trainer
+
+
+class TorchTrainer(Trainer):
+    """A rank of PyTorch.
+
+    Args:
+        contestant: what it runs.
+        rank: of this process.
+        folder: where data and first weights are, and where the ranks meet.
+    """
+
+    def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
+        torch.set_num_threads(1)
+        super().__init__(contestant, rank)
+        dtype = getattr(torch, contestant.dtype)
+        x, y = self.load(folder)
+        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
+        if self.case.loss not in (CROSS_ENTROPY, SQUARED):
+            self._y = F.one_hot(self._y, self.case.classes).to(dtype)
+        self._model: nn.Module = build(self.case, contestant.attention).to(dtype)
+        if self.case.model == CNN:
+            last = contestant.layout == CHANNELS_LAST
+            order = torch.channels_last if last else torch.contiguous_format
+            self._x = self._x.permute(0, 3, 1, 2).contiguous(memory_format=order)
+            self._model = self._model.to(memory_format=order)
+        self._run: nn.Module = self._model
+        if contestant.ranks > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            place = f"file://{folder / contestant.name.replace(' ', '-')}.meeting"
+            torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
+            self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=contestant.bucket_view)
+        options = {"fused": True} if contestant.fused_sgd else {}
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, **options)
+
+    def step(self) -> float:
+        """See `Trainer.step`."""
+        self._optimizer.param_groups[0]["lr"] = self.lr
+        self._optimizer.zero_grad()
+        loss = self._loss(self._run(self._x))
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+    def barrier(self) -> None:
+        """See `Trainer.barrier`."""
+        if self.contestant.ranks > 1:
+            torch.distributed.barrier()
+
+    def arrays(self) -> list[NDArray[np.floating]]:
+        """See `Trainer.arrays`."""
+        return [parameter.detach().numpy() for parameter in self._model.parameters()]
+
+    def facts(self) -> dict[str, str]:
+        """See `Trainer.facts`."""
+        return {"torch_capability": torch.backends.cpu.get_cpu_capability(), "torch_blas": _blas()}
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        if self.contestant.ranks > 1:
+            torch.distributed.destroy_process_group()
+
+    def _loss(self, output: torch.Tensor) -> torch.Tensor:
+        if self.case.loss == CROSS_ENTROPY:
+            return F.cross_entropy(output, self._y)
+        if self.case.loss == SQUARED:
+            return F.mse_loss(output, self._y)
+        return F.mse_loss(F.softmax(output, -1), self._y, reduction="sum") / len(self._y)
+
+
+class Block(nn.Module):
+    """The pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        features: of a position.
+        heads: of the attention; they divide the features.
+        hidden: features between the two linear layers.
+        attention: SDPA or EXPLICIT.
+    """
+
+    def __init__(self, features: int, heads: int, hidden: int, attention: str) -> None:
+        super().__init__()
+        self.norm1, self.qkv = nn.LayerNorm(features), nn.Linear(features, 3 * features)
+        self.proj, self.norm2 = nn.Linear(features, features), nn.LayerNorm(features)
+        self.fc1, self.fc2 = nn.Linear(features, hidden), nn.Linear(hidden, features)
+        self.heads, self.explicit = heads, attention == EXPLICIT
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's result: (batch, time, features)."""
+        x = x + self.attend(self.norm1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Return causal attention over the time axis."""
+        batch, time, features = x.shape
+        q, k, v = (part.view(batch, time, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.explicit:
+            scores = (q @ k.transpose(-2, -1)) * (1 / q.shape[-1] ** 0.5)  # (batch, heads, time, time)
+            future = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
+            y = F.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, time, features))
+
+
+def build(case: Case, attention: str) -> nn.Module:
+    """Return the case's model."""
+    if case.model == GPT:
+        return Block(*case.sizes[1:], attention)
+    if case.model == CNN:
+        height, width, channels, classes = case.sizes
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((channels, 32), (32, 64)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        sizes = [height // 4 * (width // 4) * 64, 128, 64, classes]
+        return nn.Sequential(*layers, nn.Flatten(), *_linear(sizes))
+    return nn.Sequential(*_linear(case.sizes))
+
+
+def _linear(sizes: Any) -> list[nn.Module]:
+    """Return linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return layers[:-1]
+
+
+def _blas() -> str:
+    """Return the lines of PyTorch's own description that name its libraries, joined."""
+    lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    return "; ".join(line for line in lines if "Kernel Library" in line or "MKL-DNN" in line)
