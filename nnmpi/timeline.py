@@ -21,7 +21,6 @@ import gzip
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nnmpi import clock
 from nnmpi.errors import UsageError
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
@@ -70,7 +70,7 @@ class Timeline:
         events: what was added; only to be read.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.now) -> None:
         self.clock = clock
         self.events: list[TraceEvent] = []
 

@@ -27,7 +27,8 @@ Beside them:
 
     agreement            one rank fails and all raise; is it the same on every rank; meeting now and then
     backoff              waiting without taking a core from others
-    clock, describe      how far the ranks' clocks are apart; what runs here, in words
+    clock_offsets        how far the ranks' clocks are apart
+    describe             what runs here, in words
     units                bytes and seconds as people write them
 
 mpi4py is imported in this package alone. Nothing is imported here: importing mpi4py.MPI starts MPI, and the steps and

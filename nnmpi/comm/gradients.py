@@ -17,7 +17,6 @@ reported (`BucketExchange`).
     exposed               --           ----     -    -------   this rank launches, polls, waits
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from math import nan
 from typing import TypeAlias
 
 import nnmpi.shard as shard
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO, DEVICE_NAMES, IPC, NAMES, NATIVE, SHARED
 from nnmpi.comm.buffers import Buffer, check_any, is_device
@@ -194,7 +193,7 @@ class BucketExchange:
             begin = self._come_back()
             self._launch_complete()
             self._poll()
-            now = time.perf_counter()
+            now = clock.now()
             self._sync_s += now - begin
             self._left = now if self._flying else None
 
@@ -203,7 +202,7 @@ class BucketExchange:
         if self._flying:
             begin = self._come_back()
             self._poll()
-            now = time.perf_counter()
+            now = clock.now()
             self._sync_s += now - begin
             self._left = now if self._flying else None
 
@@ -216,7 +215,7 @@ class BucketExchange:
                 self._wait()
             elif not self._alone:
                 self._sum_all()
-        spent_s = self._sync_s + time.perf_counter() - begin
+        spent_s = self._sync_s + clock.now() - begin
         if self._alone:
             self.traffic = Traffic(spent_s)
         else:
@@ -241,7 +240,7 @@ class BucketExchange:
 
     def _come_back(self) -> float:
         """Return the time, after counting how long messages were under way while this rank computed."""
-        now = time.perf_counter()
+        now = clock.now()
         if self._left is not None:
             self._hidden_s += now - self._left
             self._left = None

@@ -13,11 +13,11 @@ are those of any other run; within `run` each goes on as soon as its way of sync
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
+from nnmpi import clock
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
@@ -127,7 +127,7 @@ class AsynchronousWorker:
             UsageError: for a loader of another part than this rank's, where it matters.
         """
         self.group.barrier()  # so that nobody counts as waiting what others still had to do
-        begin = time.perf_counter()
+        begin = clock.now()
         report = self.runner.run(
             loader,
             epoch,

@@ -8,12 +8,11 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
@@ -86,23 +85,23 @@ class AveragingRunner:
             for number in batches:
                 if stop:
                     break
-                entered = time.perf_counter()
+                entered = clock.now()
                 batch = next(items)
-                input_s = time.perf_counter() - entered
+                input_s = clock.now() - entered
                 self._step(batch, step + done, lr(step + done), tally, input_s, progress, begin)
                 staleness.add(self.group.rank, averaging.steps_since_average(step + done))
-                waiting = time.perf_counter()
+                waiting = clock.now()
                 with timeline.span("average", "average", timeline.REDUCE):
                     averaging.after_step(step + done, len(batch.y))
                 done += 1
-                step_s = time.perf_counter() - entered
+                step_s = clock.now() - entered
                 # After the last batch all ranks meet anyway, and exchange signals and errors with their tallies.
                 notes = (
                     self._check.gather([poll_signal(), bool(tally.broken)], step_s)
                     if number + 1 < batches.stop
                     else None
                 )
-                tally.wait_s += time.perf_counter() - waiting
+                tally.wait_s += clock.now() - waiting
                 if notes is not None:
                     signal = max(int(note[0]) for note in notes)
                     stop = bool(signal) or any(note[1] for note in notes)
@@ -111,7 +110,7 @@ class AveragingRunner:
         tally.messages, tally.bytes = averaging.messages, averaging.bytes
         tally.more = {"staleness": staleness.to_json()}
         self.steps_done = tally.seen
-        return self._report(exchange(self.group, tally), done, disagreement, time.perf_counter() - begin)
+        return self._report(exchange(self.group, tally), done, disagreement, clock.now() - begin)
 
     def release(self) -> None:
         """Take everything off the model again. Collective."""
@@ -130,7 +129,7 @@ class AveragingRunner:
         begin: float,
     ) -> None:
         """Do one update of this rank's own weights with the gradient of its part's mean loss."""
-        started = time.perf_counter()
+        started = clock.now()
         gradient = self._gradient.run(batch, number)
         if not gradient.is_finite:
             who = f"rank {self.group.rank}"
@@ -144,7 +143,7 @@ class AveragingRunner:
             self.optimizer.steps += 1  # counted alike on all ranks
         self._throttle.wait(started, self.group.rank, self._steps)
         self._steps += 1
-        now = time.perf_counter()
+        now = clock.now()
         tally.add(gradient, 0.0, input_s)
         tally.compute_s += now - started - gradient.compute_s
         if self.group.is_root and not tally.broken:

@@ -11,7 +11,6 @@ their way keep the old ones until they have gone back (weight stashing).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from math import nan
 from statistics import median
 
+from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.comm.gradients import Traffic
@@ -140,10 +140,10 @@ class Pipelined:
         self._waiting = self._holders()
         self._traffic = Traffic()
         report = self.pipeline.train(running.inputs, self._seeds(running, scale)) if batch.cuts else None
-        begin = time.perf_counter()
+        begin = clock.now()
         traffic = self._traffic if self.updates else self._finish()
         if self.fixed is not None:
-            traffic = Traffic(time.perf_counter() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
+            traffic = Traffic(clock.now() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
         rows = len(batch.y) if self._counts else 0
         return Outcome(partial(self._sums, batch), rows, traffic, report, tuple(running.staleness))
 

@@ -7,7 +7,6 @@ evaluate_batch      one batch in evaluation mode; evaluate_all: all of them, and
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from math import isfinite, nan
 
 import numpy as np
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import refuse_inside
@@ -90,14 +89,14 @@ def evaluate_all(
     Args:
         evaluate: adds loss and right answers to what is to be read, and returns the samples that this rank counts.
     """
-    begin = time.perf_counter()
+    begin = clock.now()
     scalars, rows = DeferredScalars(backend), 0
     for batch in batches:
         rows += evaluate(batch, scalars)
     values = scalars.read()
     loss_sum, correct, samples = group.sum_floats([values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows])
     count = max(samples, 1)
-    return EvalReport(loss_sum / count, correct / count, int(samples), time.perf_counter() - begin)
+    return EvalReport(loss_sum / count, correct / count, int(samples), clock.now() - begin)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class LocalGradient:
             return self._run(batch, step)
 
     def _run(self, batch: Batch, step: int) -> Gradient:
-        begin = time.perf_counter()
+        begin = clock.now()
         self.model.storage.zero_grad()
         self._scalars.clear()
         device_batch = to_device(batch, self.model, self.backend)
@@ -197,7 +196,7 @@ class LocalGradient:
         values = self._scalars.read()
         if rows:
             norm = self._clip(values, batch.global_rows / rows)
-        return Gradient(values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, norm, time.perf_counter() - begin)
+        return Gradient(values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, norm, clock.now() - begin)
 
     def explain(self, gradient: Gradient, batch: Batch, step: int, who: str) -> str:
         """Return the sentence about a gradient that is not finite, after computing it again.
@@ -333,9 +332,9 @@ class Replicas:
             fixed.add(0, cut.number)
             self.scalars.add(cut.number, loss.data)
             self.scalars.add(CORRECT, self._correct(logits, device_batch.rows(slice(cut.start, cut.stop))))
-        begin = time.perf_counter()
+        begin = clock.now()
         fixed.finish()
-        traffic = Traffic(time.perf_counter() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
+        traffic = Traffic(clock.now() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
         return Outcome(partial(self._sums_fixed, fixed, batch.cuts), len(batch.y), traffic)
 
     def _sums_fixed(self, fixed: FixedReduction, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:

@@ -17,12 +17,11 @@ factor 3      |======|....|.........|.........|         a straggler waits until 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import Gradient
 from nnmpi.errors import DivergenceError
@@ -62,23 +61,23 @@ class Throttle:
         """Sleep until a step has lasted long enough.
 
         Args:
-            begin_s: when it began, of `time.perf_counter`.
+            begin_s: when it began, of `nnmpi.clock.now`.
             rank: whose step it is.
             step: the number of steps that this rank has done before.
             poll: called about every millisecond meanwhile; None for nothing.
             spent_s: the seconds that it was computed; by default those since `begin_s`.
         """
-        computed_s = time.perf_counter() - begin_s if spent_s is None else spent_s
+        computed_s = clock.now() - begin_s if spent_s is None else spent_s
         left_s = self.step_seconds(computed_s, rank, step) - computed_s
         if left_s <= 0:
             return
-        end_s = time.perf_counter() + left_s
+        end_s = clock.now() + left_s
         with timeline.span("slowed down", "slowdown"):
-            while (left_s := end_s - time.perf_counter()) > 0:
+            while (left_s := end_s - clock.now()) > 0:
                 if poll is None:
-                    time.sleep(left_s)
+                    clock.sleep(left_s)
                 else:
-                    time.sleep(min(POLL_INTERVAL_S, left_s))
+                    clock.sleep(min(POLL_INTERVAL_S, left_s))
                     poll()
 
 

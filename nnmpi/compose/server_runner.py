@@ -11,11 +11,10 @@ by a straggler's factor.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
@@ -107,7 +106,7 @@ class ParameterServerRunner:
         self.steps_done = tally.seen
         self.optimizer.steps = int(self.group.share(self.optimizer.steps))  # those of the first shard
         tallies = exchange(self.group, tally)
-        return self._report(tallies, batches, taken, time.perf_counter() - begin)
+        return self._report(tallies, batches, taken, clock.now() - begin)
 
     def release(self) -> None:
         """Take everything off the model again, and give all ranks the optimizer's state. Collective.
@@ -132,25 +131,25 @@ class ParameterServerRunner:
         """Be a worker until the segment is over."""
         parts, worker = loader.parts(epoch), self._workers.index(self.group.rank)
         while True:
-            begin = time.perf_counter()
+            begin = clock.now()
             with timeline.span("pull", "pull", timeline.WAITING):
                 ticket = self._talk.pull()
             if ticket.over or ticket.task is None:
-                tally.wait_s += time.perf_counter() - begin
+                tally.wait_s += clock.now() - begin
                 return
-            pulled = time.perf_counter()
+            pulled = clock.now()
             task = ticket.task
             batch = parts.assigned(task.batch, task.part, len(self._workers), worker, self._taken)
             self._taken += len(batch.y)
             number = step + task.batch - first
-            started = time.perf_counter()
+            started = clock.now()
             self._served_s = 0.0
             gradient = self._gradient.run(batch, number)
             self._wait_as_slow(started)
             broken = not gradient.is_finite
             if broken and not tally.broken:
                 tally.broken = self._gradient.explain(gradient, batch, number, f"rank {self.group.rank}")
-            spent_s, wait_s = time.perf_counter() - started, pulled - begin
+            spent_s, wait_s = clock.now() - started, pulled - begin
             tally.add(gradient, wait_s, started - pulled)
             tally.compute_s += spent_s - gradient.compute_s
             with timeline.span("push", "push", timeline.SEND):
@@ -174,14 +173,14 @@ class ParameterServerRunner:
     def _wait_as_slow(self, started: float) -> None:
         """Be as slow as this rank is told to be: what it did for others meanwhile does not count as its step."""
         poll = self._serve if self.server is not None else None
-        spent_s = time.perf_counter() - started - self._served_s
+        spent_s = clock.now() - started - self._served_s
         self._throttle.wait(started, self.group.rank, self._steps, poll, spent_s)
         self._steps += 1
 
     def _serve(self) -> None:
-        begin = time.perf_counter()
+        begin = clock.now()
         self._talk.serve()
-        self._served_s += time.perf_counter() - begin
+        self._served_s += clock.now() - begin
 
     def _count(
         self,
@@ -201,7 +200,7 @@ class ParameterServerRunner:
             taken.loss_sum += push.loss_sum
             taken.correct += push.correct
             numbers = (push.rows, push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s)
-            progress(Progress(push.task.batch, worker, *numbers, time.perf_counter() - begin))
+            progress(Progress(push.task.batch, worker, *numbers, clock.now() - begin))
         self._dropped = controller.dropped
         tally.signal = tally.signal or push.signal or poll_signal()
         if tally.signal:

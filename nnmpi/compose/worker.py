@@ -11,7 +11,6 @@ model may be cut and sharded (see `compose.arrange`); without one, every rank ha
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
@@ -321,7 +320,7 @@ class Worker:
             CommError: with `GradientExchange.check`, on all ranks, when weights differ.
             UsageError: for a batch not shared out over the replicas as needed; after `release`; in a compiled step.
         """
-        begin = time.perf_counter()
+        begin = clock.now()
         self.parallel.check_not_released()
         if lr is not None:
             self.optimizer.lr = lr
@@ -351,7 +350,7 @@ class Worker:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.exchange.check:
             self._check_equal()
-        report = self._report(batch, outcome, loss_sum, correct, norm, traffic, time.perf_counter() - begin)
+        report = self._report(batch, outcome, loss_sum, correct, norm, traffic, clock.now() - begin)
         return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
 
     def _meet(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
@@ -366,15 +365,15 @@ class Worker:
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
         numbers = [*outcome.sums(values), outcome.rows]
-        begin = time.perf_counter()
+        begin = clock.now()
         if self.fused is not None:
             norm, sums = self.fused.reduce(numbers)
-            spent_s = time.perf_counter() - begin
+            spent_s = clock.now() - begin
             return sums, norm, traffic.plus(Traffic(spent_s, 0.0, self._gradient_bytes, 1, self._predicted_s))
         with timeline.span("other ranks", "waiting", timeline.WAITING):
             sums = self.group.sum_floats(numbers)
         if self.group.size > 1:
-            spent_s = time.perf_counter() - begin
+            spent_s = clock.now() - begin
             traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
             return sums, nan if self.runner.updates else self._norm(values), traffic

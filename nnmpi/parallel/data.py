@@ -11,11 +11,11 @@ while backward still runs (Li et al., "PyTorch Distributed: experiences on accel
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import perform
@@ -285,9 +285,9 @@ class DataParallel:
 
     def _sum_statistics(self, array: Array) -> Array:
         """Return the sum over the ranks of a small float64 array, which may be overwritten."""
-        begin = time.perf_counter()
+        begin = clock.now()
         total: Array = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
-        spent_s = time.perf_counter() - begin
+        spent_s = clock.now() - begin
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes, spent_s))
         return total

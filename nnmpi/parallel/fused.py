@@ -19,13 +19,13 @@ several nodes, the ranks with the same number on their nodes add up their slices
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import sqrt
 
 import numpy as np
 
+from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execution import Execution
@@ -181,9 +181,9 @@ class FusedUpdate:
         """
         scale(self._sums, factor)
         self.optimizer.update(self._spent, self._frozen())
-        begin = time.perf_counter()
+        begin = clock.now()
         self._barrier.run()
-        self.waited_s = time.perf_counter() - begin
+        self.waited_s = clock.now() - begin
 
     def _add(self) -> float:
         """Add up this rank's slices of all gradients, into the first rank's; return the sum of their squares."""

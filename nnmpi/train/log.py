@@ -10,11 +10,11 @@ To log one more number per step: add it to `run_state.Totals` if it is a sum ove
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, TextIO
 
+from nnmpi import clock
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.segment import SegmentReport
 from nnmpi.train.context import Extent
@@ -61,7 +61,7 @@ class PrintTimer:
         clock: returns the time in seconds.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float] = clock.now) -> None:
         self._seconds, self._clock = seconds, clock
         self._last = clock()
 

@@ -6,13 +6,13 @@ that was recorded up to it: metrics, evaluation, checkpoint, stop.
 """
 
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from nnmpi import clock
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.group import Group
 from nnmpi.compose.runner import EvalReport
@@ -105,7 +105,7 @@ class Loop(ABC):
         self._context, self._reporter, self._recorder = context, reporter, recorder
         self._stop = StopSignals(context.group)
         self._saved_step = state.step
-        self._since = time.monotonic()
+        self._since = clock.now()
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
 
@@ -183,7 +183,7 @@ class Loop(ABC):
         """Write a checkpoint, unless this step has one. Collective."""
         if self._saved_step == self.state.step:
             return
-        now = time.monotonic()
+        now = clock.now()
         self.state = replace(self.state, elapsed_s=self.state.elapsed_s + now - self._since)
         self._since = now
         context = self._context

@@ -1,12 +1,12 @@
 """The loop in which all ranks do every step together."""
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import fmean
 
+from nnmpi import clock
 from nnmpi.compose.pipelined import Pipelined, forecast
 from nnmpi.compose.runner import StepReport
 from nnmpi.compose.worker import Worker
@@ -101,9 +101,9 @@ class StepLoop(Loop):
 
     def _run_step(self, batches: Iterator[Batch]) -> Totals:
         """Do one update and return what it took."""
-        begin = time.perf_counter()
+        begin = clock.now()
         batch = next(batches)
-        input_s = time.perf_counter() - begin
+        input_s = clock.now() - begin
         with self._tracer.step(self.state.step):
             report = self._worker.step(batch, lr=self._context.schedule(self.state.step))
             throttled_s = self._throttle(report.compute_s)
@@ -117,7 +117,7 @@ class StepLoop(Loop):
             compute_s=report.compute_s + throttled_s,
             sync_s=traffic.sync_s,
             input_s=input_s,
-            wall_s=time.perf_counter() - begin,
+            wall_s=clock.now() - begin,
             hidden_s=traffic.hidden_s,
             comm_bytes=traffic.bytes,
             comm_calls=traffic.calls,
@@ -131,9 +131,9 @@ class StepLoop(Loop):
 
     def _throttle(self, computed_s: float) -> float:
         """Sleep if this rank is to be slow on purpose; return the seconds. The others wait for it in their next sum."""
-        begin = time.perf_counter()
+        begin = clock.now()
         self._context.throttle.wait(begin, self._context.group.rank, self.state.step, spent_s=computed_s)
-        return time.perf_counter() - begin
+        return clock.now() - begin
 
     def _log(self) -> None:
         """Report the steps since the last report, if there are any."""

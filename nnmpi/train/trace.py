@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from nnmpi.comm.agreement import on_root
-from nnmpi.comm.clock import offsets
+from nnmpi.comm.clock_offsets import offsets
 from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import rendezvous

@@ -7,7 +7,6 @@ calls.
 
 import os
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.describe import name_library, read_cpu
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
@@ -54,7 +54,7 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     """
     if group.size == 1:
         raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
-    begin, share = time.perf_counter(), budget_s / 6
+    begin, share = clock.now(), budget_s / 6
     say = progress if progress is not None and group.is_root else _silent
     local = group.node()
     leaders = group.split(min(local.rank, 1))
@@ -73,7 +73,7 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     link = inside or across
     assert link is not None  # two ranks are on one node or on two
     machine = Machine(inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add)
-    took = {"seconds": round(time.perf_counter() - begin, 1)}
+    took = {"seconds": round(clock.now() - begin, 1)}
     return Fit(machine, native, started, shared, group.share(facts(group) | took))
 
 
@@ -144,7 +144,7 @@ def _wait_asleep(group: Group) -> None:
     """Wait for all ranks without taking a core from those that measure."""
     request = group.comm.Ibarrier()
     while not request.Test():
-        time.sleep(NAP_S)
+        clock.sleep(NAP_S)
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
@@ -253,13 +253,13 @@ def measure_curves(
         share: of a call's time that counts.
     """
     best: dict[int, NDArray[np.float64]] = {}
-    begin = time.perf_counter()
+    begin = clock.now()
     for number in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
         for nbytes in sizes:
             times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
             medians = np.median(times, axis=1)
             best[nbytes] = np.minimum(best.get(nbytes, np.inf), medians)
-            spent_s = group.max_floats([time.perf_counter() - begin])[0]
+            spent_s = group.max_floats([clock.now() - begin])[0]
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope stands for what is longer
@@ -349,14 +349,14 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
 def _time_rounds(group: Group, calls: Sequence[Refilled], rounds: int) -> NDArray[np.float64]:
     """Return when this rank began and ended each call, in seconds of its node's clock: (calls, rounds, 2)."""
     stamps = np.empty((len(calls), rounds, 2))
-    clock, barrier = time.perf_counter, group.barrier
+    read, barrier = clock.now, group.barrier
     for number in range(rounds):
         for turn in range(len(calls)):
             index = (number + turn) % len(calls)
             call, refill = calls[index]
             refill()
             barrier()
-            begin = clock()
+            begin = read()
             call()
-            stamps[index, number] = begin, clock()
+            stamps[index, number] = begin, read()
     return stamps

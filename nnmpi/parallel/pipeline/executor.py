@@ -11,13 +11,12 @@ and every microbatch has buffers of its own.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nnmpi import timeline
+from nnmpi import clock, timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
@@ -205,7 +204,7 @@ class _Pass:
 
     def run(self) -> PassReport:
         """Carry out this rank's program."""
-        begin = time.perf_counter()
+        begin = clock.now()
         for item in self._program:
             for one in parts(item):
                 if one.kind in (Kind.RECV_ACT, Kind.RECV_GRAD) and one.microbatch is not None:
@@ -220,9 +219,9 @@ class _Pass:
                 self._do(one)
             self._messages.progress()
             self._sink.progress()
-        waited = time.perf_counter()
+        waited = clock.now()
         self._messages.drain()
-        end = time.perf_counter()
+        end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
         self._report.transfer_s += end - waited
@@ -236,9 +235,9 @@ class _Pass:
         """
         if one.kind in _USES and one.microbatch is not None:
             self._arrive(_USES[one.kind], one.stage, one.microbatch)
-        begin = time.perf_counter()
+        begin = clock.now()
         self._actions[one.kind](one.stage, one.microbatch)
-        end = time.perf_counter()
+        end = clock.now()
         report = self._report
         if one.kind in COMPUTE:
             report.samples.append((one, end - begin))
@@ -328,9 +327,9 @@ class _Pass:
         wait = self._posted.pop((kind, stage, microbatch), None)
         if wait is None:
             return
-        begin = time.perf_counter()
+        begin = clock.now()
         result = wait()
-        end = time.perf_counter()
+        end = clock.now()
         self._report.wait_s += end - begin
         self._show(kind.at(stage, microbatch), begin, end)
         if kind is Kind.RECV_ACT:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.clock import Answer, estimate, offsets
+from nnmpi.comm.clock_offsets import Answer, estimate, offsets
 from nnmpi.comm.group import Group
 
 seconds = st.floats(0, 1)

@@ -11,13 +11,13 @@ none, to the last bit. Clocks of different nodes are apart by days, since each c
 typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from nnmpi import clock
 from nnmpi.comm.group import Group
 
 ROUNDS = 20
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     came_s: float
 
 
-def offsets(group: Group, clock: Callable[[], float] = time.perf_counter, rounds: int = ROUNDS) -> list[float]:
+def offsets(group: Group, clock: Callable[[], float] = clock.now, rounds: int = ROUNDS) -> list[float]:
     """Return how far each rank's clock is ahead of rank 0's, in seconds, on every rank. Collective.
 
     Takes `rounds` round trips for each rank, one rank after the other.

@@ -1,0 +1,51 @@
+"""What time it is, and sleeping: by the computer's clock, or by the simulated one of a simulated rank.
+
+Whoever measures how long something takes, or waits for a while, does so by these two; then the same program reports the
+seconds of the world that it is in. Not meant: time limits for files and other programs, whose clock is the wall's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class TimeSource(Protocol):
+    """A clock of one's own."""
+
+    def now(self) -> float:
+        """Return the time in seconds, from any beginning."""
+
+    def sleep(self, seconds: float) -> None:
+        """Return when so much time has passed."""
+
+
+_clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
+
+
+def now() -> float:
+    """Return the time in seconds, from any beginning; it never goes backwards."""
+    clock = _clock.get()
+    return time.perf_counter() if clock is None else clock.now()
+
+
+def sleep(seconds: float) -> None:
+    """Return when so many seconds have passed."""
+    clock = _clock.get()
+    if clock is None:
+        time.sleep(seconds)
+    else:
+        clock.sleep(seconds)
+
+
+@contextmanager
+def using(clock: TimeSource) -> Iterator[None]:
+    """Let the body go by another clock."""
+    token = _clock.set(clock)
+    try:
+        yield
+    finally:
+        _clock.reset(token)

@@ -1,0 +1,201 @@
+"""What nnmpi asks of the machinery that carries its messages: the one place at which it meets a world.
+
+    everything else in nnmpi      groups, collectives as steps, pipelines, servers, shared memory, training
+    Comm, World                   the calls below, about thirty                  <- this module
+    two worlds behind them        MPI          processes, by mpi4py
+                                  simulated    threads of one process, one of which runs at a time
+
+Nobody above knows which of the two it is in. The calls are those of MPI, by its names in small letters, cut down to
+what is used: messages are bytes, sums are in place, the ranks' parts lie one behind the other.
+
+A request stands for something that was started. What it is, is the world's own business: it is given to the calls
+below and to nothing else. Until it is complete, a buffer that it reads must not be changed, and one that it writes must
+not be touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, Self, TypeAlias
+
+from numpy.typing import NDArray
+
+from nnmpi.comm.buffers import Buffer
+
+Request: TypeAlias = Any
+"""Something that was started: a message, or a collective."""
+
+
+class SharedPages(Protocol):
+    """Some bytes of each rank of a node, which all of them see; zeros at first.
+
+    Attributes:
+        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of 4096 bytes.
+    """
+
+    parts: tuple[NDArray[Any], ...]
+
+    def sync(self) -> None:
+        """Order this rank's reads and writes of the memory before against those after."""
+
+    def free(self) -> None:
+        """Give the memory back. Collective; the parts must not be touched any more."""
+
+
+class World(Protocol):
+    """What there is once for all ranks.
+
+    Attributes:
+        comm: of all ranks.
+        library: the name and version of what carries the messages, such as "Open MPI 5.0.11".
+        simulated: whether clocks and messages are simulated; for reports, which say so.
+        keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
+            counter there may guard what was written before.
+    """
+
+    comm: Comm
+    library: str
+    simulated: bool
+    keeps_order: bool
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true, leaving the core to others between looks. `ready` may test requests."""
+
+    def abort(self, status: int) -> NoReturn:
+        """End all ranks."""
+
+    def cuda_support(self) -> tuple[bool, str]:
+        """Return whether messages may lie in a CUDA device's memory, as far as is known here, and how it is known."""
+
+
+class Comm(Protocol):
+    """Some ranks, numbered 0..size-1 among themselves, whose messages meet nobody else's.
+
+    Attributes:
+        rank: this one's number.
+        size: how many there are.
+        world: that they live in.
+    """
+
+    rank: int
+    size: int
+    world: World
+
+    # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world takes such ----
+    # Those with one tag from one rank to another are received in the order in which they were sent.
+
+    def isend(self, data: Buffer, to: int, tag: int) -> Request:
+        """Start sending an array's bytes."""
+
+    def issend(self, data: Buffer, to: int, tag: int) -> Request:
+        """Start sending; complete only when the other end has begun to receive."""
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        """Start receiving into an array, of at least the message's bytes."""
+
+    def send_init(self, data: Buffer, to: int, tag: int) -> Request:
+        """Return a persistent request: a send that `start_all` starts, again and again."""
+
+    def recv_init(self, into: Buffer, source: int, tag: int) -> Request:
+        """Return a persistent request: a receive that `start_all` starts, again and again."""
+
+    # ---- what was started ----
+
+    def start_all(self, requests: Sequence[Request]) -> None:
+        """Start persistent requests."""
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        """Return whether all are complete, without waiting; messages move on meanwhile. Of none, True."""
+
+    def wait_all(self, requests: Sequence[Request]) -> None:
+        """Return when all are complete."""
+
+    def cancel(self, request: Request) -> None:
+        """Give up a receive whose message will not be sent; it is complete then."""
+
+    def free_requests(self, requests: Sequence[Request]) -> None:
+        """Give persistent requests back; they must not be running."""
+
+    def poke(self) -> None:
+        """Let messages move on."""
+
+    # ---- collectives: all ranks call them, in the same order ----
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def ibarrier(self) -> Request:
+        """Start a barrier."""
+
+    def allreduce(self, array: Buffer, largest: bool = False) -> None:
+        """Replace the array everywhere by the sum over the ranks, or by the largest of each element."""
+
+    def iallreduce(self, array: Buffer) -> Request:
+        """Start a sum."""
+
+    def broadcast(self, data: Buffer, root: int) -> None:
+        """Replace the bytes everywhere by root's."""
+
+    def ibroadcast(self, data: Buffer, root: int) -> Request:
+        """Start a broadcast."""
+
+    def allgather(self, own: Buffer, into: Buffer) -> None:
+        """Write every rank's array, all of one length, one behind the other in rank order."""
+
+    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
+        """Do the same with arrays of `counts` elements.
+
+        Args:
+            own: this rank's; None where it is at its place in `into` already.
+            into: (sum of counts,) of the same dtype.
+            counts: elements of each rank, the same on all ranks.
+        """
+
+    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
+        """Start it."""
+
+    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> None:
+        """Write the sum over the ranks of this rank's part of the array.
+
+        Args:
+            array: (sum of counts,) of which rank r's part follows on those of the ranks before.
+            own: (counts[rank],) written; elsewhere in memory.
+            counts: elements of each rank, the same on all ranks.
+        """
+
+    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> Request:
+        """Start it."""
+
+    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
+        """Send every rank its part of `data`, and write what they send, one behind the other in rank order.
+
+        Args:
+            data: (sum of counts,) bytes.
+            counts: bytes for each rank.
+            into: (sum of came,) bytes.
+            came: bytes that each rank sends here.
+        """
+
+    # ---- other communicators ----
+
+    def duplicate(self) -> Self:
+        """Return another one of the same ranks. Collective."""
+
+    def split(self, color: int, key: int) -> Self:
+        """Return one of the ranks that gave the same color (0 or more), ordered by key, then by rank. Collective."""
+
+    def split_by_node(self, key: int) -> Self:
+        """Return one of the ranks that share this one's memory, ordered by key, then by rank. Collective."""
+
+    def free(self) -> None:
+        """Give it back. Collective."""
+
+    def share_pages(self, own_bytes: int) -> SharedPages:
+        """Return memory that all ranks of this communicator see; they must be of one node. Collective.
+
+        Args:
+            own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
+
+        Raises:
+            DeviceError: when there is none to be had.
+        """
