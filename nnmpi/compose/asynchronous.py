@@ -14,19 +14,17 @@ are those of any other run; within `run` each goes on as soon as its way of sync
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TypeAlias
 
 from nnmpi import clock
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
-from nnmpi.compose.replicas import LocalGradient, evaluate_all, evaluate_batch
-from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
+from nnmpi.compose.replicas import LocalGradient, evaluate_all
+from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, sum_cross_entropy
 from nnmpi.compose.segment import Progress, SegmentReport, Throttle, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner
 from nnmpi.compose.state import model_state, optimizer_state, sharded_optimizer_state
@@ -90,7 +88,9 @@ class AsynchronousWorker:
             self._check(throttle)
         self.seed = seed
         broadcast_state(model, group)
-        gradient = LocalGradient(model, self.loss, self.backend, seed, numerics.clip, precision=self.precision)
+        self._gradient = gradient = LocalGradient(
+            model, self.loss, self.backend, seed, numerics.clip, self.precision, self.evaluation_loss
+        )
         self.runner = (
             ParameterServerRunner(model, optimizer, group, sync, gradient, throttle, self.backend, synchronous_sends)
             if sync.uses_servers
@@ -144,9 +144,7 @@ class AsynchronousWorker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
-        one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
-        with use_precision(self.precision):
-            return evaluate_all(self.group, batches, one, self.backend)
+        return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
 
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the model's and the optimizer's arrays as those of the whole model; see `Worker.state`."""

@@ -29,12 +29,11 @@ from math import isfinite
 from typing import Any, TypeAlias
 
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
-from nnmpi.compose.replicas import LocalGradient, evaluate_all, evaluate_batch
-from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, count_correct, sum_cross_entropy
+from nnmpi.compose.replicas import LocalGradient, evaluate_all
+from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, sum_cross_entropy
 from nnmpi.compose.segment import Progress, SegmentReport, Throttle
 from nnmpi.compose.simulated_cluster import (
     SimulatedAllReduce,
@@ -121,7 +120,9 @@ class VirtualWorker:
         refuse_scaling(self.precision, "in virtual time")
         self.now_s = 0.0
         self.observe: Observe | None = None
-        gradient = LocalGradient(model, self.loss, self.backend, seed, numerics.clip, precision=self.precision)
+        self._gradient = gradient = LocalGradient(
+            model, self.loss, self.backend, seed, numerics.clip, self.precision, self.evaluation_loss
+        )
         statistics = WorkerStatistics(model, workers)
         self._cluster = SimulatedCluster(
             model,
@@ -183,9 +184,7 @@ class VirtualWorker:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over all batches; its seconds are real ones."""
-        one = partial(evaluate_batch, self.model, self.evaluation_loss, count_correct, self.backend)
-        with use_precision(self.precision):
-            return evaluate_all(self.group, batches, one, self.backend)
+        return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
 
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the model's and the optimizer's arrays; see `Worker.state`."""
