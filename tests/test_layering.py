@@ -73,7 +73,12 @@ PLANTED = {
         "without __all__",
     ),
     "no __init__": ({"ops/add.py": '"""Add."""\n'}, "ops/add.py:1", "no __init__.py"),
-    "mpi4py elsewhere": ({"nn/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'}, "nn/x.py:3", "only comm/ may"),
+    "mpi4py elsewhere": ({"nn/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'}, "nn/x.py:3", "only comm/mpi/ may"),
+    "mpi4py beside its folder": (
+        {"comm/__init__.py": '"""C."""\n', "comm/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'},
+        "comm/x.py:3",
+        "only comm/mpi/ may",
+    ),
     "cupy elsewhere": (
         {"nn/x.py": '"""X."""\n\nimport importlib\n\nxp = importlib.import_module("cupy.cuda")\n'},
         "nn/x.py:5",

@@ -67,12 +67,12 @@ class MpiRanks:
     def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
         self._comm = group.comm
-        self.barrier = group.comm.Barrier
+        self.barrier = group.comm.barrier
 
     def gather_floats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return every rank's (n,) numbers on every rank: (ranks, n)."""
         everyones = np.empty((self.size, values.size))
-        self._comm.Allgather(np.ascontiguousarray(values), everyones)
+        self._comm.allgather(np.ascontiguousarray(values), everyones)
         return everyones
 
 

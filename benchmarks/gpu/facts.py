@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness.machine import machine_facts
 from nnmpi.backend.record import Backend
-from nnmpi.comm.start import import_mpi
+from nnmpi.comm.mpi.library import import_mpi
 from nnmpi.errors import LaunchError
 
 PACKAGES = (

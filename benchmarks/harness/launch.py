@@ -21,6 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nnmpi.comm.describe import describe
+from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,11 +123,7 @@ def mpirun() -> str:
 
 def _job(module: str, settings: str, result: str) -> None:
     """Do what `run_job` asks of each rank."""
-    from nnmpi.comm.start import start
-
     group = start()
-    from nnmpi.comm.describe import describe  # it imports mpi4py.MPI, which `start` must have loaded by then
-
     found = describe(group)
     rows = import_module(module).measure(group, json.loads(settings)) if module else None
     if group.is_root:

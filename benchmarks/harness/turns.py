@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # most users of this module have no MPI in their own process
 T = TypeVar("T")
 Times: TypeAlias = Sequence[float] | NDArray[np.float64]
 WARM_UP = 2  # rounds of `take_turns` that are not kept
-NAP_S = 0.0005
 
 
 class WrongResultError(NnmpiError):
@@ -87,9 +86,7 @@ def rest_until(group: Group) -> None:
 
     Whoever comes early sleeps: MPI's own waiting would take a core from those who compute.
     """
-    request = group.comm.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP_S)
+    group.sum_floats([0.0], asleep=True)
 
 
 class StepContestant:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from mpi4py import MPI
 
-from benchmarks.netlab.waiting import barrier, common_start, go_first, largest, total, wait
+from benchmarks.netlab.waiting import barrier, common_start, gather, go_first, wait
 from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.start import start
+from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError
 from nnmpi.shard import split
 
@@ -42,14 +42,14 @@ class AllReduceRun:
         cut_bytes: longer messages are cut into pieces of that.
     """
 
-    def __init__(self, comm: MPI.Comm, name: str, nbytes: int, cut_bytes: int) -> None:
-        self._comm, size = comm, comm.Get_size()
+    def __init__(self, comm: Comm, name: str, nbytes: int, cut_bytes: int) -> None:
+        self._comm, size = comm, comm.size
         self._array = np.empty(nbytes // 4, np.float32)
         self.own_bytes = 0  # what this rank has to send; not known of MPI's own algorithms
         if name == NATIVE:
             self._pending: NativeExecution | Execution = NativeExecution(self._array, comm)
         else:
-            steps = find_algorithm(name, range(size))(comm.Get_rank(), size)
+            steps = find_algorithm(name, range(size))(comm.rank, size)
             chunks = split(self._array.size, size)
             self.own_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
             self._pending = Execution(steps, self._array, comm, tag=1, max_message_bytes=cut_bytes)
@@ -62,7 +62,7 @@ class AllReduceRun:
         Raises:
             CommError: when a sum is wrong.
         """
-        size, rank = self._comm.Get_size(), self._comm.Get_rank()
+        size, rank = self._comm.size, self._comm.rank
         np.add(self._pattern, rank, out=self._array)
         begin = common_start(self._comm)
         if isinstance(self._pending, NativeExecution):
@@ -72,13 +72,13 @@ class AllReduceRun:
             wait(self._pending.poll)
         taken = time.monotonic() - begin
         wrong = float(np.count_nonzero(self._array != self._pattern * size + size * (size - 1) // 2))
-        slowest, wrongest = largest(self._comm, [taken, wrong])
+        slowest, wrongest = gather(self._comm, [taken, wrong]).max(axis=0)
         if wrongest:
             raise CommError(f"{wrongest:.0f} of {self._array.size} sums are wrong")
-        return slowest
+        return float(slowest)
 
 
-def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
     yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["sizes"], job["repeats"])}
     for nbytes in job["sizes"]:
@@ -89,7 +89,7 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             seconds = [one.run() for _ in range(job["repeats"])]
             after = (_sent_bytes(), time.process_time(), time.monotonic())
             sent, used_s, taken_s = (late - early for late, early in zip(after, before, strict=True))
-            own, sent, used_s = total(comm, [one.own_bytes, sent, used_s])
+            own, sent, used_s = gather(comm, [one.own_bytes, sent, used_s]).sum(axis=0).tolist()
             yield {
                 "kind": "row",
                 "algorithm": name,
@@ -101,7 +101,7 @@ def measure(comm: MPI.Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _native(comm: MPI.Comm, sizes: Sequence[int], rounds: int) -> list[tuple[int, float]]:
+def _native(comm: Comm, sizes: Sequence[int], rounds: int) -> list[tuple[int, float]]:
     """Return bytes and seconds of MPI's own all-reduce, whose steps are not known: it is predicted from these."""
     found = []
     for nbytes in sorted({SHORT_BYTES, *sizes}):
@@ -117,15 +117,15 @@ def main(path: Path) -> None:
     comm, folder, job = start().comm, path.parent, json.loads(path.read_text())
     with contextlib.ExitStack() as stack:
         lines: TextIO | None = None
-        if comm.Get_rank() == 0:
+        if comm.rank == 0:
             lines = stack.enter_context((folder / "lines").open("w"))
         for found in measure(comm, job):
             if lines is not None:
                 print(json.dumps(found), file=lines, flush=True)
-    (folder / f"done-{comm.Get_rank()}").touch()
+    (folder / f"done-{comm.rank}").touch()
 
 
-def calibrate(comm: MPI.Comm, rounds: int) -> dict[str, float]:
+def calibrate(comm: Comm, rounds: int) -> dict[str, float]:
     """Return alpha_s, beta_s_per_byte, both_ways_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
 
     Measured between the hosts 0 and 1, without any knowledge of the rate that was set:
@@ -147,38 +147,42 @@ def calibrate(comm: MPI.Comm, rounds: int) -> dict[str, float]:
         "alpha_s": short / 2,
         "beta_s_per_byte": (long[1] - long[0]) / 2 / further,
         "both_ways_s_per_byte": (both[1] - both[0]) / further,
-        "gamma_s_per_byte": _adding(rounds) if comm.Get_rank() == 0 else 0.0,
+        "gamma_s_per_byte": _adding(rounds) if comm.rank == 0 else 0.0,
     }
 
 
-def _round_trip(comm: MPI.Comm, nbytes: int, rounds: int) -> float:
+def _round_trip(comm: Comm, nbytes: int, rounds: int) -> float:
     """Return the median time there and back; the first, which may set up a connection, is not counted."""
-    rank, message, taken = comm.Get_rank(), np.zeros(nbytes, np.uint8), [0.0]
+    rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0]
     barrier(comm)
     for _ in range(rounds + 1 if rank < 2 else 0):
         begin = time.monotonic()
         if rank == 0:
-            wait(comm.Isend([message, MPI.BYTE], 1, _TAG).Test)
-        wait(comm.Irecv([message, MPI.BYTE], 1 - rank, _TAG).Test)
+            _finish(comm, comm.isend(message, 1, _TAG))
+        _finish(comm, comm.irecv(message, 1 - rank, _TAG))
         if rank == 1:
-            wait(comm.Isend([message, MPI.BYTE], 0, _TAG).Test)
+            _finish(comm, comm.isend(message, 0, _TAG))
         taken.append(time.monotonic() - begin)
     barrier(comm)
     return statistics.median(taken[2:] or taken)
 
 
-def _exchange(comm: MPI.Comm, nbytes: int, rounds: int) -> float:
+def _exchange(comm: Comm, nbytes: int, rounds: int) -> float:
     """Return the median time in which hosts 0 and 1 send to each other at once."""
-    rank, taken = comm.Get_rank(), [0.0]
+    rank, taken = comm.rank, [0.0]
     out, into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     barrier(comm)
     for _ in range(rounds + 1 if rank < 2 else 0):
         begin = time.monotonic()
-        requests = [comm.Irecv([into, MPI.BYTE], 1 - rank, _TAG), comm.Isend([out, MPI.BYTE], 1 - rank, _TAG)]
-        wait(partial(MPI.Request.Testall, requests))
+        _finish(comm, comm.irecv(into, 1 - rank, _TAG), comm.isend(out, 1 - rank, _TAG))
         taken.append(time.monotonic() - begin)
     barrier(comm)
     return statistics.median(taken[2:] or taken)
+
+
+def _finish(comm: Comm, *requests: Request) -> None:
+    """Return when these are complete; sleep in between."""
+    wait(partial(comm.test_all, requests))
 
 
 def _adding(rounds: int, nbytes: int = 2**20) -> float:

@@ -64,7 +64,7 @@ class NnmpiTrainer(Trainer):
         names = [f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})" for pool in pools]
         found = {"blas": ", ".join(names) or "unknown"}
         if self._group is not None:
-            found["mpi"] = _mpi()
+            found["mpi"] = self._group.comm.world.library
         return found
 
     def close(self) -> None:
@@ -155,14 +155,6 @@ def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:
     if case.loss == SOFTMAX_SQUARED:
         return sum_loss(case)(output, y) * (1 / output.shape[0])
     return ops.mse(output, y)
-
-
-def _mpi() -> str:
-    from mpi4py import MPI
-
-    from nnmpi.comm.describe import name_library
-
-    return name_library(MPI.Get_library_version())
 
 
 def available() -> tuple[bool, bool]:

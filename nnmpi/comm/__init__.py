@@ -9,12 +9,14 @@ What a collective is, without MPI; read these first:
     machine, fit         the machine; what was measured of it (fitting/ measures it)
     choose               which algorithm "auto" means
 
-Running them on MPI, from the bottom up:
+Running them, from the bottom up:
 
-    start, shutdown      how MPI is started; how a rank's program ends without leaving the others waiting
+    world                what carries the messages: the few calls that all of the package meets it by
+    mpi/                 the world that is MPI, by mpi4py, which is imported there alone
+    start                how MPI is started
     communicator         ranks that exchange small values: gather, share, barrier
-    buffers              which arrays can be summed, and their bytes as MPI takes them
-    execution            running steps, or MPI's own collectives, on an array
+    buffers              which arrays can be summed, and their bytes
+    execution            running steps, or the world's own collectives, on an array
     sharing/             memory that the ranks of a node share, and the sum through it
     device/              how arrays on a device travel
     group                what a strategy gets: ranks that sum arrays. Which of the above is used is decided here
@@ -26,11 +28,9 @@ Running them on MPI, from the bottom up:
 Beside them:
 
     agreement            one rank fails and all raise; is it the same on every rank; meeting now and then
-    backoff              waiting without taking a core from others
     clock_offsets        how far the ranks' clocks are apart
     describe             what runs here, in words
     units                bytes and seconds as people write them
 
-mpi4py is imported in this package alone. Nothing is imported here: importing mpi4py.MPI starts MPI, and the steps and
-their proof must be readable without it.
+No import starts MPI or needs an MPI library, except of `nnmpi.comm.mpi.world` and what that is made of.
 """

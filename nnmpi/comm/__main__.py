@@ -23,11 +23,13 @@ from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
 from nnmpi.comm.fit import check_place, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import price, simulate
+from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
@@ -101,11 +103,7 @@ def _cost(arguments: argparse.Namespace) -> str:
 
 def _fit(arguments: argparse.Namespace) -> str:
     """Measure this machine with these ranks, and keep the fit; run it under mpirun."""
-    from nnmpi.comm.start import start
-
     group = start()
-    from nnmpi.comm.fitting.measure import facts, measure  # imports mpi4py.MPI, which `start` must have loaded by then
-
     file = arguments.out or default_file(facts(group))
     if file is None:
         raise UsageError("no home directory is known to keep the fit in; give a file: --out FILE")

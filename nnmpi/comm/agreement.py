@@ -2,7 +2,7 @@
 
 Used where a rank can fail or differ alone: reading files, checking options, building models, saving. Without it the
 others would wait for ever in their next collective. Nothing here is called in the training step itself; there an
-exception ends the job (see `shutdown`).
+exception ends the job (see `nnmpi.comm.mpi.shutdown`).
 
     one rank fails, all raise     `agreed` around work that every rank does
                                   `on_root` for work that rank 0 does for all

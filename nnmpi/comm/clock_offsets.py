@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi import clock
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import Comm
 
 ROUNDS = 20
 _TAG = 0
@@ -42,7 +42,7 @@ def offsets(group: Group, clock: Callable[[], float] = clock.now, rounds: int = 
         clock: what this rank reads, in seconds.
         rounds: questions for each rank; at least 1.
     """
-    comm = group.comm.Dup()  # its messages never meet others'
+    comm = group.comm.duplicate()  # its messages never meet others'
     try:
         found = [0.0] * group.size
         for rank in range(1, group.size):
@@ -52,7 +52,7 @@ def offsets(group: Group, clock: Callable[[], float] = clock.now, rounds: int = 
                 for _ in range(rounds):
                     _answer(comm, clock)
     finally:
-        comm.Free()
+        comm.free()
     return list(group.share(found))
 
 
@@ -64,14 +64,13 @@ def estimate(answers: Sequence[Answer]) -> float:
     return 0.0 if is_between else offset_s
 
 
-def _ask(comm: MPI.Comm, rank: int, clock: Callable[[], float]) -> Answer:
+def _ask(comm: Comm, rank: int, clock: Callable[[], float]) -> Answer:
     there_s = np.empty(1)
     sent_s = clock()
-    comm.Send(np.empty(0), rank, _TAG)
-    comm.Recv(there_s, rank, _TAG)
+    comm.wait_all([comm.irecv(there_s, rank, _TAG), comm.isend(np.empty(0), rank, _TAG)])
     return Answer(sent_s, float(there_s[0]), clock())
 
 
-def _answer(comm: MPI.Comm, clock: Callable[[], float]) -> None:
-    comm.Recv(np.empty(0), 0, _TAG)
-    comm.Send(np.array([clock()]), 0, _TAG)
+def _answer(comm: Comm, clock: Callable[[], float]) -> None:
+    comm.wait_all([comm.irecv(np.empty(0), 0, _TAG)])
+    comm.wait_all([comm.isend(np.array([clock()]), 0, _TAG)])

@@ -5,11 +5,11 @@ Nothing here sums or moves arrays; `group.Group` does.
 
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
-from mpi4py import MPI
 
+from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, UsageError
 
 
@@ -19,7 +19,7 @@ class Communicator:
     Its methods are collective unless they say otherwise: all ranks call them, in the same order.
 
     Args:
-        comm: an MPI communicator of these ranks.
+        comm: a communicator of these ranks, of this package's or of mpi4py's.
         private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its messages never meet
             others'.
 
@@ -29,10 +29,10 @@ class Communicator:
         comm: the communicator, for the modules of this package.
     """
 
-    def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
-        self.comm = comm if private else comm.Dup()
-        self.rank: int = self.comm.Get_rank()
-        self.size: int = self.comm.Get_size()
+    def __init__(self, comm: Comm | Any, private: bool = False) -> None:
+        found = _find_world(comm)
+        self.comm: Comm = found if private else found.duplicate()
+        self.rank, self.size = self.comm.rank, self.comm.size
         self._nodes: list[int] | None = None
 
     def __repr__(self) -> str:
@@ -52,11 +52,11 @@ class Communicator:
         """
         if color < 0:
             raise UsageError(f"color {color} is negative; number the groups from 0")
-        return type(self)(self.comm.Split(color, key), private=True)
+        return type(self)(self.comm.split(color, key), private=True)
 
     def node(self) -> Self:
         """Return the group of the ranks that share this node's memory, in the order they have here."""
-        return type(self)(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), private=True)
+        return type(self)(self.comm.split_by_node(self.rank), private=True)
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
@@ -70,8 +70,8 @@ class Communicator:
         return self._nodes
 
     def free(self) -> None:
-        """Give the communicator back to MPI; for programs that make many."""
-        self.comm.Free()
+        """Give the communicator back; for programs that make many."""
+        self.comm.free()
 
     # ---- values ----
 
@@ -85,9 +85,9 @@ class Communicator:
         """
         text = np.frombuffer(encode_json(value), np.uint8)
         lengths = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([text.size], np.int64), lengths)
+        self.comm.allgather(np.array([text.size], np.int64), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
-        self.comm.Allgatherv([text, MPI.BYTE], [texts, lengths.tolist(), MPI.BYTE])
+        self.comm.allgatherv(text, texts, lengths.tolist())
         parts = np.split(texts, np.cumsum(lengths)[:-1])
         return [decode_json(part.tobytes(), rank) for rank, part in enumerate(parts)]
 
@@ -99,27 +99,44 @@ class Communicator:
         """
         text = np.frombuffer(encode_json(value) if self.rank == root else b"", np.uint8)
         length = np.array([text.size], np.int64)
-        self.comm.Bcast(length, root)
+        self.comm.broadcast(length, root)
         buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
-        self.comm.Bcast([buffer, MPI.BYTE], root)
+        self.comm.broadcast(buffer, root)
         return decode_json(buffer.tobytes(), root)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self.comm.Barrier()
+        self.comm.barrier()
 
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere."""
+    def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
+        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere.
+
+        Args:
+            asleep: whether to leave the core to others until the last rank comes, which may be late.
+        """
         total = np.array(values, np.float64)
-        self.comm.Allreduce(MPI.IN_PLACE, total)
+        if asleep:
+            requests = [self.comm.iallreduce(total)]
+            self.comm.world.wait_until(lambda: self.comm.test_all(requests))
+        else:
+            self.comm.allreduce(total)
         return list(total.tolist())
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
         """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
         own = np.array(values, np.float64)
         everyones = np.empty((self.size, own.size))
-        self.comm.Allgather(own, everyones)  # MPI.MAX does not say what it does with NaN
+        self.comm.allgather(own, everyones)  # `allreduce` does not say what it does with NaN
         return list(everyones.max(axis=0).tolist())
+
+
+def _find_world(comm: Any) -> Comm:
+    """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has them."""
+    if hasattr(comm, "world"):
+        return cast(Comm, comm)
+    from nnmpi.comm.mpi.world import wrap  # needs an MPI library, which whoever has such a communicator has
+
+    return wrap(comm)
 
 
 def encode_json(value: Any) -> bytes:

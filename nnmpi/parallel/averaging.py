@@ -39,7 +39,6 @@ from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.pairwise import pairwise
-from nnmpi.comm.backoff import sum_with_backoff, wait_with_backoff
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.device.staged import Staged
@@ -175,7 +174,7 @@ class LocalSGD(Averaging):
 
     def _weight(self) -> float:
         """Return this rank's share of the rows since the last average; equal shares where nobody had any."""
-        total = sum_with_backoff(self.group, [self._rows])[0]
+        total = self.group.sum_floats([self._rows], asleep=True)[0]
         return self._rows / total if total else 1 / self.group.size
 
     def _average(self) -> None:
@@ -250,7 +249,7 @@ class Gossip(Averaging):
 
     def _weight(self) -> float:
         """Return equal weights, when all ranks have come."""
-        sum_with_backoff(self.group, [0.0])
+        self.group.sum_floats([0.0], asleep=True)
         return 1 / self.group.size
 
     def _steps(self, step: int) -> tuple[Step, ...]:
@@ -265,7 +264,7 @@ class Gossip(Averaging):
         sums = self._ring or self._sums(steps)
         for each in sums:
             each.start()
-        wait_with_backoff(lambda: _poll(sums))
+        self.group.comm.world.wait_until(lambda: _poll(sums))
         scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
         if not self._ring:
             for each in sums:

@@ -218,9 +218,9 @@ class FusedUpdate:
     def _bind_across(self, tag: int) -> list[Execution]:
         """Return the sums over the ranks that have this one's slices on the other nodes."""
         across = self._memory.across
-        if across.Get_size() == 1:
+        if across is None:
             return []
-        steps = ring(across.Get_rank(), across.Get_size())
+        steps = ring(across.rank, across.size)
         return [Execution(steps, own, across, tag, persistent=True) for own in self._sums]
 
     def _frozen(self) -> Sequence[Array]:

@@ -1,6 +1,5 @@
 """The lines above a run: what runs, on what, and what was chosen."""
 
-import os
 import platform
 from importlib.metadata import version
 
@@ -8,7 +7,6 @@ import threadpoolctl
 
 from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
-from nnmpi.comm.start import load_mpi
 from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.worker import Worker
 from nnmpi.train.config import Config, OptimizationConfig
@@ -30,7 +28,7 @@ def header(context: RunContext) -> list[str]:
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
         *(_pipeline(inputs, worker) if isinstance(worker, Worker) else []),
         *_synchrony(config, group),
-        f"MPI: {mpi_library()}",
+        f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *describe_device(backend, group, config.run.precision),
@@ -68,12 +66,6 @@ def _numbers(config: Config) -> str:
 def _kernels(config: Config) -> str:
     """Return whose kernels compute besides BLAS, if not the array library's alone."""
     return f", kernels compiled by numba {version('numba')}" if config.run.jit else ""
-
-
-def mpi_library() -> str:
-    """Return the MPI library's name and version."""
-    name, version = load_mpi(os.environ).get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
 
 
 def blas() -> str:

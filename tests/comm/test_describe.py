@@ -3,8 +3,9 @@
 import pytest
 
 from nnmpi.comm import describe as words
-from nnmpi.comm.describe import blas_pool, describe, name_blas, name_library
+from nnmpi.comm.describe import blas_pool, describe, name_blas
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.world import name_library
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.start import NO_NETWORK, refuse_foreign_launcher, refuse_lonely_rank, stays_on_one_node
+from nnmpi.comm.mpi.library import NO_NETWORK, refuse_foreign_launcher, refuse_lonely_rank, stays_on_one_node
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import Launch
 
@@ -77,7 +77,8 @@ def test_only_a_job_on_one_node_does_without_a_network(
 
 
 def test_a_single_process_looks_for_no_network_cards() -> None:
-    code = "import os; from nnmpi.comm.start import load_mpi; load_mpi(os.environ); print(os.environ['OMPI_MCA_btl'])"
+    code = "import os; from nnmpi.comm.mpi.library import load_mpi; load_mpi(os.environ)\n"
+    code += "print(os.environ['OMPI_MCA_btl'])"
     names = ("OMPI_", "PMIX_", "PMI_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.world import wrap
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum, own_slice
 from nnmpi.errors import CommError, ShapeError, UsageError
@@ -239,7 +240,7 @@ def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
     assert memory.allocations == before
     assert memory.holds(kept)
     memory.free()
-    whole.comm.Free()
+    whole.comm.free()
 
 
 @pytest.mark.mpi
@@ -262,7 +263,7 @@ def test_a_twin_frees_what_is_its_own(group: Group) -> None:
     assert (array == whole.size**3).all()
     memory.free()
     assert memory.allocations == 0
-    whole.comm.Free()
+    whole.comm.free()
 
 
 @pytest.mark.mpi
@@ -270,10 +271,10 @@ def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
     """Not even where the group has its own in another object by then: freed twice, it may be somebody else's."""
     whole = group.duplicate()
     memory = whole.memory()
-    whole.comm = MPI.Intracomm(whole.comm)
+    whole.comm = wrap(whole.comm.mpi)
     memory.free()
     assert whole.sum_floats([1.0]) == [whole.size]
-    whole.comm.Free()
+    whole.comm.free()
 
 
 @pytest.mark.mpi
@@ -294,7 +295,7 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None
     twin.all_reduce(array, "shared")
     twin.free()
     whole.free()
-    assert whole.comm == MPI.COMM_NULL
+    assert whole.comm.mpi == MPI.COMM_NULL
 
 
 @pytest.mark.mpi

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nnmpi.comm.shutdown import WatchedExit, read_code, watch_exit
+from nnmpi.comm.mpi.shutdown import WatchedExit, read_code, watch_exit
 
 
 @pytest.mark.parametrize(

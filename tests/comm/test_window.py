@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing import window
+from nnmpi.comm.mpi import window
+from nnmpi.comm.mpi.window import ENDLESS, MARGIN_BYTES, check_room, find_folder, free_bytes, window_bytes
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.window import MARGIN_BYTES, PAGE_BYTES, check_room, find_folder, window_bytes
+from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 
 
@@ -23,16 +24,16 @@ def test_a_part_takes_whole_pages_and_one_for_its_alignment() -> None:
 def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = MARGIN_BYTES + 3000
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
-    check_room(tmp_path, 3000)
+    assert free_bytes(tmp_path) == free
+    check_room(tmp_path, 3000, free)
     with pytest.raises(DeviceError, match=f"share 3001 bytes, and MPI needs .* has only {free} free; enlarge it"):
-        check_room(tmp_path, 3001)
-    check_room(tmp_path / "not there", 3001)
-    check_room(None, 3001)
+        check_room(tmp_path, 3001, free)
+    assert free_bytes(tmp_path / "not there") == free_bytes(None) == ENDLESS
 
 
 def test_the_file_of_an_address_is_found() -> None:
     assert find_folder(0) is None
-    code = "import mmap, sys, numpy; from nnmpi.comm.sharing.window import find_folder\n"
+    code = "import mmap, sys, numpy; from nnmpi.comm.mpi.window import find_folder\n"
     code += "with open(sys.argv[1], 'r+b') as file: memory = numpy.frombuffer(mmap.mmap(file.fileno(), 0), 'u1')\n"
     code += "print(find_folder(memory.ctypes.data))"
     found = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi import models, optim
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing import memory as memory_module
+from nnmpi.comm.mpi import window
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Loader
@@ -127,7 +127,7 @@ def test_without_room_it_goes_another_way_and_says_so(
 
     reference = build(ranks, allreduce="native")
     train(reference, batches(ranks))
-    monkeypatch.setattr(memory_module, "check_room", check_room)
+    monkeypatch.setattr(window, "check_room", check_room)
     worker = build(ranks, **way)
     monkeypatch.undo()
     steps = train(worker, batches(ranks))

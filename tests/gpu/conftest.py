@@ -9,7 +9,7 @@ import pytest
 from nnmpi.backend.device import device_problem
 from nnmpi.backend.record import Backend
 from nnmpi.backend.select import select
-from nnmpi.comm.start import import_mpi
+from nnmpi.comm.mpi.library import import_mpi
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
 

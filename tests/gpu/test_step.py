@@ -10,6 +10,7 @@ import pytest
 import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.record import Backend
+from nnmpi.compose.runner import DeferredScalars
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
@@ -40,8 +41,6 @@ def test_batches_are_the_hosts_to_the_last_bit(device: Backend, dtype: str) -> N
 @pytest.mark.usefixtures("mpi_library")
 def test_no_copy_overtakes_the_work_on_what_lay_there(device: Backend) -> None:
     """A device that is far behind the host still sums up each batch, and not the one after the next."""
-    from nnmpi.compose.runner import DeferredScalars  # its package imports mpi4py, which the other checks do without
-
     dataset = images()
     loader = Loader(dataset, 300, workers=2, prefetch=4)
     busy = device.asarray(np.full((2048, 2048), 1 / 2048, np.float32))

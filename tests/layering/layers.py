@@ -29,9 +29,9 @@ STRATEGIES = frozenset(
     f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "averaging", "tensor", "pipeline")
 )
 
-# Libraries that only one part knows.
+# Libraries that only one folder knows.
 HOMES = {
-    "mpi4py": "comm",
+    "mpi4py": "comm/mpi",
     "cupy": "backend",
     "cupyx": "backend",
     "cupy_backends": "backend",
@@ -48,22 +48,16 @@ INHERITED = frozenset({"forward", "backward"})
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
     ("nnmpi/backend/kernels/lookup.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
-    ("nnmpi/comm/__main__.py", "nnmpi.comm.start"): "it needs MPI, which the other commands do without",
-    (
-        "nnmpi/comm/__main__.py",
-        "nnmpi.comm.fitting.measure",
-    ): "it imports mpi4py.MPI, which `start` must have loaded by then",
-    ("nnmpi/comm/start.py", "nnmpi.comm.group"): "it imports mpi4py.MPI, which `start` must have loaded by then",
+    ("nnmpi/comm/communicator.py", "nnmpi.comm.mpi.world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
+    ("nnmpi/comm/mpi/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/mpi/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/start.py", "nnmpi.comm.mpi.world"): "it imports mpi4py.MPI, which must have been loaded by then",
     ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
-    ("nnmpi/train/__main__.py", "nnmpi.train.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
-    ("nnmpi/verify/__main__.py", "nnmpi.verify.cli"): "it imports mpi4py.MPI, which `start` must have loaded by then",
-    ("nnmpi/comm/start.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
-    ("nnmpi/comm/start.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset({"command", "train", "verify"})
-LAST_WORDS = frozenset({"nnmpi/comm/shutdown.py", "nnmpi/comm/start.py"})
+LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.

@@ -231,7 +231,7 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
     assert written == (["column"] if group.is_root else [])
     text = text_on_all(group, lambda: state.scatter(WHOLE.__getitem__), CommError)
     assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
-    assert all(group.gather(group.comm.Get_size() == group.size))  # and the group is as good as before
+    assert all(group.gather(group.comm.size == group.size))  # and the group is as good as before
 
 
 @pytest.mark.mpi

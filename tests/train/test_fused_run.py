@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI
 
-from nnmpi.comm.describe import name_library
 from nnmpi.comm.fit import save_fit
+from nnmpi.comm.mpi.world import mpi_world
 from tests.comm.test_fit import make as make_fit
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import train
@@ -48,7 +47,7 @@ def test_a_run_goes_on_with_the_fused_update_and_without_it(tmp_path: Path) -> N
 @pytest.mark.slow(ONCE_MORE)
 def test_a_run_with_a_fit_goes_on_with_other_ranks(tmp_path: Path) -> None:
     fit = make_fit()
-    facts = {**fit.facts, "ranks": 2, "nodes": [0, 0], "mpi": name_library(MPI.Get_library_version())}
+    facts = {**fit.facts, "ranks": 2, "nodes": [0, 0], "mpi": mpi_world().library}
     machine = replace(fit.machine, across=None, nodes=None)
     save_fit(replace(fit, facts=facts, machine=machine), tmp_path / "fit.json")
     words = f"{WORDS} --dataset iris --fit fit.json"

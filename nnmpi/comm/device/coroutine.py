@@ -3,7 +3,7 @@
 So the stages of a transport stand in one function, in order, and are run blocking, or in parts whenever somebody polls:
 
     def stages(self):
-        yield copied          # an event of the device, an MPI request, another collective
+        yield copied          # an event of the device, messages, another collective
         start the messages
         yield messages
         ...
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.device import has_passed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.execution import Pending
+from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError
 
 
@@ -59,19 +59,19 @@ class RanksWait:
         tag: different for all that are under way at the same time.
     """
 
-    def __init__(self, comm: MPI.Comm, tag: int) -> None:
-        rank, nothing = comm.Get_rank(), [bytearray(0), MPI.BYTE]
-        others = [other for other in range(comm.Get_size()) if other != rank]
-        self._requests = [comm.Irecv(nothing, other, tag) for other in others]
-        self._requests += [comm.Isend(nothing, other, tag) for other in others]
+    def __init__(self, comm: Comm, tag: int) -> None:
+        self._comm, nothing = comm, np.empty(0, np.uint8)
+        others = [other for other in range(comm.size) if other != comm.rank]
+        self._requests = [comm.irecv(nothing, other, tag) for other in others]
+        self._requests += [comm.isend(nothing, other, tag) for other in others]
 
     def poll(self) -> bool:
         """Return whether all are there."""
-        return bool(MPI.Request.Testall(self._requests))
+        return self._comm.test_all(self._requests)
 
     def wait(self) -> None:
         """Return when all are there."""
-        MPI.Request.Waitall(self._requests)
+        self._comm.wait_all(self._requests)
 
 
 class CoroutineCollective:

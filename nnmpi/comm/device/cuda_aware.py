@@ -3,17 +3,14 @@
 Asked in this order, on every rank, and all must say yes:
 
     1. the user: NNMPI_CUDA_AWARE=0 or 1 (auto, the default, asks on)
-    2. the communicator's info key mpi_memory_alloc_kinds (MPI 4.1)
-    3. MPIX_Query_cuda_support, which Open MPI and its relatives have
-    4. MPIX_GPU_query_support, which MPICH and its relatives have
-    5. no
+    2. MPI itself (see `nnmpi.comm.mpi.cuda`)
+    3. no
 
 Even then a process of its own tries it first, on each node: if that dies, the answer is no.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import signal
@@ -22,15 +19,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import mpi4py.MPI
-from mpi4py import MPI
-
 from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.world import World
 from nnmpi.errors import UsageError
 
 VARIABLE = "NNMPI_CUDA_AWARE"
 ANSWERS = ("auto", "0", "1")
-GPU_TYPE_CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 PROBE_LIMIT_S = 60
 # What a launcher tells its processes: without it the child is an MPI job of its own.
 LAUNCHERS = ("OMPI_COMM_WORLD_", "OMPI_APP_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
@@ -55,7 +49,7 @@ def detect(group: Communicator, environ: Mapping[str, str] | None = None) -> Awa
     for rank, each in enumerate(word):
         if each not in ANSWERS:
             raise UsageError(f"{VARIABLE} is {each!r} on rank {rank}; give one of {', '.join(ANSWERS)}")
-    own = ask(group.comm, environ)
+    own = ask(group.comm.world, environ)
     everyones = [Awareness(*answer) for answer in group.gather([own.aware, own.reason])]
     refusal = next((answer for answer in everyones if not answer.aware), None)
     if refusal is not None:
@@ -69,26 +63,12 @@ def detect(group: Communicator, environ: Mapping[str, str] | None = None) -> Awa
     return Awareness(True, f"{own.reason}, and a process that tried it got its bytes back")
 
 
-def ask(comm: MPI.Comm, environ: Mapping[str, str]) -> Awareness:
+def ask(world: World, environ: Mapping[str, str]) -> Awareness:
     """Return what this rank finds, without trying it."""
     word = environ.get(VARIABLE, "auto")
     if word != "auto":
         return Awareness(word == "1", f"{VARIABLE}={word}")
-    kinds = _alloc_kinds(comm)
-    if kinds is not None and "cuda" in kinds:
-        return Awareness(True, f"MPI's memory kinds are {kinds}")
-    library = ctypes.CDLL(mpi4py.MPI.__file__)  # MPI's own symbols are not to be found by CDLL(None)
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        if library.MPIX_Query_cuda_support():
-            return Awareness(True, "MPIX_Query_cuda_support says yes")
-        return Awareness(False, "MPI is not CUDA-aware: MPIX_Query_cuda_support says no")
-    if hasattr(library, "MPIX_GPU_query_support"):
-        flag = ctypes.c_int(0)
-        if library.MPIX_GPU_query_support(GPU_TYPE_CUDA, ctypes.byref(flag)) == 0 and flag.value:
-            return Awareness(True, "MPIX_GPU_query_support says yes")
-        return Awareness(False, "MPI is not CUDA-aware: MPIX_GPU_query_support says no")
-    known = f"its memory kinds are {kinds}" if kinds is not None else "it does not say"
-    return Awareness(False, f"MPI is not known to be CUDA-aware: {known}")
+    return Awareness(*world.cuda_support())
 
 
 @functools.cache
@@ -110,10 +90,3 @@ def probe() -> str | None:
         return f"died of {signal.Signals(-done.returncode).name}"
     last = (done.stderr.strip().splitlines() or ["no word"])[-1]
     return f"ended with status {done.returncode} ({last})"
-
-
-def _alloc_kinds(comm: MPI.Comm) -> str | None:
-    info = comm.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    return kinds

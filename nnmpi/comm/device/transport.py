@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import is_low
@@ -29,6 +28,7 @@ from nnmpi.comm.device.staged import PIECE_BYTES, Queue, SharedBlocks, Staged
 from nnmpi.comm.execution import NativeExecution, Pending
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, UsageError
 
 Host = Callable[[Buffer], Pending]
@@ -62,7 +62,7 @@ class Devices:
         self._nccl: Nccl | None = None
         self._ipc: str | None = "unknown"
         self._queue = Queue()
-        self._comm: MPI.Comm | None = None
+        self._comm: Comm | None = None
 
     def describe(self) -> str:
         """Return how arrays travel without a name asked for, in a line."""
@@ -162,7 +162,7 @@ class Devices:
             self._nccl.free()
             self._nccl = None
         if self._comm is not None:
-            self._comm.Free()
+            self._comm.free()
             self._comm = None
 
     def _native(self, operation: str, root: int = ROOT) -> Host:
@@ -173,7 +173,7 @@ class Devices:
         not meet there what is not staged: sums of host arrays, values, barriers. Among themselves they have the queue.
         """
         if self._comm is None and self._group.size > 1:
-            self._comm = self._group.comm.Dup()
+            self._comm = self._group.comm.duplicate()
         comm = self._group.comm if self._comm is None else self._comm
         return lambda part: NativeExecution(part, comm, operation, root=root)
 

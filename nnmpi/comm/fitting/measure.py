@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import mpi4py
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.describe import name_library, read_cpu
+from nnmpi.comm.describe import read_cpu
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
@@ -35,7 +33,6 @@ from nnmpi.errors import DeviceError, UsageError
 BUDGET_S = 24.0
 # Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.
 WHOLE_SIZES = (4, 16, 64, 256, *(2**bit for bit in range(10, 15)), *(2**bit for bit in range(16, 27, 2)))
-NAP_S = 0.0005
 
 Progress = Callable[[str], Any]
 Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
@@ -120,14 +117,13 @@ def facts(group: Group) -> dict[str, Any]:
     return {
         "ranks": group.size,
         "nodes": group.nodes(),
-        "mpi": name_library(MPI.Get_library_version()),
+        "mpi": group.comm.world.library,
         "host": group.share(platform.node()),
         "cpu": read_cpu("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cache_bytes": _cache_bytes(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "mpi4py": mpi4py.__version__,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -135,16 +131,9 @@ def facts(group: Group) -> dict[str, Any]:
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
     """Return what the first of the ranks that take part have measured among their members; None if there are none."""
     own = measure_link(members, budget_s).to_json() if taking_part else None
-    _wait_asleep(group)
+    group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
     found = next((each for each in group.gather(own) if each is not None), None)
     return None if found is None else Link.from_json(found)
-
-
-def _wait_asleep(group: Group) -> None:
-    """Wait for all ranks without taking a core from those that measure."""
-    request = group.comm.Ibarrier()
-    while not request.Test():
-        clock.sleep(NAP_S)
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
@@ -337,7 +326,7 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
     rounds = int(np.clip(budget_s / max(slowest_s, 1e-7), LEAST_ROUNDS, MOST_ROUNDS))
     own = _time_rounds(group, calls, rounds)
     everyones = np.empty((group.size, *own.shape))
-    group.comm.Allgather(own, everyones)
+    group.comm.allgather(own, everyones)
     begin, end = everyones[..., 0], everyones[..., 1]
     if len(set(group.nodes())) == 1:
         seconds: NDArray[np.float64] = end.max(axis=0) - begin.max(axis=0)

@@ -6,31 +6,28 @@
                barrier 0  barrier 1
 
 A rank that arrives raises its own counter, and is through when everybody's counter is as high. That what was written
-before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. On any
-other processor the ranks exchange empty messages between two synchronisations of the memory instead.
+before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. In any
+other world the ranks exchange empty messages between two synchronisations of the memory instead.
 """
 
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mpi4py import MPI
 
 from nnmpi.comm.agreement import name_ranks
-from nnmpi.comm.sharing.window import PAGE_BYTES, Window
+from nnmpi.comm.world import PAGE_BYTES, Comm, Request, SharedPages
 from nnmpi.errors import CommError
 
 FLAGS_PER_PAGE = PAGE_BYTES // 8
-ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
 TIMEOUT_S = 600.0
 
 # A rank looks this often before it offers its core to others; with fewer cores than ranks, the one it waits for may be
 # waiting for this very core.
 PATIENT_POLLS = 2000
 CROWDED_POLLS = 20
-# Between two looks at the clock and at MPI's messages. One takes about as long as a yield.
+# Between two looks at the clock, in which messages move on. One takes about as long as a yield.
 POLLS_PER_CHECK = 64
 MOST_CORES = 4096
 
@@ -39,14 +36,14 @@ class Watch:
     """The time limit of waiting, and what else is done while waiting. Making one is collective.
 
     Args:
-        comm: the ranks of the node; MPI makes progress when it is asked for messages here.
+        comm: the ranks of the node; its messages move on meanwhile.
         names: the number under which each of them is known to the user.
         timeout_s: how long to wait for other ranks.
     """
 
-    def __init__(self, comm: MPI.Comm, names: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, comm: Comm, names: Sequence[int], timeout_s: float) -> None:
         self.comm, self.names, self.timeout_s = comm, tuple(names), timeout_s
-        self.crowded = comm.Get_size() > count_cores(comm)
+        self.crowded = comm.size > count_cores(comm)
         self.polls = CROWDED_POLLS if self.crowded else PATIENT_POLLS
 
     def until(self, passed: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
@@ -56,8 +53,11 @@ class Watch:
             missing: which ranks of the node are still waited for, for the error.
 
         Raises:
-            CommError: after the time limit; names the missing ranks.
+            CommError: after the time limit; names the missing ranks. A simulated world notices by itself.
         """
+        if self.comm.world.simulated:
+            self.comm.world.wait_until(passed)
+            return
         give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
         deadline = time.monotonic() + self.timeout_s
         looks = 0
@@ -65,7 +65,7 @@ class Watch:
             give_way()
             looks += 1
             if looks % POLLS_PER_CHECK == 0:
-                self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+                self.comm.poke()
                 if time.monotonic() > deadline:
                     late = name_ranks([self.names[rank] for rank in missing()])
                     raise CommError(
@@ -74,22 +74,17 @@ class Watch:
                     )
 
 
-def count_cores(comm: MPI.Comm) -> int:
+def count_cores(comm: Comm) -> int:
     """Return how many cores the ranks of a node may run on, all together. Collective."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = np.zeros(MOST_CORES, np.uint8)
     cores[[core for core in usable if core < MOST_CORES]] = 1
-    comm.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
+    comm.allreduce(cores, largest=True)
     return int(cores.sum())
 
 
-def keeps_order(ordered: bool | None = None) -> bool:
-    """Return whether this processor keeps the order of stores, or what was given instead."""
-    return platform.machine().lower() in ORDERED_MACHINES if ordered is None else ordered
-
-
 class FlagBarrier:
-    """A barrier by counters in shared memory, for processors that keep the order of stores.
+    """A barrier by counters in shared memory, for worlds that keep the order of what is written there.
 
     Args:
         counters: every rank's counter, in rank order, as memoryviews of one int64.
@@ -97,7 +92,7 @@ class FlagBarrier:
     """
 
     def __init__(self, counters: Sequence[memoryview], watch: Watch) -> None:
-        rank = watch.comm.Get_rank()
+        rank = watch.comm.rank
         self._counters, self._watch = tuple(counters), watch
         self._own = counters[rank]
         self._others = tuple(counter for other, counter in enumerate(counters) if other != rank)
@@ -140,10 +135,10 @@ class FlagBarrier:
 
 
 class TokenBarrier:
-    """A barrier by empty messages, between two synchronisations of the memory: right on any processor.
+    """A barrier by empty messages, between two synchronisations of the memory: right in any world.
 
-    Messages have the barrier's number as their tag, so that several barriers can be under way in any order; MPI's own
-    barrier could not.
+    Messages have the barrier's number as their tag, so that several barriers can be under way in any order; a
+    communicator's own could not.
 
     Args:
         number: 0..32767, one per barrier.
@@ -153,19 +148,19 @@ class TokenBarrier:
 
     def __init__(self, number: int, sync: Callable[[], None], watch: Watch) -> None:
         self._number, self._sync, self._watch = number, sync, watch
-        self._ranks = [rank for rank in range(watch.comm.Get_size()) if rank != watch.comm.Get_rank()]
-        self._requests: list[MPI.Request] = []
+        self._ranks = [rank for rank in range(watch.comm.size) if rank != watch.comm.rank]
+        self._requests: list[Request] = []
 
     def start(self) -> None:
         """Say that this rank has arrived."""
         self._sync()
-        comm, number = self._watch.comm, self._number
-        self._requests = [comm.Irecv([None, MPI.BYTE], rank, number) for rank in self._ranks]
-        self._requests += [comm.Isend([None, MPI.BYTE], rank, number) for rank in self._ranks]
+        comm, number, nothing = self._watch.comm, self._number, np.empty(0, np.uint8)
+        self._requests = [comm.irecv(nothing, rank, number) for rank in self._ranks]
+        self._requests += [comm.isend(nothing, rank, number) for rank in self._ranks]
 
     def poll(self) -> bool:
         """Return whether all ranks have arrived."""
-        if not MPI.Request.Testall(self._requests):
+        if not self._watch.comm.test_all(self._requests):
             return False
         self._sync()
         return True
@@ -184,8 +179,8 @@ class TokenBarrier:
         self.wait()
 
     def _missing(self) -> list[int]:
-        arrivals = self._requests[: len(self._ranks)]
-        return [rank for rank, arrival in zip(self._ranks, arrivals, strict=True) if not arrival.Test()]
+        arrivals, test_all = self._requests[: len(self._ranks)], self._watch.comm.test_all
+        return [rank for rank, arrival in zip(self._ranks, arrivals, strict=True) if not test_all([arrival])]
 
 
 Barrier = FlagBarrier | TokenBarrier
@@ -196,13 +191,13 @@ class Flags:
 
     Args:
         watch: how to wait, and for whom.
-        ordered: whether the processor keeps stores in order, so that counters will do; found out by default.
+        ordered: whether what is written is seen in the order of writing, so that counters will do.
     """
 
-    def __init__(self, watch: Watch, ordered: bool | None = None) -> None:
+    def __init__(self, watch: Watch, ordered: bool) -> None:
         self._watch = watch
-        self._ordered = keeps_order(ordered)
-        self._pages: list[Window] = []
+        self._ordered = ordered
+        self._pages: list[SharedPages] = []
         self._made = 0
 
     def barrier(self, sync: Callable[[], None]) -> Barrier:
@@ -217,7 +212,7 @@ class Flags:
             return TokenBarrier(number, sync, self._watch)
         page, place = divmod(number, FLAGS_PER_PAGE)
         if page == len(self._pages):
-            self._pages.append(Window(self._watch.comm, PAGE_BYTES))
+            self._pages.append(self._watch.comm.share_pages(PAGE_BYTES))
         views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
         return FlagBarrier([view[place : place + 1] for view in views], self._watch)
 

@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.sharing.barriers import TIMEOUT_S, Barrier, Flags, Watch, keeps_order
-from nnmpi.comm.sharing.window import SHM, Window, check_room, find_folder, window_bytes
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.comm.sharing.barriers import TIMEOUT_S, Barrier, Flags, Watch
+from nnmpi.comm.world import Comm, SharedPages
+from nnmpi.errors import DeviceError, ShapeError, UsageError
 
 LINE_BYTES = 64
 
@@ -46,7 +44,7 @@ class SharedMemory:
         group: the ranks; those on one node share memory.
         timeout_s: how long to wait for another rank in a barrier.
         nodes: the node of each rank of the group, for trying several nodes on one machine; found out by default.
-        ordered: see `Flags`.
+        ordered: see `Flags`; as the world says by default.
 
     Attributes:
         node: the communicator of this node's ranks, in the group's order.
@@ -55,6 +53,7 @@ class SharedMemory:
         members: the group's numbers of this node's ranks, in their order here.
         crowded: whether this node has more ranks than cores for them.
         across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
+            None where there is one node.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
 
     Raises:
@@ -72,24 +71,24 @@ class SharedMemory:
         if nodes is not None and len(nodes) != group.size:
             raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
         self._group, self._options = group, (timeout_s, nodes, ordered)
+        ordered = group.comm.world.keeps_order if ordered is None else ordered
         if nodes is None:
-            self.node = group.comm.Split_type(MPI.COMM_TYPE_SHARED, group.rank)
+            self.node = group.comm.split_by_node(group.rank)
         else:
-            self.node = group.comm.Split(nodes[group.rank], group.rank)
+            self.node = group.comm.split(nodes[group.rank], group.rank)
         self._owns_node = True  # and gives it back; whether it is the group's is not to be seen later
-        self.rank, self.size = self.node.Get_rank(), self.node.Get_size()
+        self.rank, self.size = self.node.rank, self.node.size
         names = np.empty(self.size, np.int64)
-        self.node.Allgather(np.array([group.rank], np.int64), names)
+        self.node.allgather(np.array([group.rank], np.int64), names)
         everyones = np.empty(group.size, np.int64)
-        group.comm.Allgather(names[:1].copy(), everyones)
+        group.comm.allgather(names[:1].copy(), everyones)
         self.node_of: tuple[int, ...] = tuple(everyones.tolist())
+        self.across: Comm | None = None
         if len(set(self.node_of)) > 1:
-            self.across = group.comm.Split(self.rank, group.rank)
-        else:
-            self.across = MPI.COMM_SELF
-            if keeps_order(ordered):  # no messages are sent then; and communicators are scarce: MPICH has 2048
-                self.node.Free()
-                self.node, self._owns_node = group.comm, False
+            self.across = group.comm.split(self.rank, group.rank)
+        elif ordered:  # no messages are sent then; and communicators are scarce: MPICH has 2048
+            self.node.free()
+            self.node, self._owns_node = group.comm, False
         self.members: tuple[int, ...] = tuple(names.tolist())
         watch = Watch(self.node, self.members, timeout_s)
         self.crowded = watch.crowded
@@ -98,13 +97,15 @@ class SharedMemory:
         self._staging: dict[tuple[str, int], list[Buffer]] = {}
         self._staged: list[int] = []  # their allocations, which are this object's own even if it is a twin
         self._turns: dict[int, int] = {}
-        self._windows: dict[int, Window] = {}  # by allocation number; twins have the same
-        self._own: WeakSet[Window] = WeakSet()  # those of them that were made through this object
-        self._folder: Path | None = SHM
+        self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
+        self._own: WeakSet[SharedPages] = WeakSet()  # those of them that were made through this object
         self.closed = False
-        self._check_room(window_bytes(0) + window_bytes(1))
-        with agreed(group):
-            self._barrier = self._flags.barrier(self.sync)
+        try:
+            with agreed(group):
+                self._barrier = self._flags.barrier(self.sync)
+        except DeviceError:
+            self.close()
+            raise
 
     def twin(self, group: Communicator) -> SharedMemory:
         """Return the same memory for a duplicate of the group, with barriers of its own.
@@ -239,13 +240,13 @@ class SharedMemory:
     def gather_numbers(self, own: Buffer) -> list[list[int]]:
         """Return every group rank's (n,) int64, in rank order, on every rank."""
         everyones = np.empty((self._group.size, own.size), np.int64)
-        self._group.comm.Allgather(own, everyones)
+        self._group.comm.allgather(own, everyones)
         return list(everyones.tolist())
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
         """Return the sums over all group ranks of a few numbers, in float64; the same bits everywhere."""
         everyones = np.empty((self._group.size, len(values)))
-        self._group.comm.Allgather(np.array(values, np.float64), everyones)
+        self._group.comm.allgather(np.array(values, np.float64), everyones)
         return list(everyones.sum(axis=0).tolist())
 
     def sync(self) -> None:
@@ -283,8 +284,8 @@ class SharedMemory:
     def close(self) -> None:
         """Give back the barriers, communicators and staging arrays alone: what a `twin` has for itself.
 
-        Windows that are left to MPI's end are freed there in an order that may differ between ranks of several groups,
-        and then they wait for one another for ever. Done again, it does nothing.
+        MPI's windows that are left to its end are freed there in an order that may differ between ranks of several
+        groups, and then they wait for one another for ever. Done again, it does nothing.
         """
         if self.closed:
             return
@@ -294,10 +295,10 @@ class SharedMemory:
         self._staging.clear()
         self._barriers.clear()
         self._flags.free()
-        if self.across != MPI.COMM_SELF:
-            self.across.Free()
+        if self.across is not None:
+            self.across.free()
         if self._owns_node:
-            self.node.Free()
+            self.node.free()
 
     def _check_open(self) -> None:
         """Refuse what needs barriers and communicators when they are gone: on all ranks, as all have closed it."""
@@ -318,21 +319,18 @@ class SharedMemory:
             raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
         return place
 
-    def _make(self, own_bytes: int) -> Window:
+    def _make(self, own_bytes: int) -> SharedPages:
         """Return a new window, or let all ranks raise."""
         self._check_open()
-        self._check_room(window_bytes(own_bytes))
-        with agreed(self._group):
-            window = Window(self.node, own_bytes)
-            if self._folder is SHM:  # now it can be seen where this MPI has its windows
-                self._folder = find_folder(window.parts[self.rank].ctypes.data)
+        window: SharedPages | None = None
+        try:
+            with agreed(self._group):
+                window = self.node.share_pages(own_bytes)
+        except DeviceError:
+            if window is not None:  # this node had room, and another had not
+                window.free()
+            raise
+        assert window is not None
         self._windows[self.allocations] = window
         self._own.add(window)
         return window
-
-    def _check_room(self, own_bytes: int) -> None:
-        """Let all ranks raise when a node has no room for what its ranks ask for."""
-        needs = np.empty(self.size, np.int64)
-        self.node.Allgather(np.array([own_bytes], np.int64), needs)
-        with agreed(self._group):
-            check_room(self._folder, int(needs.sum()))

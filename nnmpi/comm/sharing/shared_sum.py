@@ -229,14 +229,13 @@ class SharedSum:
         """Yield the stages of the sum of arrays that all ranks of the node see."""
         memory = self._memory
         barrier = memory.barrier_of(self._tag)
-        several = len(set(memory.node_of)) > 1
+        nodes = memory.across
         yield barrier
-        yield LocalWork(_sums(parts, memory.rank, self._block, everywhere=not several))
+        yield LocalWork(_sums(parts, memory.rank, self._block, everywhere=nodes is None))
         yield barrier
-        if several:
+        if nodes is not None:
             if memory.rank == 0:
-                nodes = memory.across
-                yield Execution(ring(nodes.Get_rank(), nodes.Get_size()), parts[0], nodes, self._tag, persistent=True)
+                yield Execution(ring(nodes.rank, nodes.size), parts[0], nodes, self._tag, persistent=True)
             yield barrier
             if memory.rank > 0:
                 yield LocalWork(_copies([(parts[memory.rank], parts[0])]))

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.comm.backoff import wait_with_backoff
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, ReceiveRequest, SendRequest
 from nnmpi.errors import CommError
@@ -93,6 +92,7 @@ class PushPull:
         backend: Backend | None = None,
     ) -> None:
         self._group, self._storage, self._shards, self._server = group, storage, shards, server
+        self._wait_until = group.comm.world.wait_until
         self._backend = numpy_backend() if backend is None else backend
         self._roles = Roles.of(group.rank, sync.server_ranks(group.size), sync.worker_ranks(group.size))
         # With backup workers a gradient that comes late is dropped, and the update that its worker waits for lacks it.
@@ -108,7 +108,7 @@ class PushPull:
         distant = [n for n in range(len(shards)) if self._roles.worker is not None and n != self._roles.server]
         self._pushes = {number: MessageBuffer(shards[number], storage.data) for number in distant}
         self._replies = {number: MessageBuffer(shards[number], storage.data) for number in distant}
-        self._going = {number: SendRequest([]) for number in distant}
+        self._going: dict[int, SendRequest] = {}  # the last push to each server
         self._coming: dict[int, ReceiveRequest] = {}  # by server
         self._replied: dict[int, Reply] = {}  # by server: those that have answered since the last push
         self._versions = [0] * len(shards)
@@ -159,7 +159,7 @@ class PushPull:
         if not self._asked:
             raise CommError("there is nothing to pull; a worker calls open, then pull and push in turn")
         while len(self._replied) < len(self._shards):
-            wait_with_backoff(self._look)
+            self._wait_until(self._look)
         replies = [self._replied[number] for number in range(len(self._shards))]
         self._replied, self._asked = {}, False
         task, self._over = replies[0].task, replies[0].over
@@ -183,7 +183,8 @@ class PushPull:
         self._sequence, self._must_rise = self._sequence + 1, push.rows > 0 and not push.broken and not self._drops
         self._expect()
         for number, message in self._pushes.items():
-            self._going[number].wait()  # the server has replied to the last one, so this hardly ever waits
+            if number in self._going:
+                self._going[number].wait()  # the server has replied to that one, so this hardly ever waits
             write_push(message.header, self._message_id(number), replace(push, version=self._versions[number]))
             message.put(self._shards[number].views(self._storage.grads), self._backend)
             self._going[number] = self._messages.send(message.buffer, self._roles.servers[number], PUSH_TAG)
@@ -209,8 +210,8 @@ class PushPull:
                 f"segment {self._segment} is not over for this worker; pull and push until a result says so"
             )
         while self._endpoint is not None and not self._endpoint.over:
-            wait_with_backoff(self._endpoint.poll)
-        wait_with_backoff(self._all_sent)
+            self._wait_until(self._endpoint.poll)
+        self._wait_until(self._all_sent)
         self._over = True
         if self._server is not None:
             self._server.close()

@@ -93,7 +93,7 @@ class ServerEndpoint:
         self._pushes = {worker: MessageBuffer(server.shard, storage.data) for worker in others}
         self._replies = {worker: MessageBuffer(server.shard, storage.data) for worker in others}
         self._coming: dict[int, ReceiveRequest] = {}  # by worker
-        self._going = {worker: SendRequest([]) for worker in others}
+        self._going: dict[int, SendRequest] = {}  # the last reply to each worker
         self._sequences = [0] * len(roles.workers)  # gradients taken from each worker
         self._given = [0] * len(roles.workers)  # the version that each worker got last
         self._segment = 0
@@ -194,8 +194,8 @@ class ServerEndpoint:
         if worker == self._roles.worker:
             self._deliver(server.shard.number, message_id, reply, server.master)
             return
-        # The worker has pushed since the last reply, so that has arrived, and this hardly ever waits.
-        self._going[worker].wait()
+        if worker in self._going:
+            self._going[worker].wait()  # the worker has pushed since that reply, so this hardly ever waits
         message, rank = self._replies[worker], self._roles.workers[worker]
         write_reply(message.header, message_id, reply)
         message.put(server.master, self._backend)

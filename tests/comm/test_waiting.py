@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from nnmpi.comm.backoff import LONGEST_S, sum_with_backoff, wait_with_backoff
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.world import LONGEST_S, mpi_world
 
 
 @pytest.mark.mpi
 def test_sums_are_those_of_the_group(group: Group) -> None:
-    sums = sum_with_backoff(group, [group.rank, 0.5])
+    sums = group.sum_floats([group.rank, 0.5], asleep=True)
     assert group.gather(sums) == [[group.size * (group.size - 1) / 2, group.size / 2]] * group.size
 
 
@@ -21,7 +21,7 @@ def test_waiting_takes_next_to_no_processor_time(group: Group) -> None:
     began = time.process_time()
     if group.is_root:
         time.sleep(late_s)
-    sum_with_backoff(group, [1.0])
+    group.sum_floats([1.0], asleep=True)
     used = group.gather(time.process_time() - began)
     assert max(used) < 0.5 * late_s, used
 
@@ -34,12 +34,12 @@ def test_looks_become_rarer() -> None:
         looks.append(time.perf_counter())
         return looks[-1] > end
 
-    wait_with_backoff(finished)
+    mpi_world().wait_until(finished)
     assert 1 < len(looks) < 0.1 / LONGEST_S + 10
 
 
 def test_what_is_finished_is_not_waited_for() -> None:
     began = time.perf_counter()
     for _ in range(100):
-        wait_with_backoff(lambda: True)
+        mpi_world().wait_until(lambda: True)
     assert time.perf_counter() - began < 0.1

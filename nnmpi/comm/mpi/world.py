@@ -1,0 +1,158 @@
+"""MPI as a world: the calls of `comm.world`, by those of mpi4py.
+
+Most have the same arguments as mpi4py's and are mpi4py's own functions, with nothing in between. Importing this module
+starts MPI where `library.load_mpi` has not done so before.
+
+MPI's own waits look for messages as fast as they can. That is right for ranks that come at the same time; a rank that
+waits long for a slow one on a crowded machine slows it down even more. So `wait_until` sleeps between looks:
+
+    look . look .. look .... look ........ look ........ look        sleeps of 50 us, growing to 1 ms
+
+Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time that each of the others took, in s:
+
+                       MPI's own wait    asleep
+    Open MPI 5.0.11    1.33              0.04         (1.33 is all that three ranks can take of two cores in 2 s)
+    MPICH 5.0.2        1.33              0.05
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from mpi4py import MPI
+
+from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.mpi import cuda
+from nnmpi.comm.mpi.window import SHM, Window, find_folder
+from nnmpi.comm.world import Comm, World
+
+FIRST_S, LONGEST_S = 50e-6, 1e-3
+# On these a processor's stores, and its loads, are seen in the order in which the program has them.
+ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
+
+
+class MpiComm:
+    """A communicator of MPI's; see `comm.world.Comm` for the calls.
+
+    Attributes:
+        mpi: mpi4py's communicator, for tests of MPI itself.
+    """
+
+    start_all = staticmethod(MPI.Prequest.Startall)
+    test_all = staticmethod(MPI.Request.Testall)
+    wait_all = staticmethod(MPI.Request.Waitall)
+
+    def __init__(self, mpi: MPI.Comm, world: World) -> None:
+        self.mpi, self.world = mpi, world
+        self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
+        self._folder: Path | None = SHM  # of the windows
+        self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
+        self.send_init, self.recv_init = mpi.Send_init, mpi.Recv_init
+        self.barrier, self.allgather = mpi.Barrier, mpi.Allgather
+        self.broadcast, self.ibroadcast = mpi.Bcast, mpi.Ibcast
+        self.reduce_scatter, self.ireduce_scatter = mpi.Reduce_scatter, mpi.Ireduce_scatter
+        self.free = mpi.Free
+
+    # ---- what was started ----
+
+    def cancel(self, request: MPI.Request) -> None:
+        """Give up a receive whose message will not be sent."""
+        request.Cancel()
+        request.Wait()
+
+    def free_requests(self, requests: Sequence[MPI.Request]) -> None:
+        """Give persistent requests back."""
+        for request in requests:
+            request.Free()
+
+    def poke(self) -> None:
+        """Let messages move on."""
+        self.mpi.Iprobe()
+
+    # ---- collectives ----
+
+    def allreduce(self, array: Buffer, largest: bool = False) -> None:
+        """Replace the array everywhere by the sum, or the largest of each element."""
+        self.mpi.Allreduce(MPI.IN_PLACE, array, MPI.MAX if largest else MPI.SUM)
+
+    def iallreduce(self, array: Buffer) -> MPI.Request:
+        """Start a sum."""
+        return self.mpi.Iallreduce(MPI.IN_PLACE, array)
+
+    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
+        """Gather arrays of any lengths."""
+        self.mpi.Allgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
+
+    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> MPI.Request:
+        """Start it."""
+        return self.mpi.Iallgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
+
+    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
+        """Send every rank its part."""
+        self.mpi.Alltoallv([data, list(counts)], [into, list(came)])
+
+    # ---- other communicators ----
+
+    def duplicate(self) -> MpiComm:
+        """Return another one of the same ranks."""
+        return MpiComm(self.mpi.Dup(), self.world)
+
+    def split(self, color: int, key: int) -> MpiComm:
+        """Return one of the ranks that gave the same color."""
+        return MpiComm(self.mpi.Split(color, key), self.world)
+
+    def split_by_node(self, key: int) -> MpiComm:
+        """Return one of the ranks that share this one's memory."""
+        return MpiComm(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key), self.world)
+
+    def share_pages(self, own_bytes: int) -> Window:
+        """Return memory that all ranks see."""
+        window = Window(cast(MPI.Intracomm, self.mpi), own_bytes, self._folder)
+        if self._folder is SHM:  # now it can be seen where this MPI has its windows
+            self._folder = find_folder(window.parts[self.rank].ctypes.data)
+        return window
+
+
+class MpiWorld:
+    """The world that is MPI; see `comm.world.World` for the calls. There is one: `mpi_world`."""
+
+    simulated = False
+
+    def __init__(self) -> None:
+        self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
+        self.library = name_library(MPI.Get_library_version())
+        self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()`, asleep between looks at it."""
+        pause_s = FIRST_S
+        while not ready():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_S)
+
+    def cuda_support(self) -> tuple[bool, str]:
+        """Return whether messages may lie in a device's memory, and how it is known."""
+        return cuda.support()
+
+
+@functools.cache
+def mpi_world() -> MpiWorld:
+    """Return the world of this process."""
+    return MpiWorld()
+
+
+def wrap(comm: MPI.Comm) -> MpiComm:
+    """Return a communicator of mpi4py's as one of this world."""
+    return MpiComm(comm, mpi_world())
+
+
+def name_library(version: str) -> str:
+    """Return name and version from the text that MPI gives, which is a page long for some libraries."""
+    first = version.strip().splitlines()[0]
+    words = first.replace("Version:", " ").split(",")[0].split()
+    return " ".join(word[1:] if word[:1] == "v" and word[1:2].isdigit() else word for word in words)
