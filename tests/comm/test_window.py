@@ -86,7 +86,7 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=2**20))
+        monkeypatch.setattr(window, "free_bytes", lambda _: 2**20)
     with pytest.raises(DeviceError, match="has only 1048576 free"):
         memory.allocate(2**20, np.float32)
     array = memory.allocate(8, np.float32)  # what is small enough still fits

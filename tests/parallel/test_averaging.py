@@ -15,6 +15,7 @@ from nnmpi import nn, ops, optim
 from nnmpi.backend.array import namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.world import wrap
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
@@ -231,7 +232,7 @@ def test_gossip_mixes_as_its_matrix_says(group: Group, neighbours: str) -> None:
     """Step by step, with sends that wait for their receives; the mean stays, and the ranks come together as fast."""
     model = network()
     gossip = Gossip(group, model.storage, SGD["plain"](model.storage), neighbours, seed=5)
-    gossip.group.comm = Synchronous(gossip.group.comm)
+    gossip.group.comm = wrap(Synchronous(gossip.group.comm.mpi))
     values = np.array(scatter(gossip))
     mean, right = values.mean(axis=0), []
     rate = 1.0 if neighbours == "random" else 0.0 if group.size == 2 else np.cos(np.pi / group.size) ** 2
