@@ -22,6 +22,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ModelState, StateEntry
+from tests.device.here import on_device
 from tests.worker_options import grouped
 
 # 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows.
@@ -65,6 +66,9 @@ def digits() -> Dataset:
     return train.take(np.arange(SAMPLES))
 
 
+_serial_runs: list[tuple[Any, Run]] = []
+
+
 def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
     """Train for some steps on the group; layout and worker options say how, and must not change what."""
     worker = build(setup, group, layout, **worker_options)
@@ -80,6 +84,17 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
     weights = worker.state()[0].to_dict(everywhere=layout is None)
     release(worker)
     return Run(losses, gradient, norms, weights, (evaluation.loss, evaluation.accuracy))
+
+
+def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
+    """Return the run of one rank, made by the first test that asks for it; not to be changed."""
+    wanted = (setup, layout, worker_options, on_device())
+    for asked, found in _serial_runs:
+        if asked == wanted:
+            return found
+    found = run(setup, alone, layout, **worker_options)
+    _serial_runs.append((wanted, found))
+    return found
 
 
 def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Worker:

@@ -13,14 +13,14 @@ from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError
 from tests.equivalence import own
 from tests.equivalence.cover import kinds, links, meshes, spread
-from tests.equivalence.reference import Setup, assert_same, build, release, run
+from tests.equivalence.reference import Setup, assert_same, build, release, run, serial_run
 
 pytestmark = pytest.mark.mpi
 
 
 def assert_every_kind(group: Group, alone: Group, setup: Setup, **options: Any) -> None:
     """Compare a run under each kind of layout with the serial one."""
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     for layout in kinds(group.size, setup, **options):
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
@@ -33,7 +33,7 @@ def test_skip_connections_go_over_stages(group: Group, alone: Group, model: Any)
 def test_cuts_go_through_residual_blocks_at_every_link(group: Group, alone: Group) -> None:
     """As many stages as ranks, each cut at a place of its own, so that all links but one or two are cut before."""
     setup = Setup(own.nested, microbatches=3)
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     count, ranks = links(setup), group.size
     for first in range(1, min(count - ranks + 1, 9), 2) if ranks > 1 else ():
         split = (first, *[1] * (ranks - 2), count - first - (ranks - 2))
@@ -88,7 +88,7 @@ def test_integers_come_in(group: Group, alone: Group) -> None:
 def test_stages_may_have_no_parameters(group: Group, alone: Group, reduction: str) -> None:
     """The first stage flattens, another one is an activation alone, and so on."""
     setup = Setup(own.noisy, microbatches=3, worker={"clip": 0.3})
-    serial = run(setup, alone, Layout(reduction=reduction)) if group.is_root else None
+    serial = serial_run(setup, alone, Layout(reduction=reduction)) if group.is_root else None
     for dp, pp, _ in (mesh for mesh in meshes(group.size) if mesh[1] > 1 and mesh[2] == 1):
         layout = Layout(dp, pp, 1, reduction=reduction, split=(*[1] * (pp - 1), links(setup) - pp + 1))
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))

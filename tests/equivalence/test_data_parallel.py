@@ -8,15 +8,15 @@ import pytest
 
 from nnmpi import models
 from nnmpi.comm.group import Group
-from tests.equivalence.reference import Setup, differences, run
+from tests.equivalence.reference import Setup, differences, run, serial_run
 
 ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
 
-def assert_equal_to_serial(group: Group, setup: Setup, **worker_options: Any) -> None:
+def assert_equal_to_serial(group: Group, alone: Group, setup: Setup, **worker_options: Any) -> None:
     """Run in parallel and, on every rank alone, in series; fail on all ranks if any finds a difference."""
     parallel = run(setup, group, **worker_options)
-    serial = run(setup, group.split(group.rank))
+    serial = serial_run(setup, alone)
     found = group.gather(differences(parallel, serial, setup))
     assert not any(found), f"ranks' differences: {found}"
     assert len(set(group.gather(parallel.losses[-1]))) == 1
@@ -25,47 +25,47 @@ def assert_equal_to_serial(group: Group, setup: Setup, **worker_options: Any) ->
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("model", [models.mlp, models.cnn, models.resnet])
-def test_float64_run_is_the_serial_run(group: Group, model: Any, algorithm: str) -> None:
+def test_float64_run_is_the_serial_run(group: Group, alone: Group, model: Any, algorithm: str) -> None:
     """Every model under every all-reduce, in buckets small enough that several are in flight."""
-    assert_equal_to_serial(group, Setup(model), allreduce=algorithm, bucket_bytes=20_000)
+    assert_equal_to_serial(group, alone, Setup(model), allreduce=algorithm, bucket_bytes=20_000)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", [models.mlp, models.cnn])
-def test_float32_run_is_the_serial_run(group: Group, model: Any) -> None:
+def test_float32_run_is_the_serial_run(group: Group, alone: Group, model: Any) -> None:
     """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
     setup = Setup(model, optimizer="sgd", optimizer_options={"momentum": 0.9, "nesterov": True}, dtype="float32")
-    assert_equal_to_serial(group, setup)
+    assert_equal_to_serial(group, alone, setup)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", [models.cnn, models.resnet])
-def test_microbatches_are_the_same_under_every_layout(group: Group, model: Any) -> None:
+def test_microbatches_are_the_same_under_every_layout(group: Group, alone: Group, model: Any) -> None:
     """Batch statistics are those of a microbatch over all ranks, so its samples must not depend on the layout."""
-    assert_equal_to_serial(group, Setup(model, microbatches=3))
+    assert_equal_to_serial(group, alone, Setup(model, microbatches=3))
 
 
 @pytest.mark.mpi
-def test_gradient_accumulation_changes_nothing_without_batch_statistics(group: Group) -> None:
+def test_gradient_accumulation_changes_nothing_without_batch_statistics(group: Group, alone: Group) -> None:
     """Three microbatches on P ranks against one batch on one rank."""
     parallel = run(Setup(models.cnn, microbatches=3), group)
-    serial = run(Setup(models.cnn), group.split(group.rank))
+    serial = serial_run(Setup(models.cnn), alone)
     found = group.gather(differences(parallel, serial, Setup(models.cnn)))
     assert not any(found), found
 
 
 @pytest.mark.mpi
-def test_dropout_drops_the_same_elements_under_every_layout(group: Group) -> None:
+def test_dropout_drops_the_same_elements_under_every_layout(group: Group, alone: Group) -> None:
     """Also in microbatches."""
     setup = Setup(models.mlp, {"dropout": 0.4}, microbatches=2)
-    assert_equal_to_serial(group, setup)
+    assert_equal_to_serial(group, alone, setup)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_bytes": 1}, {"bucket_bytes": 2**30}], ids=str)
-def test_how_gradients_travel_does_not_matter(group: Group, options: dict[str, Any]) -> None:
+def test_how_gradients_travel_does_not_matter(group: Group, alone: Group, options: dict[str, Any]) -> None:
     """One message per parameter, one for all, with overlap and without."""
-    assert_equal_to_serial(group, Setup(models.resnet), allreduce="ring", **options)
+    assert_equal_to_serial(group, alone, Setup(models.resnet), allreduce="ring", **options)
 
 
 @pytest.mark.mpi
@@ -79,6 +79,6 @@ def test_how_gradients_travel_does_not_matter(group: Group, options: dict[str, A
     ],
     ids=["clipping", "adamw", "full batch", "fewer samples than ranks"],
 )
-def test_options_that_depend_on_the_global_batch(group: Group, setup: Setup) -> None:
+def test_options_that_depend_on_the_global_batch(group: Group, alone: Group, setup: Setup) -> None:
     """Norms of the global gradient, decay counted once, one batch of everything, ranks without samples."""
-    assert_equal_to_serial(group, setup)
+    assert_equal_to_serial(group, alone, setup)

@@ -10,7 +10,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import MODELS, SCHEDULES, SETUPS, Case, meshes
-from tests.equivalence.reference import Run, Setup, run
+from tests.equivalence.reference import Run, Setup, run, serial_run
 
 
 def bits_that_differ(parallel: Run, serial: Run) -> list[str]:
@@ -41,7 +41,7 @@ def test_replicas_and_pipelines_have_the_serial_bits(group: Group, alone: Group,
     for number, (dp, pp) in enumerate(layouts):
         model = MODELS[(number + microbatches) % len(MODELS)]
         setup = replace(SETUPS[model], microbatches=microbatches, worker={"clip": 0.5})
-        serial = run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
+        serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
         schedule = SCHEDULES[(number + microbatches) % len(SCHEDULES)]
         assert_same_bits(group, setup, Case(model, dp, pp, 1, schedule, reduction="fixed"), serial)
 
@@ -52,7 +52,7 @@ def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> 
     """Adam's divisions by small gradients bring the last bit of any sum to light."""
     dp = max(dp for dp, _, tp in meshes(group.size) if tp == 1 and dp <= 4)
     setup = replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1})
-    serial = run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
+    serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
     for recompute in ("never", "except-last"):
         case = Case(model, dp, group.size // dp, 1, "1f1b", reduction="fixed", recompute=recompute)
         assert_same_bits(group, setup, case, serial)
@@ -62,7 +62,7 @@ def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> 
 def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
     """Or the tests above would show nothing."""
     setup = replace(SETUPS["cnn"], dtype="float32", microbatches=5)
-    serial = run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
+    serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
     parallel = run(setup, group, Layout(dp=group.size), fused_update=False)
     found = group.gather(serial is not None and bool(bits_that_differ(parallel, serial)))
     assert found[0]

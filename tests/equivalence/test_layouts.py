@@ -13,7 +13,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import MODELS, SETUPS, cases
-from tests.equivalence.reference import assert_same, run
+from tests.equivalence.reference import assert_same, run, serial_run
 
 
 @pytest.mark.mpi
@@ -21,7 +21,7 @@ from tests.equivalence.reference import assert_same, run
 def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: str) -> None:
     """In buckets small enough that several are in flight."""
     setup = SETUPS[model]
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     for case in cases(group.size):
         if case.model == model:
             options = {"allreduce": case.allreduce, "bucket_bytes": 2000}
@@ -42,7 +42,7 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
             dtype="float32",
         )
         case = replace(case, model=model)
-        serial = run(setup, alone) if group.is_root else None
+        serial = serial_run(setup, alone) if group.is_root else None
         assert_same(group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case))
 
 
@@ -50,6 +50,6 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
 def test_measured_cuts_give_the_serial_run(group: Group, alone: Group) -> None:
     """Wherever the measured times put the cuts."""
     setup = SETUPS["resnet"]
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     parallel = run(setup, group, Layout(pp=group.size, split="auto"), synchronous_sends=True)
     assert_same(group, parallel, serial, setup, "split auto")

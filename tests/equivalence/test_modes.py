@@ -12,7 +12,7 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.norm import BatchNorm
 from tests.equivalence import own
 from tests.equivalence.cover import kinds, meshes, spread
-from tests.equivalence.reference import Setup, assert_same, batches, build, evaluate, release, run
+from tests.equivalence.reference import Setup, assert_same, batches, build, evaluate, release, run, serial_run
 
 pytestmark = pytest.mark.mpi
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 def test_batch_statistics_are_those_of_a_microbatch(group: Group, alone: Group, reduction: str) -> None:
     """Of all replicas' rows of it together, and running statistics take in one microbatch after the other."""
     setup = Setup(own.nested, microbatches=3)
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     assert serial is None or sum("running" in name for name in serial.weights) == 6
     for layout in kinds(group.size, setup):
         if layout.tp == 1 or reduction == "fast":
@@ -31,7 +31,7 @@ def test_batch_statistics_are_those_of_a_microbatch(group: Group, alone: Group, 
 
 def test_running_statistics_depend_on_the_number_of_microbatches(group: Group, alone: Group) -> None:
     """Or the test above would not tell whether they are a microbatch's."""
-    parts = [run(Setup(own.nested, microbatches=count), alone) for count in (1, 3)]
+    parts = [serial_run(Setup(own.nested, microbatches=count), alone) for count in (1, 3)]
     name = next(name for name in parts[0].weights if name.endswith("running_mean"))
     assert abs(parts[0].weights[name] - parts[1].weights[name]).max() > 1e-3
 
@@ -40,7 +40,7 @@ def test_running_statistics_depend_on_the_number_of_microbatches(group: Group, a
 def test_recomputing_changes_nothing(group: Group, alone: Group, recompute: str) -> None:
     """Dropout drops the same elements again, and running statistics are updated once."""
     setup = Setup(own.noisy, microbatches=3)
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     for layout in kinds(group.size, setup, recompute=recompute):
         if layout.pp == 1:
             continue
@@ -79,7 +79,7 @@ def test_recomputing_computes_again(group: Group, recompute: str, again: int) ->
 )
 def test_clipping_and_decay(group: Group, alone: Group, setup: Setup) -> None:
     """Norms count every parameter once: sharded, replicated or in another stage."""
-    serial = run(setup, alone) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     clip = setup.worker.get("clip")
     assert serial is None or clip is None or min(serial.norms) > clip
     for layout in kinds(group.size, setup)[-3:]:

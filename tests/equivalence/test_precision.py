@@ -18,7 +18,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.models import cnn
 from tests.equivalence import own
 from tests.equivalence.cover import kinds
-from tests.equivalence.reference import Run, Setup, run
+from tests.equivalence.reference import Run, Setup, run, serial_run
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # How many roundings a gradient or five updates may differ by: twice what was seen. Where rounding moves a value over a
@@ -82,7 +82,7 @@ def check(group: Group, parallel: Run, alone: Run | None, name: str, precision: 
 def test_every_kind_of_layout_gives_the_run_of_one_rank(group: Group, alone: Group, name: str, precision: str) -> None:
     """Replicas, pipelines, shared layers, and what combines them, in the schedules in turn."""
     setup = half(name)
-    reference = run(setup, alone, precision=precision) if group.is_root else None
+    reference = serial_run(setup, alone, precision=precision) if group.is_root else None
     for layout in kinds(group.size, setup):
         found = run(setup, group, layout, synchronous_sends=True, precision=precision)
         check(group, found, reference, name, precision, str(layout))
@@ -104,7 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_replicas_give_the_run_of_one_rank(group: Group, alone: Group, way: str, precision: str) -> None:
     setup, options = half("cnn"), WAYS[way]
     kept = {"clip": options["clip"]} if "clip" in options else {}
-    reference = run(setup, alone, precision=precision, **kept) if group.is_root else None
+    reference = serial_run(setup, alone, precision=precision, **kept) if group.is_root else None
     check(group, run(setup, group, precision=precision, **options), reference, "cnn", precision, way)
 
 
@@ -113,7 +113,7 @@ def test_replicas_give_the_run_of_one_rank(group: Group, alone: Group, way: str,
 def test_a_fixed_order_of_sums_gives_the_same_bits(group: Group, alone: Group, precision: str) -> None:
     """Over replicas and over stages, recomputed or not: each microbatch is computed whole, in the same shapes."""
     setup = replace(half("cnn"), batch_size=32, microbatches=4)
-    serial = run(setup, alone, Layout(reduction="fixed"), precision=precision)
+    serial = serial_run(setup, alone, Layout(reduction="fixed"), precision=precision)
     layouts = [Layout(dp=group.size, reduction="fixed")]
     if group.size <= 4:
         layouts.append(Layout(pp=group.size, reduction="fixed", recompute="always"))

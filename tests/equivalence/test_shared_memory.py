@@ -17,7 +17,7 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
-from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run
+from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run, serial_run
 from tests.worker_options import grouped
 
 
@@ -52,10 +52,10 @@ def weights(model: Module) -> str:
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", [models.cnn, models.resnet])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_shared_sums_give_the_serial_run(ranks: Group, model: Any, overlap: bool) -> None:
+def test_shared_sums_give_the_serial_run(ranks: Group, alone: Group, model: Any, overlap: bool) -> None:
     setup = Setup(model)
     parallel = run(setup, ranks, allreduce="shared", bucket_bytes=20_000, overlap=overlap)
-    serial = run(setup, ranks.split(ranks.rank))
+    serial = serial_run(setup, alone)
     assert not any(ranks.gather(differences(parallel, serial, setup)))
 
 

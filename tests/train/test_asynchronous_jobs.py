@@ -64,8 +64,6 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
 @pytest.mark.slow(ONCE_MORE)
 def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    # Six jobs need not load what draws.
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules.update(matplotlib=None, tensorboardX=None)")
     words = f"{DIGITS} --sync asp --servers 2 --save-steps 20 --log-every 5 --out {run}"
     kill = once(
         lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), only_ranks=True), ends=False

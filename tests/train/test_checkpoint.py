@@ -197,8 +197,6 @@ def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_reads_its_checkpoint_once(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     out = tmp_path / "run"
     main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
     verified, read, real_get = [], [], TensorFile.__getitem__

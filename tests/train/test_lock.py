@@ -24,7 +24,6 @@ def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
 def test_a_run_in_use_is_neither_resumed_nor_written_over(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "can_draw", lambda: False)
     monkeypatch.setattr(session, "FolderLock", lambda folder: FolderLock(folder, 0.0))
     run, words = tmp_path / "run", "--model mlp --dataset iris --max-steps 2"
     main(f"{words} --out {run}".split(), group)

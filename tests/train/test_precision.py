@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
-from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.slow import ONCE_MORE
@@ -37,9 +36,8 @@ def steep(sample_shape, classes):
 
 
 @pytest.fixture
-def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(group: Group, tmp_path: Path) -> Train:
     """Trains and returns the run's folder."""
-    monkeypatch.setattr(session, "can_draw", lambda: False)
     numbers = iter(range(1000))
 
     def run(words: str) -> Path:

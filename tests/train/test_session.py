@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
-from nnmpi.train import session
 from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
@@ -27,10 +26,8 @@ EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "runtime", "sam
 
 @pytest.fixture
 def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains a small net on iris with more options and returns the run's folder; no curves, which take their time."""
+    """Trains a small net on iris with more options and returns the run's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     numbers = iter(range(1000))
 
     def train(words: str) -> Path:
@@ -77,10 +74,11 @@ def test_the_folder_holds_everything(train: Train) -> None:
 
 
 def test_curves_and_events_are_made_where_their_libraries_are(
-    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboardX")
+    monkeypatch.undo()
     main(f"--model mlp --dataset iris --epochs 2 --out {tmp_path / 'run'}".split(), group)
     assert (tmp_path / "run" / "curves" / "loss.png").stat().st_size > 1000
     assert list((tmp_path / "run" / "tensorboard").iterdir())

@@ -82,10 +82,8 @@ def test_a_value_that_is_missing_is_named(name: str) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, group: Group) -> Path:
     """A run of two steps with its checkpoint."""
-    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     out = tmp_path / "run"
     main(f"--model mlp --hidden 3 --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
     return out

@@ -11,7 +11,6 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
-from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.train.jobs import ROOT
@@ -26,10 +25,8 @@ REAL = ("runtime", "samples_per_second", "steps_per_second", "input_s")
 
 @pytest.fixture
 def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Runs the command in this process and returns the run's folder; no curves, which take their time."""
+    """Runs the command in this process and returns the run's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "can_draw", lambda: False)
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     numbers = iter(range(1000))
 
     def train(words: str) -> Path:

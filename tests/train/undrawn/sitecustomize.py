@@ -1,0 +1,5 @@
+"""For jobs of the tests: nothing that draws is installed, since loading it takes longer than most jobs train."""
+
+import sys
+
+sys.modules.update(matplotlib=None, tensorboardX=None)
