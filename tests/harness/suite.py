@@ -109,6 +109,7 @@ def _run_on(
                 RUN_FOLDER: name,
                 LIMIT: f"{test_limit_s:g}",
                 CLAIMS: result.claims,
+                "PYTHONDONTWRITEBYTECODE": None,  # hundreds of processes load the same modules
                 "NNMPI_EXIT_LIMIT_S": f"{test_limit_s + END_S:g}",
             },
             on_output=say,
