@@ -71,7 +71,7 @@ def all_reduce_max(group: Group, array: Buffer) -> None:
     """
     check_any(array)
     host = to_host(array)
-    group.comm.allreduce(check_buffer(host), largest=True)
+    group.comm.allreduce_max(check_buffer(host))
     put(host, array)
 
 

@@ -124,10 +124,13 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Return when all ranks have come here."""
 
-    def allreduce(self, array: Buffer, largest: bool = False) -> None:
-        """Replace the array everywhere by the sum over the ranks, or by the largest of each element."""
+    def allreduce(self, array: Buffer, /) -> None:
+        """Replace the array everywhere by the sum over the ranks."""
 
-    def iallreduce(self, array: Buffer) -> Request:
+    def allreduce_max(self, array: Buffer, /) -> None:
+        """Replace the array everywhere by the largest of each element over the ranks."""
+
+    def iallreduce(self, array: Buffer, /) -> Request:
         """Start a sum."""
 
     def broadcast(self, data: Buffer, root: int, /) -> None:

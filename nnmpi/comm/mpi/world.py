@@ -54,6 +54,8 @@ class MpiComm:
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
         self.send_init, self.recv_init = mpi.Send_init, mpi.Recv_init
         self.barrier, self.allgather = mpi.Barrier, mpi.Allgather
+        self.allreduce = functools.partial(mpi.Allreduce, MPI.IN_PLACE)
+        self.iallreduce = functools.partial(mpi.Iallreduce, MPI.IN_PLACE)
         self.broadcast, self.ibroadcast = mpi.Bcast, mpi.Ibcast
         self.reduce_scatter, self.ireduce_scatter = mpi.Reduce_scatter, mpi.Ireduce_scatter
         self.free = mpi.Free
@@ -76,13 +78,9 @@ class MpiComm:
 
     # ---- collectives ----
 
-    def allreduce(self, array: Buffer, largest: bool = False) -> None:
-        """Replace the array everywhere by the sum, or the largest of each element."""
-        self.mpi.Allreduce(MPI.IN_PLACE, array, MPI.MAX if largest else MPI.SUM)
-
-    def iallreduce(self, array: Buffer) -> MPI.Request:
-        """Start a sum."""
-        return self.mpi.Iallreduce(MPI.IN_PLACE, array)
+    def allreduce_max(self, array: Buffer) -> None:
+        """Replace the array everywhere by the largest of each element."""
+        self.mpi.Allreduce(MPI.IN_PLACE, array, MPI.MAX)
 
     def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
         """Gather arrays of any lengths."""

@@ -79,7 +79,7 @@ def count_cores(comm: Comm) -> int:
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = np.zeros(MOST_CORES, np.uint8)
     cores[[core for core in usable if core < MOST_CORES]] = 1
-    comm.allreduce(cores, largest=True)
+    comm.allreduce_max(cores)
     return int(cores.sum())
 
 
