@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled
 from nnmpi.backend.record import Backend
 from nnmpi.backend.select import select
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import PeriodicCheck, agreed, on_root
 from nnmpi.comm.describe import describe
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
@@ -106,7 +107,7 @@ class SizeSweep:
     ) -> None:
         self._options, self._group, self._backend = options, group, backend
         self._prediction, self._header, self._console = prediction, header, console
-        self._ranks = MpiRanks(group)
+        self._ranks, self._check = MpiRanks(group), PeriodicCheck(group)
         self._rows: list[CallTimes] = []  # the same on all ranks
 
     def run(self) -> None:
@@ -120,7 +121,7 @@ class SizeSweep:
         if with_gloo:
             gloo.start_gloo(self._group)
         try:
-            with StopSignals(self._group) as stop:
+            with StopSignals() as stop:
                 self._go_through(stop)
         except Interrupted as error:
             where = f" and in {self._options.json}" if self._options.json else ""
@@ -143,13 +144,17 @@ class SizeSweep:
             draw(options.plot, self._header, self._rows)
             console.say(f"drawn: {options.plot}")
 
+    def _ask(self, stop: StopSignals, round_s: float) -> int:
+        """Return the signal that any rank got, 0 for none; collective."""
+        return max(map(int, self._check.gather(stop.noted(), round_s) or [0]))
+
     def _measure(self, nbytes: int, stop: StopSignals) -> list[CallTimes]:
         """Return the rows of one size. Collective."""
         options = self._options
         field = Field(options, self._group, self._backend, self._prediction.fit, nbytes)
         self._console.say(*field.missing)
         verify = Verifier(self._group, nbytes, options.dtype) if options.check else nothing
-        own = take(field.calls, self._ranks, options.iterations, options.budget_s, verify, stop.asked)
+        own = take(field.calls, self._ranks, options.iterations, options.budget_s, verify, partial(self._ask, stop))
         stamps = gather(own, self._ranks)
         field.free()
         names = [call.name for call in field.calls]

@@ -24,8 +24,8 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange
-from nnmpi.compose.segment import Progress, Throttle
 from nnmpi.compose.server_runner import ParameterServerRunner
+from nnmpi.compose.trainer import Progress, Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.mode import evaluation

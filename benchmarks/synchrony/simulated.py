@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.recipe import Recipe
 from nnmpi.comm.start import start
-from nnmpi.compose.segment import Progress, Throttle
+from nnmpi.compose.trainer import Progress, Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DivergenceError

@@ -52,3 +52,11 @@ def format_seconds(seconds: float, digits: int = 4) -> str:
     """Return a time in the unit in which it is not small: format_seconds(2.5e-6) -> "2.5 us"."""
     unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6))
     return f"{seconds / factor:.{digits}g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time for people: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

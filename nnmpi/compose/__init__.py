@@ -1,11 +1,12 @@
-"""Model, optimizer and parallel strategies put together: one object with one call per update.
+"""Model, optimizer and parallel strategies put together: one object that trains, a Trainer.
 
 Read in this order:
 
     layout               Layout: how a model is to be spread over ranks, as the user says it
     arrange              arrange: cuts and shards the model for that layout; the result is an Arrangement
-    options              GradientExchange, Numerics: a worker's options, and which of them go together
-    worker               Worker: a synchronous step from the batch to the update
+    options              GradientExchange, Numerics: a trainer's options, and which of them go together
+    trainer              Trainer: train up to a point, evaluate, state, report, release; and what it tells
+    worker               Worker: all ranks do every step together; a synchronous step from the batch to the update
     runner               what goes into a forward and backward pass and what comes out: DeviceBatch, Outcome, reports
     replicas, pipelined  the two runners: a whole model (or shards of its layers), and stages of a pipeline
     norm                 the length of a gradient of which each rank has a part
@@ -13,15 +14,15 @@ Read in this order:
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers
     averaging_runner       every rank trains alone, and weights are averaged
-    segment              what asynchronous ranks do between two meetings and report there; Throttle
+    segment              what asynchronous ranks count between two meetings, and exchange there
     virtual              VirtualWorker: many workers in one process, in virtual time; see simulated_cluster
 
 Which file to change:
 
     another option for summing gradients, or for precision      options, and worker or parallel.data, which use it
     one more number in the report of a step                     StepReport in runner, and Worker._report
-    one more number in the report of a segment                  SegmentReport and Tally in segment
-    another check of what goes together                         options (of a worker), layout (of a layout)
+    one more number in the report of a segment                  SegmentReport and Totals in trainer, Tally in segment
+    another check of what goes together                         options (of a trainer), layout (of a layout)
     another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner
 
 Nothing is imported here: import the module that defines the name.

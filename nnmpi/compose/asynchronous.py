@@ -13,22 +13,20 @@ are those of any other run; within `run` each goes on as soon as its way of sync
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable
 
-from nnmpi import clock
-from nnmpi.backend.precision import precision as mode_of
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
 from nnmpi.compose.replicas import LocalGradient, evaluate_all
-from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, sum_cross_entropy
-from nnmpi.compose.segment import Progress, SegmentReport, Throttle, average_buffers
+from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
+from nnmpi.compose.segment import StalenessSummary, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner
-from nnmpi.compose.state import model_state, optimizer_state, sharded_optimizer_state
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.compose.state import model_state
+from nnmpi.compose.trainer import SegmentReport, Throttle, Trainer, TrainingSegment
+from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -36,12 +34,8 @@ from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.replication import broadcast_state, check_free
 from nnmpi.synchrony.sync import Sync
 
-Rate: TypeAlias = Callable[[int], float]
-OnProgress: TypeAlias = Callable[[Progress], None]
-PollSignal: TypeAlias = Callable[[], int]
 
-
-class AsynchronousWorker:
+class AsynchronousWorker(Trainer):
     """Trains and evaluates a model on ranks that meet only now and then. Making one is collective.
 
     Args:
@@ -78,91 +72,48 @@ class AsynchronousWorker:
         throttle: Throttle | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        throttle = Throttle() if throttle is None else throttle
-        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
-        self.loss: SumLoss = sum_cross_entropy(None) if loss is None else loss
-        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
-        self.backend = numpy_backend() if backend is None else backend
-        self.precision = mode_of() if numerics.precision is None else numerics.precision
+        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle)
+        self.sync = sync
         with agreed(group):  # only servers' ranks have hooks in a model
-            self._check(throttle)
-        self.seed = seed
+            self._check()
         broadcast_state(model, group)
         self._gradient = gradient = LocalGradient(
             model, self.loss, self.backend, seed, numerics.clip, self.precision, self.evaluation_loss
         )
-        self.runner = (
-            ParameterServerRunner(model, optimizer, group, sync, gradient, throttle, self.backend, synchronous_sends)
-            if sync.uses_servers
-            else AveragingRunner(model, optimizer, group, sync, gradient, throttle, seed)
-        )
+        self.runner: ParameterServerRunner | AveragingRunner
+        if sync.uses_servers:
+            self.runner = ParameterServerRunner(
+                model, optimizer, group, sync, gradient, self.throttle, self.backend, synchronous_sends
+            )
+            self.reports_per_batch = len(sync.worker_ranks(group.size)) - sync.backup
+        else:
+            self.runner = AveragingRunner(model, optimizer, group, sync, gradient, self.throttle, seed)
+        self._summary = StalenessSummary()
 
-    def run(
-        self,
-        loader: Loader,
-        epoch: int,
-        first: int,
-        stop: int,
-        step: int,
-        lr: Rate,
-        bsp: bool = False,
-        progress: OnProgress | None = None,
-        poll_signal: PollSignal | None = None,
-    ) -> SegmentReport:
-        """Train on the batches first..stop-1 of an epoch, and meet. Collective.
-
-        Args:
-            loader: of the training data. Through servers, any rank's; else this rank's own part.
-            step: the number of batches before them in the whole run, which keys dropout and the learning rate.
-            lr: the learning rate of a step.
-            bsp: whether the workers stay in step this time: a warm-up.
-            progress: called on rank 0: for every gradient that a server gets, or for its own steps.
-            poll_signal: whether this rank got a signal, and which; then all end after a whole batch.
-
-        Returns:
-            What was done; `batches` may be fewer, after a signal.
-
-        Raises:
-            DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
-            UsageError: for a loader of another part than this rank's, where it matters.
-        """
+    def _run(self, segment: TrainingSegment) -> SegmentReport:
         self.group.barrier()  # so that nobody counts as waiting what others still had to do
-        begin = clock.now()
-        report = self.runner.run(
-            loader,
-            epoch,
-            range(first, stop),
-            step,
-            lr,
-            bsp,
-            progress or (lambda _: None),
-            poll_signal or (lambda: 0),
-            begin,
-        )
+        report = self.runner.run(segment)
         average_buffers(self.model, self.group, self.runner.steps_done)
+        self._summary.add(report)
         return report
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
-        """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
+        """See `Trainer.evaluate`."""
         return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
 
     def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays as those of the whole model; see `Worker.state`."""
-        model = model_state(self.model, self.group, None)
-        if isinstance(self.runner, ParameterServerRunner):
-            return model, sharded_optimizer_state(self.model, self.optimizer, self.group, self.runner.shard)
-        return model, optimizer_state(self.model, self.optimizer, self.group, None)
+        """See `Trainer.state`."""
+        return model_state(self.model, self.group, None), self.runner.optimizer_state()
 
-    @property
-    def reports_per_batch(self) -> int:
-        """How many calls of `progress` there are for each batch."""
-        return len(self.sync.worker_ranks(self.group.size)) - self.sync.backup if self.sync.uses_servers else 1
+    def summary(self) -> list[str]:
+        """Return lines about how stale gradients were, and what was sent, since the last call."""
+        return self._summary.lines()
 
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself. Collective."""
+        """See `Trainer.release`."""
         self.runner.release()
 
-    def _check(self, throttle: Throttle) -> None:
+    def _check(self) -> None:
         """Refuse what does not go together."""
         check_optimizer(self.model, self.optimizer)
         if not self.sync.asynchronous:
@@ -173,4 +124,4 @@ class AsynchronousWorker:
         check_free(self.model)
         for loss in (self.loss, self.evaluation_loss):
             check_loss(loss, None)
-        throttle.slowdown.check(self.sync.worker_ranks(self.group.size))
+        self.throttle.slowdown.check(self.sync.worker_ranks(self.group.size))

@@ -8,22 +8,23 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
-from nnmpi.compose.segment import Progress, SegmentReport, Tally, Throttle, exchange, sum_up
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.compose.segment import Tally, exchange, sent, sum_up
+from nnmpi.compose.state import optimizer_state
+from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, TrainingSegment
+from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Gossip, LocalSGD
+from nnmpi.parallel.model_state import ModelState
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 
@@ -59,46 +60,38 @@ class AveragingRunner:
         self._steps = 0  # of this rank, in the whole run
         self.steps_done = 0
 
-    def run(
-        self,
-        loader: Loader,
-        epoch: int,
-        batches: range,
-        step: int,
-        lr: Callable[[int], float],
-        bsp: bool,
-        progress: Callable[[Progress], None],
-        poll_signal: Callable[[], int],
-        begin: float,
-    ) -> SegmentReport:
-        """Run one segment; see `AsynchronousWorker.run`."""
+    def run(self, segment: TrainingSegment) -> SegmentReport:
+        """Run one segment."""
+        loader, begin = segment.loader, clock.now()
         if (loader.rank, loader.world) != (self.group.rank, self.group.size):
             raise UsageError(
                 f"the loader gives part {loader.rank} of {loader.world}, but this is rank {self.group.rank} of "
                 f"{self.group.size}; give Loader the rank and world of the group"
             )
-        averaging = self._warming if bsp else self._averaging
+        averaging = self._warming if segment.bsp else self._averaging
         averaging.begin()
         tally, staleness = Tally(), Staleness(self.group.size)
         done, stop, signal = 0, False, 0
-        with uploaded(loader, epoch, self._gradient.backend, batches.start) as items:
-            for number in batches:
+        with uploaded(loader, segment.epoch, self._gradient.backend, segment.batches.start) as items:
+            for number in segment.batches:
                 if stop:
                     break
-                entered = clock.now()
+                step, entered = segment.number(number), clock.now()
                 batch = next(items)
                 input_s = clock.now() - entered
-                self._step(batch, step + done, lr(step + done), tally, input_s, progress, begin)
-                staleness.add(self.group.rank, averaging.steps_since_average(step + done))
+                progress = self._step(batch, step, segment.lr(step), tally, input_s, begin)
+                if self.group.is_root and not tally.broken:
+                    segment.progress(progress)
+                staleness.add(self.group.rank, averaging.steps_since_average(step))
                 waiting = clock.now()
                 with timeline.span("average", "average", timeline.REDUCE):
-                    averaging.after_step(step + done, len(batch.y))
+                    averaging.after_step(step, len(batch.y))
                 done += 1
                 step_s = clock.now() - entered
                 # After the last batch all ranks meet anyway, and exchange signals and errors with their tallies.
                 notes = (
-                    self._check.gather([poll_signal(), bool(tally.broken)], step_s)
-                    if number + 1 < batches.stop
+                    self._check.gather([segment.poll_signal(), bool(tally.broken)], step_s)
+                    if number + 1 < segment.batches.stop
                     else None
                 )
                 tally.wait_s += clock.now() - waiting
@@ -106,11 +99,15 @@ class AveragingRunner:
                     signal = max(int(note[0]) for note in notes)
                     stop = bool(signal) or any(note[1] for note in notes)
         disagreement = averaging.synchronize()
-        tally.signal = max(signal, poll_signal())
+        tally.signal = max(signal, segment.poll_signal())
         tally.messages, tally.bytes = averaging.messages, averaging.bytes
         tally.more = {"staleness": staleness.to_json()}
         self.steps_done = tally.seen
         return self._report(exchange(self.group, tally), done, disagreement, clock.now() - begin)
+
+    def optimizer_state(self) -> ModelState:
+        """Return the optimizer's arrays, which are the same on all ranks between segments."""
+        return optimizer_state(self.model, self.optimizer, self.group, None)
 
     def release(self) -> None:
         """Take everything off the model again. Collective."""
@@ -118,16 +115,7 @@ class AveragingRunner:
         self._averaging.release()
         self._warming.release()
 
-    def _step(
-        self,
-        batch: Batch,
-        number: int,
-        lr: float,
-        tally: Tally,
-        input_s: float,
-        progress: Callable[[Progress], None],
-        begin: float,
-    ) -> None:
+    def _step(self, batch: Batch, number: int, lr: float, tally: Tally, input_s: float, begin: float) -> Progress:
         """Do one update of this rank's own weights with the gradient of its part's mean loss."""
         started = clock.now()
         gradient = self._gradient.run(batch, number)
@@ -146,22 +134,20 @@ class AveragingRunner:
         now = clock.now()
         tally.add(gradient, 0.0, input_s)
         tally.compute_s += now - started - gradient.compute_s
-        if self.group.is_root and not tally.broken:
-            sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
-            progress(Progress(batch.number, 0, *sums, now - started, 0.0, now - begin, input_s))
+        totals = gradient.totals(now - started, input_s=input_s)
+        return Progress(batch.number, 0, totals, gradient.norm, now - begin)
 
     def _report(self, tallies: list[Tally], batches: int, disagreement: float, seconds: float) -> SegmentReport:
         staleness = Staleness(self.group.size)
         for tally in tallies:
             staleness.merge(Staleness.from_json(tally.more["staleness"]))
+        loss_sum = float(np.sum([tally.loss_sum for tally in tallies]))
+        correct = float(np.sum([tally.correct for tally in tallies]))
+        rows = sum(tally.rows for tally in tallies)
         return SegmentReport(
-            batches=batches,
-            rows=sum(tally.rows for tally in tallies),
-            loss_sum=float(np.sum([tally.loss_sum for tally in tallies])),
-            correct=float(np.sum([tally.correct for tally in tallies])),
-            seconds=self.group.share(seconds),
+            sum_up(tallies, batches, self.group.share(seconds), rows, loss_sum, correct),
             updates=batches,
             staleness=staleness if self.sync.mode == "local" else None,
             disagreement=disagreement,
-            **sum_up(tallies),
+            **sent(tallies),
         )

@@ -11,6 +11,7 @@ their way keep the old ones until they have gone back (weight stashing).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ from nnmpi.schedule.simulate import InstructionCosts, simulate
 from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
+
+PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
 
 
 class Pipelined:
@@ -106,6 +109,9 @@ class Pipelined:
         self._batch: _Running | None = None
         self._is_released = False
         self._traffic = Traffic()  # of the updates within a pass
+        self._passes: deque[PassReport] = deque(maxlen=PASSES_KEPT)
+        self._most = 0  # microbatches in a pass
+        self._staleness: list[int] = []  # in the last pass
         stages = {
             number: Stage(
                 number,
@@ -144,6 +150,7 @@ class Pipelined:
         traffic = self._traffic if self.updates else self._finish()
         if self.fixed is not None:
             traffic = Traffic(clock.now() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
+        self._keep(report, running.staleness)
         rows = len(batch.y) if self._counts else 0
         return Outcome(partial(self._sums, batch), rows, traffic, report, tuple(running.staleness))
 
@@ -170,6 +177,34 @@ class Pipelined:
         """See `Runner.explain`."""
         world = self.arrangement.mesh.world
         return explain_gradients(world, self.model, step + 1, value, "microbatches and replicas")
+
+    def _keep(self, report: PassReport | None, staleness: list[int]) -> None:
+        """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""
+        if report is None or report.microbatches < self._most:
+            return
+        if report.microbatches > self._most:
+            self._most = report.microbatches
+            self._passes.clear()
+        self._passes.append(report)
+        self._staleness = staleness
+
+    def summary(self) -> list[str]:
+        """Say how the last passes went, measured beside simulated; see `Runner.summary`."""
+        if not self._passes:
+            return []
+        group = self.pipeline.group
+        found = forecast(group, self.pipeline.plan(self._most), list(self._passes))
+        self._passes.clear()
+        stages = ", ".join(f"{1e3 * seconds:.2f}" for seconds in found.stage_s)
+        lines = [
+            f"pipeline pass {1e3 * found.measured_s:.2f} ms, simulated {1e3 * found.simulated_s:.2f} ms; "
+            f"bubble {found.measured_bubble:.0%}, simulated {found.simulated_bubble:.0%}; "
+            f"ms per microbatch and stage: {stages}; activations kept: {', '.join(map(str, found.peak_live))}"
+        ]
+        if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
+            stale = group.gather(max(self._staleness, default=0))
+            lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
+        return lines
 
     def release(self) -> None:
         """See `Runner.release`."""

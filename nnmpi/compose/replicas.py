@@ -39,6 +39,7 @@ from nnmpi.compose.runner import (
     label_check,
     to_device,
 )
+from nnmpi.compose.trainer import Totals
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import evaluation, training
@@ -186,6 +187,10 @@ class Gradient:
     def is_finite(self) -> bool:
         """Whether loss and gradient are numbers, so that it may be used."""
         return isfinite(self.loss_sum) and isfinite(self.norm)
+
+    def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0) -> Totals:
+        """Return the sums of the step that it was, which took its worker so many seconds in all."""
+        return Totals(1, self.rows, self.loss_sum, self.correct, compute_s, wait_s, input_s)
 
 
 class LocalGradient:
@@ -374,6 +379,10 @@ class Replicas:
 
     def _is_finite_everywhere(self, value: float) -> bool:
         return all(map(isfinite, self.world.sum_floats([value])))
+
+    def summary(self) -> list[str]:
+        """See `Runner.summary`: there is nothing to tell."""
+        return []
 
     def release(self) -> None:
         """See `Runner.release`."""

@@ -227,12 +227,16 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`."""
+    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`.
+
+    In virtual time `virtual_s` says when; else it is None.
+    """
 
     loss: float
     accuracy: float
     samples: int
     seconds: float
+    virtual_s: float | None = None
 
 
 LOSS, CORRECT = "loss", "correct"  # the names of their sums in `DeferredScalars`
@@ -291,6 +295,9 @@ class Runner(Protocol):
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
+
+    def summary(self) -> list[str]:
+        """Return lines about the batches since the last call, if there is something to tell."""
 
     def release(self) -> None:
         """Take everything off the model again; a second call does nothing."""

@@ -1,150 +1,25 @@
-"""Segments: the batches between two meetings of asynchronous ranks, each of which goes on at its own speed.
+"""What ranks that are out of step count in a segment, exchange when they meet, and have to tell of it.
 
-worker 0   |--0--|--2--|--4--|--5--|--7--|        |
-worker 1   |----1-----|----3-----|----6-----|     |  meeting: the same weights everywhere,
-                                                     evaluation, checkpoint, the next segment
-
-    Throttle            slows a rank down on purpose, so that a laptop shows what a mixed cluster does
-    Progress            what is reported of one gradient; SegmentReport: of a segment
-    Tally               what one rank did in a segment, which the ranks exchange when they meet
-
-The throttle makes a step last at least so long, and a straggler a multiple of that:
-
-computed      |======|                                  what the step took here
-minimum       |======|....|                             at least so long, as if the machine were slower
-factor 3      |======|....|.........|.........|         a straggler waits until three times that have passed
+Tally               what one rank did in a segment
+exchange            all ranks' tallies, when they meet; sum_up, sent: what becomes of them
+StalenessSummary    how stale gradients were, and what was sent, in lines
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnmpi import clock, timeline
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import Gradient
+from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.averaging import average
-from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
-POLL_INTERVAL_S = 0.001
-
-
-@dataclass(frozen=True)
-class Throttle:
-    """The minimum time of a step, and who takes how many times as long.
-
-    Attributes:
-        minimum_s: every step takes at least so many seconds.
-        slowdown: the factor of each rank in each step.
-    """
-
-    minimum_s: float = 0.0
-    slowdown: Slowdown = field(default_factory=Slowdown)
-
-    def step_seconds(self, computed_s: float, rank: int, step: int) -> float:
-        """Return how long a step is to take whose computation took `computed_s` seconds.
-
-        Args:
-            computed_s: seconds.
-            rank: whose step it is.
-            step: the number of steps that this rank has done before.
-        """
-        return max(computed_s, self.minimum_s) * self.slowdown.factor(rank, step)
-
-    def wait(
-        self, begin_s: float, rank: int, step: int, poll: Callable[[], None] | None = None, spent_s: float | None = None
-    ) -> None:
-        """Sleep until a step has lasted long enough.
-
-        Args:
-            begin_s: when it began, of `nnmpi.clock.now`.
-            rank: whose step it is.
-            step: the number of steps that this rank has done before.
-            poll: called about every millisecond meanwhile; None for nothing.
-            spent_s: the seconds that it was computed; by default those since `begin_s`.
-        """
-        computed_s = clock.now() - begin_s if spent_s is None else spent_s
-        left_s = self.step_seconds(computed_s, rank, step) - computed_s
-        if left_s <= 0:
-            return
-        end_s = clock.now() + left_s
-        with timeline.span("slowed down", "slowdown"):
-            while (left_s := end_s - clock.now()) > 0:
-                if poll is None:
-                    clock.sleep(left_s)
-                else:
-                    clock.sleep(min(POLL_INTERVAL_S, left_s))
-                    poll()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One gradient that was used, or one step of a worker's own.
-
-    Attributes:
-        batch: the number of its batch in the epoch.
-        worker: who computed it.
-        rows: the samples that it is of.
-        loss_sum, correct: sums over these samples.
-        norm: the length of the gradient of their mean loss, before clipping.
-        compute_s, wait_s, input_s: seconds in which the worker computed it, waited before for others, and for its data.
-        at_s: seconds since the segment began; in virtual time since the run began.
-    """
-
-    batch: int
-    worker: int
-    rows: int
-    loss_sum: float
-    correct: float
-    norm: float
-    compute_s: float
-    wait_s: float
-    at_s: float
-    input_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class SegmentReport:
-    """A segment, the same on all ranks.
-
-    Attributes:
-        batches: how many were done; fewer than asked for after a signal.
-        rows, loss_sum, correct: sums over the samples of the gradients that were used.
-        seconds: from its beginning to the meeting; virtual ones in virtual time.
-        messages, bytes: of gradients and weights, each counted once, over all ranks.
-        updates: of the weights; with several servers, of the first one's shard. Of local steps, those of a worker.
-        dropped: gradients that came too late for a synchronous step with backup workers.
-        unassigned: parts of batches that nobody had begun when their step was over.
-        staleness: of the gradients that were used, by worker; with several servers, of the first one's shard. None
-            where nothing of the kind is defined (gossip).
-        lead: the largest number of steps by which a worker that began one was ahead of the slowest; with several
-            servers, as the first one saw it: the others let workers go on for whom there was nothing left to do.
-        disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
-        signal: the number of the signal that ended it early, else 0.
-        compute_s, wait_s, input_s: seconds of a step, mean over the workers.
-    """
-
-    batches: int
-    rows: int
-    loss_sum: float
-    correct: float
-    seconds: float
-    messages: int = 0
-    bytes: int = 0
-    updates: int = 0
-    dropped: int = 0
-    unassigned: int = 0
-    staleness: Staleness | None = None
-    lead: int = 0
-    disagreement: float = 0.0
-    signal: int = 0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    input_s: float = 0.0
+SHOWN_WORKERS = 16
 
 
 @dataclass
@@ -192,11 +67,25 @@ def step_seconds(tallies: Sequence[Tally], name: str) -> float:
     return float(sum(getattr(tally, name) for tally in tallies)) / max(sum(tally.steps for tally in tallies), 1)
 
 
-def sum_up(tallies: Sequence[Tally]) -> dict[str, Any]:
-    """Return the fields of a segment's report, by name, that servers and averaging compute alike from the tallies."""
-    seconds = {name: step_seconds(tallies, name) for name in ("compute_s", "wait_s", "input_s")}
-    sent = {name: sum(getattr(tally, name) for tally in tallies) for name in ("messages", "bytes")}
-    return {"signal": max(tally.signal for tally in tallies), **sent, **seconds}
+def sum_up(
+    tallies: Sequence[Tally], batches: int, seconds: float, rows: int, loss_sum: float, correct: float
+) -> Totals:
+    """Return the totals of a segment of so many batches and seconds, with the times of the ranks' tallies.
+
+    Args:
+        rows, loss_sum, correct: over the samples whose gradients were used.
+    """
+    compute_s, wait_s, input_s = (batches * step_seconds(tallies, name) for name in ("compute_s", "wait_s", "input_s"))
+    return Totals(batches, rows, loss_sum, correct, compute_s, wait_s, input_s, seconds)
+
+
+def sent(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Return what was sent and which signal came, as fields of a segment's report by name."""
+    return {
+        "signal": max(tally.signal for tally in tallies),
+        "messages": sum(tally.messages for tally in tallies),
+        "bytes": sum(tally.bytes for tally in tallies),
+    }
 
 
 def exchange(group: Group, own: Tally) -> list[Tally]:
@@ -221,3 +110,56 @@ def average_buffers(model: Module, group: Group, steps: int) -> None:
     if group.size == 1 or not total:
         return
     average((buffer.data for _, buffer in model.named_buffers()), group, steps / total)
+
+
+class StalenessSummary:
+    """Says in lines how stale gradients were, how far workers were ahead, and how much was sent, over some segments."""
+
+    def __init__(self) -> None:
+        self._sum = SegmentReport(Totals())
+
+    def add(self, report: SegmentReport) -> None:
+        """Count a segment in, if anything was done in it."""
+        if not report.batches:
+            return
+        total, staleness = self._sum, self._sum.staleness
+        if report.staleness is not None:
+            staleness = staleness or Staleness(len(report.staleness.histograms))
+            staleness.merge(report.staleness)
+        self._sum = SegmentReport(
+            total.totals.plus(report.totals),
+            messages=total.messages + report.messages,
+            bytes=total.bytes + report.bytes,
+            dropped=total.dropped + report.dropped,
+            unassigned=total.unassigned + report.unassigned,
+            staleness=staleness,
+            lead=max(total.lead, report.lead),
+            disagreement=max(total.disagreement, report.disagreement),
+        )
+
+    def lines(self) -> list[str]:
+        """Return what there is to report, and forget the segments."""
+        total, self._sum = self._sum, SegmentReport(Totals())
+        steps = total.batches
+        if not steps:
+            return []
+        sent = f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step"
+        lost = (
+            f"; {total.dropped} gradients came too late and were dropped, {total.unassigned} parts of batches were not "
+            "begun"
+        )
+        return [*_stale(total), f"{sent}, over all ranks{lost if total.dropped or total.unassigned else ''}"]
+
+
+def _stale(total: SegmentReport) -> list[str]:
+    """Return how stale gradients were, and how far apart the ranks' weights."""
+    far, stale, lead = total.disagreement, total.staleness, total.lead
+    words = []
+    if stale is not None:
+        counts = [stale.count(worker) for worker in range(len(stale.histograms))]
+        shown = ", ".join(map(str, counts[:SHOWN_WORKERS])) + (", ..." if len(counts) > SHOWN_WORKERS else "")
+        words = [f"staleness {stale.mean():.2f} on average, at most {stale.largest()}"]
+        words += [f"at most {lead} {'step' if lead == 1 else 'steps'} ahead"] if lead else []
+        words += [f"steps by worker: {shown}"]
+    words += [f"weights differed by {100 * far:.2g} % before they were averaged at the end"] if far else []
+    return ["; ".join(words)] if words else []

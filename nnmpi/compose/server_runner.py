@@ -18,10 +18,12 @@ from nnmpi import clock, timeline
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
-from nnmpi.compose.segment import Progress, SegmentReport, Tally, Throttle, exchange, sum_up
-from nnmpi.data.loader import Loader
+from nnmpi.compose.segment import Tally, exchange, sent, sum_up
+from nnmpi.compose.state import sharded_optimizer_state
+from nnmpi.compose.trainer import OnProgress, PollSignal, Progress, SegmentReport, Throttle, Totals, TrainingSegment
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.parallel.server.push_pull import PushPull
 from nnmpi.parallel.server.shards import Shard, cut_shards
@@ -49,7 +51,7 @@ class ParameterServerRunner:
         backend: Backend,
         synchronous_sends: bool,
     ) -> None:
-        self.optimizer, self.group, self.sync = optimizer, group, sync
+        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
         self._gradient, self._throttle = gradient, throttle
         self._workers, servers = sync.worker_ranks(group.size), sync.server_ranks(group.size)
         self._is_worker = group.rank in self._workers
@@ -75,38 +77,33 @@ class ParameterServerRunner:
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
 
-    def run(
-        self,
-        loader: Loader,
-        epoch: int,
-        batches: range,
-        step: int,
-        lr: Callable[[int], float],
-        bsp: bool,
-        progress: Callable[[Progress], None],
-        poll_signal: Callable[[], int],
-        begin: float,
-    ) -> SegmentReport:
-        """Run one segment; see `AsynchronousWorker.run`."""
+    def run(self, segment: TrainingSegment) -> SegmentReport:
+        """Run one segment."""
+        begin = clock.now()
         tally, taken = Tally(), Tally()
         self._dropped = 0
         if self.server is not None:
-            self._updates, self.server.signal = self.server.updates, poll_signal
-        self._note = partial(self._count, taken, tally, progress, poll_signal, begin)
+            self._updates, self.server.signal = self.server.updates, segment.poll_signal
+        self._note = partial(self._count, taken, tally, segment.progress, segment.poll_signal, begin)
         if self._steps < 0:
             worker = max(0, self.group.rank - self._workers.start)
-            self._steps, self._taken = step, loader.rows_before(step, worker, len(self._workers))
-        self._talk.open(batches.start, batches.stop, 0 if bsp else self.sync.bound)
+            self._steps = segment.step
+            self._taken = segment.loader.rows_before(segment.step, worker, len(self._workers))
+        self._talk.open(segment.batches.start, segment.batches.stop, 0 if segment.bsp else self.sync.bound)
         if self._is_worker:
-            self._work(loader, epoch, batches.start, step, lr, poll_signal, tally)
+            self._work(segment, tally)
         self._talk.finish()
         tally.messages, tally.bytes = self._talk.messages, self._talk.bytes
-        tally.signal = tally.signal or poll_signal()
+        tally.signal = tally.signal or segment.poll_signal()
         tally.more = self._tell()
         self.steps_done = tally.seen
         self.optimizer.steps = int(self.group.share(self.optimizer.steps))  # those of the first shard
         tallies = exchange(self.group, tally)
-        return self._report(tallies, batches, taken, clock.now() - begin)
+        return self._report(tallies, taken, clock.now() - begin)
+
+    def optimizer_state(self) -> ModelState:
+        """Return the optimizer's arrays, of which each server has those of its shard."""
+        return sharded_optimizer_state(self.model, self.optimizer, self.group, self.shard)
 
     def release(self) -> None:
         """Take everything off the model again, and give all ranks the optimizer's state. Collective.
@@ -118,18 +115,9 @@ class ParameterServerRunner:
         self._gradient.release()
         self._talk.free()
 
-    def _work(
-        self,
-        loader: Loader,
-        epoch: int,
-        first: int,
-        step: int,
-        lr: Callable[[int], float],
-        poll_signal: Callable[[], int],
-        tally: Tally,
-    ) -> None:
+    def _work(self, segment: TrainingSegment, tally: Tally) -> None:
         """Be a worker until the segment is over."""
-        parts, worker = loader.parts(epoch), self._workers.index(self.group.rank)
+        parts, worker = segment.loader.parts(segment.epoch), self._workers.index(self.group.rank)
         while True:
             begin = clock.now()
             with timeline.span("pull", "pull", timeline.WAITING):
@@ -141,7 +129,7 @@ class ParameterServerRunner:
             task = ticket.task
             batch = parts.assigned(task.batch, task.part, len(self._workers), worker, self._taken)
             self._taken += len(batch.y)
-            number = step + task.batch - first
+            number = segment.number(task.batch)
             started = clock.now()
             self._served_s = 0.0
             gradient = self._gradient.run(batch, number)
@@ -158,14 +146,14 @@ class ParameterServerRunner:
                         task,
                         gradient.rows,
                         batch.global_rows,
-                        lr(number),
+                        segment.lr(number),
                         0,
                         gradient.loss_sum,
                         gradient.correct,
                         gradient.norm,
                         spent_s,
                         wait_s,
-                        poll_signal() or ticket.signal,
+                        segment.poll_signal() or ticket.signal,
                         broken,
                     )
                 )
@@ -186,8 +174,8 @@ class ParameterServerRunner:
         self,
         taken: Tally,
         tally: Tally,
-        progress: Callable[[Progress], None],
-        poll_signal: Callable[[], int],
+        progress: OnProgress,
+        poll_signal: PollSignal,
         begin: float,
         worker: int,
         push: Push,
@@ -199,8 +187,8 @@ class ParameterServerRunner:
             taken.rows += push.rows
             taken.loss_sum += push.loss_sum
             taken.correct += push.correct
-            numbers = (push.rows, push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s)
-            progress(Progress(push.task.batch, worker, *numbers, clock.now() - begin))
+            totals = Totals(1, push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+            progress(Progress(push.task.batch, worker, totals, push.norm, clock.now() - begin))
         self._dropped = controller.dropped
         tally.signal = tally.signal or push.signal or poll_signal()
         if tally.signal:
@@ -223,20 +211,15 @@ class ParameterServerRunner:
             "batches": server.controller.batches_done,
         }
 
-    def _report(self, tallies: list[Tally], batches: range, taken: Tally, seconds: float) -> SegmentReport:
-        told = [tally.more for tally in tallies if tally.more]
-        rows, loss_sum, correct = self.group.share([taken.rows, taken.loss_sum, taken.correct])
-        first = told[0]
+    def _report(self, tallies: list[Tally], taken: Tally, seconds: float) -> SegmentReport:
+        used = self.group.share([taken.rows, taken.loss_sum, taken.correct])
+        first = next(tally.more for tally in tallies if tally.more)
         return SegmentReport(
-            batches=first["batches"],
-            rows=rows,
-            loss_sum=loss_sum,
-            correct=correct,
-            seconds=self.group.share(seconds),
+            sum_up(tallies, first["batches"], self.group.share(seconds), *used),
             updates=first["updates"],
             dropped=first["dropped"],
             unassigned=first["unassigned"],
             staleness=Staleness.from_json(first["staleness"]),
             lead=first["lead"],
-            **sum_up(tallies),
+            **sent(tallies),
         )

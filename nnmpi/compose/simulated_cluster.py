@@ -41,7 +41,8 @@ from math import sqrt
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.cost import ring_all_reduce
 from nnmpi.compose.replicas import Gradient, LocalGradient
-from nnmpi.compose.segment import Progress, SegmentReport, Tally, Throttle, step_seconds
+from nnmpi.compose.segment import Tally, sum_up
+from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals
 from nnmpi.data.loader import Batch, Parts
 from nnmpi.errors import CommError, DivergenceError
 from nnmpi.nn.module import Module
@@ -116,7 +117,7 @@ class SimulatedSegment:
         step: the number of the first one in the whole run.
         lr: the learning rate of a step.
         bsp: whether the workers stay in step.
-        progress, poll_signal: see `VirtualWorker.run`.
+        progress, poll_signal: see `Trainer.run`.
         observe: called with the virtual time after every update, with the present weights in the model; or None.
         begin_s: the virtual time.
     """
@@ -336,8 +337,7 @@ class SimulatedAllReduce:
             now_s += max(each_s) + sum_s
             gradient = replace(gradient, compute_s=sum(each_s) / workers)
             tally.add(gradient, max(each_s) + sum_s - gradient.compute_s, 0.0)
-            sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
-            segment.progress(Progress(number, 0, *sums, gradient.compute_s, wait_s, now_s))
+            segment.progress(Progress(number, 0, gradient.totals(gradient.compute_s, wait_s), gradient.norm, now_s))
             wait_s = max(each_s) + sum_s - gradient.compute_s
             done += 1
             if segment.observe is not None:
@@ -346,17 +346,11 @@ class SimulatedAllReduce:
             if signal:
                 break
         report = SegmentReport(
-            batches=done,
-            rows=tally.rows,
-            loss_sum=tally.loss_sum,
-            correct=tally.correct,
-            seconds=now_s - segment.begin_s,
+            sum_up([tally], done, now_s - segment.begin_s, tally.rows, tally.loss_sum, tally.correct),
             messages=done * 2 * workers * (workers - 1),
             bytes=done * 2 * (workers - 1) * nbytes,
             updates=done,
             signal=signal,
-            compute_s=step_seconds([tally], "compute_s"),
-            wait_s=step_seconds([tally], "wait_s"),
         )
         return report, now_s
 
@@ -534,8 +528,8 @@ class _ServerSegment:
         used.rows += push.rows
         used.loss_sum += push.loss_sum
         used.correct += push.correct
-        sums = (push.rows, push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s)
-        self._segment.progress(Progress(push.task.batch, worker, *sums, self._events.now_s))
+        totals = Totals(1, push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+        self._segment.progress(Progress(push.task.batch, worker, totals, push.norm, self._events.now_s))
 
     def _is_local(self, worker: int, number: int) -> bool:
         """Return whether a worker and a server are on one rank, and need no message."""
@@ -569,12 +563,9 @@ class _ServerSegment:
     def _report(self) -> SegmentReport:
         controller = self._servers[0].controller
         staleness = [server.take_staleness() for server in self._servers]
+        used, seconds = self._used, self._events.now_s - self._segment.begin_s
         return SegmentReport(
-            batches=controller.batches_done,
-            rows=self._used.rows,
-            loss_sum=self._used.loss_sum,
-            correct=self._used.correct,
-            seconds=self._events.now_s - self._segment.begin_s,
+            sum_up([self._tally], controller.batches_done, seconds, used.rows, used.loss_sum, used.correct),
             messages=self._network.messages,
             bytes=self._network.bytes,
             updates=self._servers[0].updates - self._updates,
@@ -583,8 +574,6 @@ class _ServerSegment:
             staleness=staleness[0],
             lead=controller.longest_lead,
             signal=self._tally.signal,
-            compute_s=step_seconds([self._tally], "compute_s"),
-            wait_s=step_seconds([self._tally], "wait_s"),
         )
 
 
@@ -631,19 +620,13 @@ class _AveragingSegment:
         disagreement = self._meet()
         now_s = max(self._clocks)
         report = SegmentReport(
-            batches=self._done,
-            rows=tally.rows,
-            loss_sum=tally.loss_sum,
-            correct=tally.correct,
-            seconds=now_s - segment.begin_s,
+            sum_up([tally], self._done, now_s - segment.begin_s, tally.rows, tally.loss_sum, tally.correct),
             messages=self._messages,
             bytes=self._bytes,
             updates=self._done,
             staleness=self._staleness if cluster.sync.mode == "local" else None,
             disagreement=disagreement,
             signal=tally.signal,
-            compute_s=step_seconds([tally], "compute_s"),
-            wait_s=step_seconds([tally], "wait_s"),
         )
         return report, now_s
 
@@ -678,8 +661,8 @@ class _AveragingSegment:
         self._tally.add(gradient, 0.0, 0.0)
         self._staleness.add(worker, self._age)
         done_s = self._clocks[worker] + gradient.compute_s
-        sums = (gradient.rows, gradient.loss_sum, gradient.correct, gradient.norm)
-        segment.progress(Progress(number, worker, *sums, gradient.compute_s, self._waited[worker], done_s))
+        totals = gradient.totals(gradient.compute_s, self._waited[worker])
+        segment.progress(Progress(number, worker, totals, gradient.norm, done_s))
         return done_s
 
     def _shares(self) -> list[float]:

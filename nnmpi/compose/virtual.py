@@ -24,17 +24,19 @@ Servers, consistency controllers, clocks and gradients are those of a run on ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any, TypeAlias
 
-from nnmpi.backend.precision import precision as mode_of
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
+from nnmpi.comm.units import format_duration
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
 from nnmpi.compose.replicas import LocalGradient, evaluate_all
-from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer, sum_cross_entropy
-from nnmpi.compose.segment import Progress, SegmentReport, Throttle
+from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
+from nnmpi.compose.segment import StalenessSummary
 from nnmpi.compose.simulated_cluster import (
     SimulatedAllReduce,
     SimulatedAveraging,
@@ -43,12 +45,11 @@ from nnmpi.compose.simulated_cluster import (
     SimulatedServers,
     WorkerStatistics,
 )
-from nnmpi.compose.state import model_state, optimizer_state
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.compose.trainer import SegmentReport, Throttle, Trainer, TrainingSegment
+from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.replication import check_free
 from nnmpi.synchrony.network import LinkSpeed
 from nnmpi.synchrony.sync import Sync
@@ -56,8 +57,8 @@ from nnmpi.synchrony.sync import Sync
 Observe: TypeAlias = Callable[[float, "VirtualWorker"], None]
 
 
-class VirtualWorker:
-    """Trains and evaluates a model as many workers would; see `AsynchronousWorker`, whose calls it has.
+class VirtualWorker(Trainer):
+    """Trains and evaluates a model as many workers would; see `AsynchronousWorker`.
 
     Args:
         model: initialized.
@@ -108,14 +109,10 @@ class VirtualWorker:
         sync.check(ranks)
         throttle.slowdown.check(sync.worker_ranks(ranks))
         check_free(model)
-        self.model, self.optimizer, self.group, self.sync, self.workers = model, optimizer, group, sync, workers
-        self.loss: SumLoss = sum_cross_entropy(None) if loss is None else loss
-        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle)
+        self.sync, self.workers = sync, workers
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, None)
-        self.seed = seed
-        self.backend = numpy_backend() if backend is None else backend
-        self.precision = mode_of() if numerics.precision is None else numerics.precision
         check_precision(self.precision, model, self.backend, group)
         refuse_scaling(self.precision, "in virtual time")
         self.now_s = 0.0
@@ -144,54 +141,46 @@ class VirtualWorker:
             if sync.asynchronous
             else SimulatedAllReduce(self._cluster)
         )
+        if sync.asynchronous:
+            self.reports_per_batch = workers - sync.backup
+        self._summary, self._told_s = StalenessSummary(), 0.0
 
-    def run(
-        self,
-        loader: Loader,
-        epoch: int,
-        first: int,
-        stop: int,
-        step: int,
-        lr: Callable[[int], float],
-        bsp: bool = False,
-        progress: Callable[[Progress], None] | None = None,
-        poll_signal: Callable[[], int] | None = None,
-    ) -> SegmentReport:
-        """Train on the batches first..stop-1 of an epoch, until all have met; `now_s` goes on.
-
-        Args:
-            loader: of the training data; any rank's.
-            step: the number of batches before them in the whole run, which keys dropout and the learning rate.
-            lr: the learning rate of a step.
-            bsp: whether the workers stay in step this time: a warm-up.
-            progress: called for every gradient that is used, with `at_s` in virtual time since the start of the run.
-            poll_signal: whether a signal came, and which; then the segment ends after whole batches.
-
-        Returns:
-            What was done; all seconds are virtual.
-
-        Raises:
-            DivergenceError: when a loss or gradient was not finite; it was not used, and the weights in the model are
-                those that it was computed with.
-        """
-        observe = None if self.observe is None else partial(self._show, self.observe)
-        parts, batches = loader.parts(epoch), range(first, stop)
-        tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
+    def _run(self, segment: TrainingSegment) -> SegmentReport:
+        """Train until all have met; `now_s` goes on. All seconds are virtual."""
+        begin_s, observe = self.now_s, None if self.observe is None else partial(self._show, self.observe)
         report, self.now_s = self._simulation.run(
-            SimulatedSegment(parts, batches, step, lr, bsp, tell, ask, observe, begin_s=self.now_s)
+            SimulatedSegment(
+                segment.loader.parts(segment.epoch),
+                segment.batches,
+                segment.step,
+                segment.lr,
+                segment.bsp,
+                lambda one: segment.progress(replace(one, at_s=one.at_s - begin_s, more={"virtual_s": one.at_s})),
+                segment.poll_signal,
+                observe,
+                begin_s,
+            )
         )
-        return report
+        self._summary.add(report)
+        return replace(report, virtual=self.clock_state())
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over all batches; its seconds are real ones."""
-        return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
+        return replace(evaluate_all(self.group, batches, self._gradient.evaluate, self.backend), virtual_s=self.now_s)
 
-    def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays; see `Worker.state`."""
-        return (
-            model_state(self.model, self.group, None),
-            optimizer_state(self.model, self.optimizer, self.group, None),
-        )
+    def load_scalars(self, values: Mapping[str, Any]) -> None:
+        """Put back what `scalars` gave; time goes on where it stood, also with another number of workers."""
+        super().load_scalars(values)
+        if values["virtual"] is not None:
+            self._told_s = self.now_s = float(values["virtual"]["now_s"])
+            with suppress(CheckpointError):
+                self.load_clock_state(values["virtual"])
+
+    def summary(self) -> list[str]:
+        """Return lines about how stale gradients were, what was sent and how long it took, since the last call."""
+        seconds, self._told_s = self.now_s - self._told_s, self.now_s
+        *stale, sent = self._summary.lines() or [""]
+        return [*stale, f"{format_duration(seconds)} of virtual time; {sent}"] if sent else []
 
     def clock_state(self) -> dict[str, Any]:
         """Return virtual time and the workers' steps, as JSON values: what a checkpoint needs besides `state`."""
@@ -221,11 +210,6 @@ class VirtualWorker:
         self._cluster.taken[:] = [int(count) for count in state["taken"]]
         for server, steps in zip(servers, state["clocks"], strict=True):
             server.controller.clocks.steps[:] = [int(count) for count in steps]
-
-    @property
-    def reports_per_batch(self) -> int:
-        """How many calls of `progress` there are for each batch."""
-        return 1 if isinstance(self._simulation, SimulatedAllReduce) else self.workers - self.sync.backup
 
     def release(self) -> None:
         """Take everything off the model again."""

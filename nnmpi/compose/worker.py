@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, nan
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from nnmpi import clock, timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.comm.agreement import require_equal
+from nnmpi.comm.agreement import PeriodicCheck, require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
@@ -54,10 +55,11 @@ from nnmpi.compose.runner import (
     Values,
     check_loss,
     check_optimizer,
-    sum_cross_entropy,
 )
-from nnmpi.compose.state import model_state, optimizer_state, slots
+from nnmpi.compose.state import slots
+from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
+from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import CheckpointError, DeviceError, NnmpiError, UsageError
 from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
@@ -65,7 +67,6 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.loss_scale import LossScale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
-from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.replication import check_free, check_replicas, check_same_model
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.tensor.flat import FlatStorage
@@ -184,7 +185,7 @@ def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParam
 NUMBERS_BYTES = 3 * 8  # loss, right answers and rows, in float64
 
 
-class Worker:
+class Worker(Trainer):
     """Trains and evaluates a model on the ranks of a group. Making one is collective.
 
     Args:
@@ -201,6 +202,7 @@ class Worker:
         backend: where the model lives; NumPy by default.
         arrangement: how the model lies on the ranks; None for all of it on each.
         synchronous_sends: let no message of a pipeline leave before its receive is posted (for tests).
+        throttle: the minimum time of a step of `run`, and stragglers.
 
     Attributes:
         scaling: the loss scale of fp16; None otherwise.
@@ -211,6 +213,8 @@ class Worker:
         UsageError: for an optimizer of other arrays than the model's, a loss with `reduction="mean"`, and options that
             do not go together; see also `parallel.DataParallel`.
     """
+
+    in_step = True
 
     def __init__(
         self,
@@ -225,17 +229,13 @@ class Worker:
         backend: Backend | None = None,
         arrangement: Arrangement | None = None,
         synchronous_sends: bool = False,
+        throttle: Throttle | None = None,
     ) -> None:
         check_optimizer(model, optimizer)
-        self.model, self.optimizer, self.group = model, optimizer, group
-        self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
-        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle, arrangement)
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
-        self.exchange, self.clip, self.seed = exchange, numerics.clip, seed
-        self.backend = numpy_backend() if backend is None else backend
-        self.arrangement = arrangement
-        self.precision = mode_of() if numerics.precision is None else numerics.precision
+        self.exchange, self.clip = exchange, numerics.clip
         check_precision(self.precision, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
@@ -259,6 +259,7 @@ class Worker:
             raise
         self.parallel = self.runner.parallel
         self.notice = self.notice or self.parallel.notice
+        self._signals = PeriodicCheck(group)
 
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where, losses = self.arrangement, (self.loss, self.evaluation_loss)
@@ -403,19 +404,74 @@ class Worker:
             outcome.staleness,
         )
 
+    def _run(self, segment: TrainingSegment) -> SegmentReport:
+        totals, signal = Totals(), 0
+        with uploaded(segment.loader, segment.epoch, self.backend, segment.batches.start) as batches:
+            for number in segment.batches:
+                step, begin = segment.number(number), clock.now()
+                batch = next(batches)
+                input_s = clock.now() - begin
+                with timeline.span(f"step {step}", "step", "steps"):
+                    report = self.step(batch, segment.lr(step))
+                    computed = clock.now()
+                    # The others wait for a rank that is to be slow in their next sum.
+                    self.throttle.wait(computed, self.group.rank, step, spent_s=report.compute_s)
+                now = clock.now()
+                one = _totals(report, now - computed, input_s, now - begin)
+                totals = totals.plus(one)
+                segment.progress(Progress(number, 0, one, report.grad_norm, totals.wall_s, self._more(report)))
+                answers = self._signals.gather(segment.poll_signal(), one.wall_s)
+                signal = max(map(int, answers)) if answers else 0
+                if signal:
+                    break
+        return SegmentReport(totals, signal)
+
+    def _more(self, report: StepReport) -> dict[str, Any]:
+        """Return what is to be told of a step besides its sums."""
+        more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
+        if self.scaling is not None:
+            more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
+        return more
+
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
-        """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
+        """See `Trainer.evaluate`."""
         with self._deterministic():
             return evaluate_all(self.group, batches, self.runner.evaluate, self.backend)
 
-    def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
+    def scalars(self) -> dict[str, Any]:
+        """See `Trainer.scalars`; with fp16 the loss scale is there, too."""
+        return super().scalars() | ({} if self.scaling is None else {"loss_scale": self.scaling.state()})
 
-        The optimizer's are called "slot/parameter"; its number of updates is `optimizer.steps`.
-        """
-        return model_state(self.model, self.group, self.arrangement), optimizer_state(
-            self.model, self.optimizer, self.group, self.arrangement
-        )
+    def load_scalars(self, values: Mapping[str, Any]) -> None:
+        """See `Trainer.load_scalars`."""
+        super().load_scalars(values)
+        if self.scaling is not None and "loss_scale" in values:  # else it begins anew
+            self.scaling.load(values["loss_scale"])
+
+    def algorithms(self) -> list[str]:
+        """See `Trainer.algorithms`."""
+        return [choice.algorithm for choice in self.parallel.exchange.choices]
+
+    def describe_exchange(self) -> str:
+        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
+        exchange, where = self.parallel.exchange, self.arrangement
+        if self.group.size == 1:
+            return "none, one rank has nothing to add"
+        if where is not None and where.layout.fixed:
+            return "in a fixed tree over the microbatches, after the backward pass"
+        if where is not None and where.mesh.dp.size == 1:
+            return "none of gradients, as there is one replica"
+        if self.fused is not None:
+            return "fused with the update, through shared memory"
+        words = [f"{len(exchange.buckets)} bucket{'' if len(exchange.buckets) == 1 else 's'}"]
+        first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
+        words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
+        words.append("overlapped with the backward pass" if exchange.overlap else "after the backward pass")
+        return ", ".join([*words, self.notice] if self.notice else words)
+
+    def summary(self) -> list[str]:
+        """Return lines about the passes through the pipeline, if there is one."""
+        return self.runner.summary()
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""
@@ -498,3 +554,25 @@ class Worker:
         self.parallel.check_equal()
         if self.arrangement is not None:
             check_equal(self.model, self.arrangement, self.backend)
+
+
+def _totals(report: StepReport, throttled_s: float, input_s: float, wall_s: float) -> Totals:
+    """Return the sums of one step, in which this rank slept for so long and waited so long for its batch."""
+    traffic = report.traffic
+    predicted = isfinite(traffic.predicted_s)
+    return Totals(
+        1,
+        report.count,
+        report.loss * report.count,
+        report.accuracy * report.count,
+        report.compute_s + throttled_s,
+        traffic.sync_s,
+        input_s,
+        wall_s,
+        traffic.hidden_s,
+        traffic.bytes,
+        traffic.calls,
+        traffic.predicted_s if predicted else 0.0,
+        int(predicted),
+        report.wait_s,
+    )

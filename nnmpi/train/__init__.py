@@ -7,14 +7,11 @@ From `python -m nnmpi.train` to the first update, in the order to read it:
     config              every option, with its default, help and checks
     options             options by their flat names: as JSON in config.json, as TOML in files
     session             one run: set up, restore, train, print the result, draw the curves
-    build               what the options ask for: layout, data, model, optimizer, schedule, worker
+    build               what the options ask for: layout, data, model, optimizer, schedule, trainer; RunContext
     inputs              data sets and loaders
     device              the backend, shared by the ranks of a device
     custom_model        models of users' own, FILE.py:NAME
-    context             what a run works with, once it is built: RunContext
     loop                epochs, evaluations, checkpoints, and stopping at a signal
-    step_loop           ... where all ranks do every step together
-    asynchronous_loop   ... where ranks go on at their own pace and meet where something is due
 
 What a run prints and leaves behind:
 
@@ -24,7 +21,7 @@ What a run prints and leaves behind:
     curves              pictures of them
     trace               who did what in the first steps, for Perfetto
     folder              what lies where in a run's folder, its lock, and writing that survives a kill
-    run_state           where a run stands: counts and sums, which a checkpoint keeps
+    run_state           where a run stands, which a checkpoint keeps, and where it ends
     checkpoint          saving and restoring over all ranks
     checkpoint_files    a checkpoint's folder: written, verified and read by one process
     tensor_file         one safetensors file, an array at a time
@@ -33,8 +30,8 @@ Which file to change for which wish:
 
     a new option                    config (and whoever reads it); the help and the TOML name follow from the field
     a new model by name             custom_model.MODELS and build.build_model
-    one more number per step        run_state.Totals, step_loop.StepLoop._run_step, log.Reporter.steps, metrics
-    ... and in the epoch's lines    run_state.Totals.breakdown or .communication; asynchronous_loop makes Totals, too
+    one more number per step        compose.trainer.Totals, where trainers make them, log.Reporter.steps, metrics
+    ... and in the epoch's lines    compose.trainer.Totals.breakdown or .communication
     one more line above a run       header
     more in a checkpoint            checkpoint.save and restore; run_state checks what state.json holds
 """

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
-from nnmpi.compose.segment import Throttle
+from nnmpi.compose.trainer import Throttle, Trainer
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import UsageError
@@ -37,15 +37,40 @@ from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warm
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
-from nnmpi.train.context import Extent, RunContext
 from nnmpi.train.custom_model import build_custom_model, is_custom
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs
+from nnmpi.train.run_state import Extent
 
 BYTES_PER_MIB = 2**20
 MS_PER_S = 1000
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run works with on one rank: what `set_up` has made of the options. Only the weights change later.
+
+    Attributes:
+        config: every option.
+        group: all ranks of the run.
+        backend: where this rank computes.
+        inputs: the data sets, and the loaders of this rank's part of every batch.
+        trainer: what does the steps, with the model and its optimizer.
+        schedule: the learning rate as a function of the step.
+        extent: how long the run is.
+        folder: where it writes.
+    """
+
+    config: Config
+    group: Group
+    backend: Backend
+    inputs: Inputs
+    trainer: Trainer
+    schedule: Schedule
+    extent: Extent
+    folder: RunFolder
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
@@ -193,13 +218,12 @@ def build_worker(
         seed=config.run.seed,
         backend=backend,
         arrangement=where,
+        throttle=build_throttle(config),
     )
 
 
-def build_asynchronous(
-    config: Config, group: Group, inputs: Inputs, backend: Backend
-) -> AsynchronousWorker | VirtualWorker:
-    """Return the worker of a run whose ranks need not be in step, or of one in virtual time. Collective.
+def build_asynchronous(config: Config, group: Group, inputs: Inputs, backend: Backend) -> Trainer:
+    """Return the trainer of a run whose ranks need not be in step, or of one in virtual time. Collective.
 
     Args:
         config: every option.
@@ -303,13 +327,8 @@ def settle(context: RunContext) -> Config:
 
     It goes into config.json, since a run that goes on in another layout must cut its batches as before.
     """
-    config, worker = context.config, context.worker
-    if (
-        not isinstance(worker, Worker)
-        or worker.arrangement is None
-        or not worker.arrangement.stages
-        or config.optimization.grad_accum > 1
-    ):
+    config, where = context.config, context.trainer.arrangement
+    if where is None or not where.stages or config.optimization.grad_accum > 1:
         return config
     microbatches = context.inputs.train_loader.microbatches
     return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
@@ -343,7 +362,7 @@ def set_up(
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
-    if config.sync.uses_asynchronous_loop:
+    if config.sync.asynchronous:
         asynchronous = build_asynchronous(config, group, inputs, backend)
         return RunContext(config, group, backend, inputs, asynchronous, schedule, extent, folder), []
     notices = _take_fit(config, group)
@@ -353,8 +372,7 @@ def set_up(
         layout = replace(layout, split=cuts)
     wanted = layout if needs_arrangement(layout, mesh) else None
     worker = build_worker(config, group, inputs, backend, algorithms, wanted)
-    throttle = build_throttle(config)
-    return RunContext(config, group, backend, inputs, worker, schedule, extent, folder, throttle), notices
+    return RunContext(config, group, backend, inputs, worker, schedule, extent, folder), notices
 
 
 def _take_fit(config: Config, group: Group) -> list[str]:

@@ -1,8 +1,8 @@
 """Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed.
 
-    save        the worker's arrays and state.json into a new checkpoint
+    save        the trainer's arrays and state.json into a new checkpoint
     find        the last good checkpoint of a run's folder, verified
-    restore     the worker's arrays and the loop's state from what was found
+    restore     the trainer's arrays and the loop's state from what was found
 
 What lies in a checkpoint's folder, and how it stays whole, is in `checkpoint_files`.
 
@@ -11,7 +11,7 @@ checkpoint fits a layout that no single rank's memory would hold, and any layout
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.virtual import VirtualWorker
-from nnmpi.compose.worker import Worker
+from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Coordinates, Mesh
 from nnmpi.parallel.shard_map import ArraySpec
@@ -34,7 +32,6 @@ from nnmpi.train.checkpoint_files import (
     check_folder,
     load_checkpoint,
 )
-from nnmpi.train.context import AnyWorker
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState, check_stored
@@ -82,12 +79,12 @@ class LastCheckpoint:
 
 
 def save(
-    worker: AnyWorker, state: RunState, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int
+    trainer: Trainer, state: RunState, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int
 ) -> None:
     """Write a checkpoint of this state. Collective.
 
     Args:
-        worker: whose arrays are written.
+        trainer: whose arrays are written.
         state: where the run stands.
         folder: of the run.
         recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
@@ -111,11 +108,11 @@ def save(
     try:
         on_root(group, partial(explained, recorder.sync))
         on_root(group, partial(explained, writer.begin))
-        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), worker.state(), strict=True):
+        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), trainer.state(), strict=True):
             specs = arrays.specs()
             on_root(group, partial(explained, writer.open, name, specs))
             arrays.gather(partial(explained, writer.write))
-        on_root(group, partial(explained, writer.finish, _values(worker, state, group), keep))
+        on_root(group, partial(explained, writer.finish, _values(trainer, state), keep))
     finally:
         if group.is_root:
             writer.discard()
@@ -147,12 +144,12 @@ def find(folder: RunFolder, group: Group) -> LastCheckpoint | None:
 
 
 def restore(
-    worker: AnyWorker, last: LastCheckpoint | None, folder: RunFolder, samples: int
+    trainer: Trainer, last: LastCheckpoint | None, folder: RunFolder, samples: int
 ) -> tuple[RunState, list[str]]:
-    """Give the worker what `find` found; return the state, and lines to print. Collective.
+    """Give the trainer what `find` found; return the state, and lines to print. Collective.
 
     Args:
-        worker: which gets the arrays; without a checkpoint it stays as it is.
+        trainer: which gets the arrays; without a checkpoint it stays as it is.
         last: what was found; None stands for a run that has no checkpoint yet, and begins.
         folder: of the run, for the message.
         samples: rows of the training set.
@@ -167,8 +164,8 @@ def restore(
             f"{last.folder} is of a run with {last.values['samples']} training samples, but the data set now gives "
             f"{samples}; resume with the data that it began with, or start a new run with another --out"
         )
-    state, scalars = RunState.from_json(last.values), last.values["optimizer"]
-    arrays = worker.state()
+    state = RunState.from_json(last.values)
+    arrays = trainer.state()
     sources = [_source(None)] * 2
     if last.checkpoint is not None:
         sources = [_source(last.checkpoint.model), _source(last.checkpoint.optimizer)]
@@ -176,12 +173,8 @@ def restore(
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
-    worker.optimizer.steps = scalars["steps"]
-    if isinstance(worker, Worker) and worker.scaling is not None and "loss_scale" in scalars:  # else it begins anew
-        worker.scaling.load(scalars["loss_scale"])
-    if not isinstance(worker, VirtualWorker):  # the run was one in virtual time, but is none any more
-        state = replace(state, virtual=None)
-    return state, [*last.notices, *_moved(last, worker)]
+    trainer.load_scalars({**last.values["optimizer"], "virtual": last.values["virtual"]})
+    return state, [*last.notices, *_moved(last, trainer)]
 
 
 def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
@@ -191,24 +184,18 @@ def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[st
     return file.__getitem__, file.specs, file.file
 
 
-def _values(worker: AnyWorker, state: RunState, group: Group) -> dict[str, Any]:
+def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
     """Return what state.json holds. Collective."""
     return {
         **state.to_json(),
-        "seed": worker.seed,
-        "ranks": group.size,
-        "layout": dict(zip(("dp", "pp", "tp"), _mesh(worker).shape, strict=True)),
-        "optimizer": {"steps": worker.optimizer.steps, **_scaling(worker)},
-        "fixed": _is_fixed(worker),
-        "algorithms": _algorithms(worker, group),
-        "cuts": [len(cut) for cut in arrangement.cuts] if (arrangement := _arrangement(worker)) else [],
+        "seed": trainer.seed,
+        "ranks": trainer.group.size,
+        "layout": dict(zip(("dp", "pp", "tp"), _mesh(trainer).shape, strict=True)),
+        "optimizer": trainer.scalars(),
+        "fixed": _is_fixed(trainer),
+        "algorithms": _algorithms(trainer),
+        "cuts": [] if trainer.arrangement is None else [len(cut) for cut in trainer.arrangement.cuts],
     }
-
-
-def _scaling(worker: AnyWorker) -> dict[str, Any]:
-    """Return the loss scale of a run that has one."""
-    scaling = worker.scaling if isinstance(worker, Worker) else None
-    return {} if scaling is None else {"loss_scale": scaling.state()}
 
 
 def _part(place: Coordinates) -> str:
@@ -216,39 +203,32 @@ def _part(place: Coordinates) -> str:
     return f"p{place.p} t{place.t}"
 
 
-def _algorithms(worker: AnyWorker, group: Group) -> dict[str, list[str]]:
+def _algorithms(trainer: Trainer) -> dict[str, list[str]]:
     """Return the all-reduce of each bucket by part of the model, for each has buckets of its own. Collective."""
-    if not isinstance(worker, Worker):
+    own = trainer.algorithms()
+    if own is None:
         return {}
-    everyones = group.gather([choice.algorithm for choice in worker.parallel.exchange.choices])
-    mesh = _mesh(worker)
+    everyones, mesh = trainer.group.gather(own), _mesh(trainer)
     # Several ranks have the same part, and the last of them in this order stays: that is the lowest rank.
     return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
 
 
-def _moved(last: LastCheckpoint, worker: AnyWorker) -> list[str]:
+def _moved(last: LastCheckpoint, trainer: Trainer) -> list[str]:
     """Return a line where a run goes on with another layout: which, and whether its results stay equal to the bit."""
-    before, now = last.mesh, _mesh(worker)
+    before, now = last.mesh, _mesh(trainer)
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
     words = (f"{before.size} rank{'s' * (before.size > 1)}", f"{now.size}") if plain else (str(before), str(now))
-    if not isinstance(worker, Worker):
-        return [f"the run had {words[0]} and goes on with {words[1]}"]
-    fixed = last.values.get("fixed", False) and _is_fixed(worker)
-    return [f"the run had {words[0]} and goes on with {words[1]}: equal {'bit for bit' if fixed else 'up to rounding'}"]
+    fixed = last.values.get("fixed", False) and _is_fixed(trainer)
+    equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
+    return [f"the run had {words[0]} and goes on with {words[1]}{equal}"]
 
 
-def _arrangement(worker: AnyWorker) -> Arrangement | None:
-    return worker.arrangement if isinstance(worker, Worker) else None
-
-
-def _is_fixed(worker: AnyWorker) -> bool:
+def _is_fixed(trainer: Trainer) -> bool:
     """Return whether sums are taken in an order that does not depend on the layout."""
-    arrangement = _arrangement(worker)
-    return arrangement is not None and arrangement.layout.fixed
+    return trainer.arrangement is not None and trainer.arrangement.layout.fixed
 
 
-def _mesh(worker: AnyWorker) -> Mesh:
-    arrangement = _arrangement(worker)
-    return Mesh(dp=worker.group.size) if arrangement is None else arrangement.mesh.mesh
+def _mesh(trainer: Trainer) -> Mesh:
+    return Mesh(dp=trainer.group.size) if trainer.arrangement is None else trainer.arrangement.mesh.mesh

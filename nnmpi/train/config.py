@@ -260,7 +260,7 @@ class SyncConfig:
         return parse_network(self.network) if self.network else LinkSpeed()
 
     @property
-    def uses_asynchronous_loop(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether ranks meet only now and then; virtual workers count as such, whatever their rule is."""
         return self.rule.asynchronous or self.virtual_workers > 0
 
@@ -274,7 +274,7 @@ class SyncConfig:
         Raises:
             UsageError: naming the option.
         """
-        if not self.uses_asynchronous_loop:
+        if not self.asynchronous:
             return
         what = f"--virtual-workers {self.virtual_workers}" if self.virtual_workers else f"--sync {self.sync}"
         if self.servers and not self.virtual_workers:

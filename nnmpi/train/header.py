@@ -7,26 +7,26 @@ import threadpoolctl
 
 from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import describe_stages
-from nnmpi.compose.worker import Worker
+from nnmpi.compose.arrange import Arrangement, describe_stages
+from nnmpi.compose.trainer import Trainer
+from nnmpi.train.build import RunContext
 from nnmpi.train.config import Config, OptimizationConfig
-from nnmpi.train.context import AnyWorker, RunContext
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
 
 
 def header(context: RunContext) -> list[str]:
     """Return the header. Collective: the ranks tell their nodes."""
-    config, group, backend, worker = context.config, context.group, context.backend, context.worker
+    config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
     shape = " x ".join(map(str, train.sample_shape))
     named = [
-        f"layout: {_layout(config, worker)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
+        f"layout: {_layout(config, trainer)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
-        *(_pipeline(inputs, worker) if isinstance(worker, Worker) else []),
+        *_pipeline(inputs, trainer.arrangement),
         *_synchrony(config, group),
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
@@ -36,8 +36,8 @@ def header(context: RunContext) -> list[str]:
         f"{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
-        f"model: {config.model.model}, {_parameters(worker)}; {_optimizer(options)}",
-        *_communication(group, worker),
+        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options)}",
+        *_communication(group, trainer),
         f"run folder: {config.run.out}",
     ]
     return [*(_aligned(line) for line in named), *([] if backend.is_device else blas_warnings(group))]
@@ -90,14 +90,13 @@ def count(n: int, singular: str, plural: str = "") -> str:
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
-def _layout(config: Config, worker: AnyWorker) -> str:
-    """Return the degrees of parallelism."""
-    if not isinstance(worker, Worker):
-        virtual = config.sync.virtual_workers
-        return f"{virtual} virtual workers in virtual time" if virtual else f"dp {worker.group.size}"
-    where = worker.arrangement
+def _layout(config: Config, trainer: Trainer) -> str:
+    """Return how the model is spread over the ranks."""
+    where, virtual = trainer.arrangement, config.sync.virtual_workers
+    if virtual:
+        return f"{virtual} virtual workers in virtual time"
     if where is None:
-        return f"dp {worker.group.size}"
+        return f"dp {trainer.group.size}"
     return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
@@ -122,21 +121,19 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     warmup = sync.sync_warmup_epochs
     begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
     return [
-        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.uses_asynchronous_loop else []),
+        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.asynchronous else []),
         *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
     ]
 
 
-def _communication(group: Group, worker: AnyWorker) -> list[str]:
-    """Return what sums gradients, and what predicts its time; nothing where none are summed over ranks."""
-    if not isinstance(worker, Worker):
-        return []
-    return [f"all-reduce: {_exchange(worker)}", f"cost model: {_fit(group)}"]
+def _communication(group: Group, trainer: Trainer) -> list[str]:
+    """Return what sums gradients, and what predicts its time; nothing where none are summed by an all-reduce."""
+    exchange = trainer.describe_exchange()
+    return [f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []
 
 
-def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
+def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
     """Return the schedule and what each stage has; nothing without a pipeline."""
-    where = worker.arrangement
     if where is None or not where.stages:
         return []
     microbatches = inputs.train_loader.microbatches
@@ -149,9 +146,9 @@ def _pipeline(inputs: Inputs, worker: Worker) -> list[str]:
     ]
 
 
-def _parameters(worker: AnyWorker) -> str:
+def _parameters(trainer: Trainer) -> str:
     """Return how many parameters the model has, and how many of them this rank."""
-    own, where = worker.model.storage.size, worker.arrangement if isinstance(worker, Worker) else None
+    own, where = trainer.model.storage.size, trainer.arrangement
     if where is None or where.elements == own:
         return f"{own:,} parameters"
     return f"{where.elements:,} parameters, {own:,} of them on rank 0"
@@ -164,27 +161,6 @@ def _optimizer(options: OptimizationConfig) -> str:
         words.append(options.schedule)
     if options.warmup_epochs:
         words.append(f"warm-up of {options.warmup_epochs:g} epoch{'' if options.warmup_epochs == 1 else 's'}")
-    return ", ".join(words)
-
-
-def _exchange(worker: Worker) -> str:
-    """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
-    exchange = worker.parallel.exchange
-    if worker.group.size == 1:
-        return "none, one rank has nothing to add"
-    where = worker.arrangement
-    if where is not None and where.layout.fixed:
-        return "in a fixed tree over the microbatches, after the backward pass"
-    if where is not None and where.mesh.dp.size == 1:
-        return "none of gradients, as there is one replica"
-    if worker.fused is not None:
-        return "fused with the update, through shared memory"
-    words = [count(len(exchange.buckets), "bucket")]
-    first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
-    words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
-    words.append("overlapped with the backward pass" if exchange.overlap else "after the backward pass")
-    if worker.notice:
-        words.append(worker.notice)
     return ", ".join(words)
 
 

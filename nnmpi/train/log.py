@@ -3,8 +3,8 @@
 Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI no rank can know
 whether its output is a terminal (Open MPI gives every rank one).
 
-To log one more number per step: add it to `run_state.Totals` if it is a sum over steps, hand it over in the loop
-(`StepLoop._run_step`), write it in `Reporter.steps` and explain it in metrics.py.
+To log one more number per step: add it to `compose.trainer.Totals` if it is a sum over steps, or to `Progress.more`,
+write it in `Reporter.steps` and explain it in metrics.py.
 """
 
 import contextlib
@@ -16,10 +16,9 @@ from typing import Any, TextIO
 
 from nnmpi import clock
 from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.segment import SegmentReport
-from nnmpi.train.context import Extent
+from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
-from nnmpi.train.run_state import RunState, Totals
+from nnmpi.train.run_state import Extent, RunState
 
 
 class Console:
@@ -76,14 +75,6 @@ class PrintTimer:
     def restart(self) -> None:
         """Start again: a line of another kind was just printed."""
         self._last = self._clock()
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def percent(share: float) -> str:
@@ -221,6 +212,6 @@ class Reporter:
                 "runtime": report.seconds,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
-                **({} if state.virtual_s is None else {"virtual_s": state.virtual_s}),
+                **({} if report.virtual_s is None else {"virtual_s": report.virtual_s}),
             }
         )

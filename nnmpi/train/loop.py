@@ -1,46 +1,45 @@
 """The training loop: epochs, evaluations, checkpoints, and stopping at a signal.
 
-How batches are trained on is left to `StepLoop`, in which all ranks do each step together, and `AsynchronousLoop`, in
-which they meet only where something is due. What is due at a step is done in this order, so that a checkpoint holds all
-that was recorded up to it: metrics, evaluation, checkpoint, stop.
+How batches are trained on is left to the trainer, which trains up to the next point where something is due: a segment.
+
+step    0 ------------------ 100 ------------------ 200 ------ 235      235 batches in an epoch, --save-steps 100
+        |      segment        |       segment        | segment  |
+                           checkpoint             checkpoint   evaluation, checkpoint
+
+What is due at a step is done in this order, so that a checkpoint holds all that was recorded up to it: metrics,
+evaluation, checkpoint, stop.
 """
 
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from nnmpi import clock
-from nnmpi.comm.agreement import PeriodicCheck
-from nnmpi.comm.group import Group
 from nnmpi.compose.runner import EvalReport
+from nnmpi.compose.trainer import Progress, Totals
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
+from nnmpi.train.build import RunContext
 from nnmpi.train.checkpoint import save
-from nnmpi.train.context import RunContext
+from nnmpi.train.device import device_use
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
-from nnmpi.train.run_state import RunState, Totals
+from nnmpi.train.run_state import RunState
 from nnmpi.train.trace import Tracer
 
+NOTHING = Progress(0, 0, Totals(), 0.0, 0.0)  # before a segment's first step
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Catches SIGTERM and SIGINT while it is entered, and lets all ranks stop after the same step.
+    """Catches SIGTERM and SIGINT while it is entered.
 
-    A signal may reach one rank or all of them, at different steps, so the ranks ask one another now and then.
+    A signal may reach one rank or all of them, at different steps; so the ranks must ask one another what they `noted`.
     A second SIGINT raises KeyboardInterrupt at once, for a step that does not end.
-
-    Args:
-        group: the ranks that stop together.
-        interval_s: about how many seconds lie between two times that they ask.
     """
 
-    def __init__(self, group: Group, interval_s: float = 0.5) -> None:
-        self._check = PeriodicCheck(group, interval_s)
+    def __init__(self) -> None:
         self._noted: int = 0
         self._before: dict[int, signal._HANDLER] = {}
 
@@ -60,15 +59,6 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def asked(self, step_s: float) -> int:
-        """Return the signal that any rank got, 0 for none; call it once per step on all ranks.
-
-        Args:
-            step_s: how long a step takes here, in seconds.
-        """
-        answers = self._check.gather(self._noted, step_s)
-        return max(int(each) for each in answers) if answers is not None else 0
-
     def noted(self) -> int:
         """Return the signal that this rank got, 0 for none (not collective)."""
         return self._noted
@@ -87,7 +77,7 @@ class Stopped(NnmpiError):
         self.exit_status = 128 + number
 
 
-class Loop(ABC):
+class Loop:
     """Trains from a state to the end.
 
     Args:
@@ -97,17 +87,19 @@ class Loop(ABC):
         recorder: the files with the records; a checkpoint is written after they are on the disk.
 
     Attributes:
-        state: where the run stands.
+        state: where the run stands, at the last point where the ranks met.
     """
 
     def __init__(self, context: RunContext, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
         self.state = state
-        self._context, self._reporter, self._recorder = context, reporter, recorder
-        self._stop = StopSignals(context.group)
+        self._context, self._trainer, self._reporter, self._recorder = context, context.trainer, reporter, recorder
+        self._signals = StopSignals()
         self._saved_step = state.step
         self._since = clock.now()
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
+        self._window = state.window  # sums since the last line of metrics
+        self._told, self._last = 0, NOTHING  # in this segment
 
     def run(self) -> EvalReport:
         """Train until the last step, save, and return the evaluation of the final weights on the test data.
@@ -117,41 +109,108 @@ class Loop(ABC):
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last whole step.
         """
-        with self._stop:
+        with self._signals:
             try:
                 while not self._finished:
-                    self._run_epoch()
+                    self._train()
                 self._tracer.finish()
-                self._reporter.say(self._details())  # a run may end within an epoch
+                self._reporter.say(self._trainer.summary())  # a run may end within an epoch
                 report = self._evaluate()
                 self._save()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
-                raise Stopped(
-                    f"interrupted in step {self.state.step + 1}; {self._how_to_resume()}", signal.SIGINT
-                ) from None
+                raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
         self._reporter.evaluation("test", self.state, report)
+        if not self._trainer.in_step:
+            self._reporter.whole_run(self.state)
         return report
 
     @property
     def _finished(self) -> bool:
         return self.state.step >= self._context.extent.steps
 
-    @abstractmethod
-    def _run_epoch(self) -> None:
-        """Train to the end of the epoch, or to the last step if that comes first. Collective."""
+    @property
+    def _step(self) -> int:
+        """The steps that are done, with those of the present segment."""
+        return self.state.step + self._told // self._trainer.reports_per_batch
 
-    @abstractmethod
-    def _details(self) -> Sequence[str]:
-        """Return lines about the steps since the last call. Collective."""
+    def _train(self) -> None:
+        """Train up to where something is due, report that, and do what is due. Collective.
 
-    def _do_what_is_due(self, ended: bool) -> None:
-        """End the epoch if it has `ended`, and save if it is time. Collective."""
+        Raises:
+            Stopped: after a signal.
+        """
+        before, trainer, config = self.state, self._trainer, self._context.config
+        stop = self._stop_at()
+        with self._tracer.steps(stop - before.batch):
+            report = trainer.run(
+                self._context.inputs.train_loader,
+                before.epoch,
+                before.batch,
+                stop,
+                before.step,
+                self._context.schedule,
+                bsp=before.epoch < config.sync.sync_warmup_epochs,
+                progress=self._note,
+                poll_signal=self._signals.noted,
+            )
+        if not trainer.in_step or before.step + report.batches == self._context.extent.steps:
+            self._log()
+        self.state = replace(before.after(report.totals), window=self._window, virtual=report.virtual)
+        self._told, self._last = 0, NOTHING
+        if report.batches and not trainer.in_step:
+            self._reporter.segment(self.state, report)
+        self._do_what_is_due(report.signal)
+
+    def _stop_at(self) -> int:
+        """Return the batch of this epoch up to which nothing is due."""
+        every, extent, state = self._context.config.run.save_steps, self._context.extent, self.state
+        steps = [extent.train_batches - state.batch, extent.steps - state.step]
+        if every:
+            steps.append(every - state.step % every)
+        if self._tracer.left:
+            steps.append(self._tracer.left)
+        return state.batch + min(steps)
+
+    def _note(self, one: Progress) -> None:
+        """Count a step, or one of the gradients that make it up; report the steps so far when it is due."""
+        before_s, self._last = self._last.at_s, one
+        self._told += 1
+        if not self._context.group.is_root:
+            return
+        parts = self._trainer.reports_per_batch
+        is_whole = self._told % parts == 0
+        self._window = self._window.plus(one.totals.part(parts, is_whole, one.at_s - before_s))
+        if is_whole and is_due(self._step, self._context.config.run.log_every):
+            self._log()
+
+    def _log(self) -> None:
+        """Report the steps, or parts of one, since the last report, if there are any."""
+        last, step = self._last, self._step
+        if self._window.samples:
+            window = replace(self._window, steps=max(self._window.steps, 1))
+            state = replace(self.state, step=step, batch=self.state.batch + step - self.state.step, window=window)
+            more = {**last.more, **device_use(self._context.backend)}
+            if not self._trainer.in_step:
+                more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
+            self._reporter.steps(state, last.norm, self._context.schedule(max(step - 1, 0)), more)
+        self._window = Totals()
+
+    def _do_what_is_due(self, number: int) -> None:
+        """End the epoch if it is over, save if it is time, and stop for a signal of this number, or 0. Collective.
+
+        Raises:
+            Stopped: with a checkpoint of the last whole step.
+        """
+        options, ended = self._context.config.run, self.state.batch == self._context.extent.train_batches
         if ended:
             self._end_epoch()
-        options = self._context.config.run
-        due = ended and is_due(self.state.epoch, options.save_every)
-        if due or is_due(self.state.step, options.save_steps):
+        if (ended and is_due(self.state.epoch, options.save_every)) or is_due(self.state.step, options.save_steps):
             self._save()
+        if number and not self._finished:
+            self._save()
+            self._tracer.finish()
+            name = signal.Signals(number).name
+            raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
 
     def _end_epoch(self) -> None:
         """Evaluate if it is due, report the epoch, and go on to the next. Collective."""
@@ -161,7 +220,7 @@ class Loop(ABC):
             report = self._evaluate()
             self._reporter.evaluation("eval", self.state, report)
             self.state = self.state.after_evaluation(report.accuracy, self.state.epoch)
-        self._reporter.epoch(self.state.epoch, totals, report, self._details())
+        self._reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
 
     def _over_ranks(self, totals: Totals) -> Totals:
         """Return the totals with the ranks' mean in the place of each time. Collective."""
@@ -174,9 +233,8 @@ class Loop(ABC):
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            worker = self._context.worker
-            with uploaded(self._context.inputs.test_loader, 0, worker.backend) as batches:
-                self._evaluated = self.state.step, worker.evaluate(batches)
+            with uploaded(self._context.inputs.test_loader, 0, self._context.backend) as batches:
+                self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
     def _save(self) -> None:
@@ -187,20 +245,8 @@ class Loop(ABC):
         self.state = replace(self.state, elapsed_s=self.state.elapsed_s + now - self._since)
         self._since = now
         context = self._context
-        save(context.worker, self.state, context.folder, self._recorder, context.group, context.config.run.keep)
+        save(context.trainer, self.state, context.folder, self._recorder, context.group, context.config.run.keep)
         self._saved_step = self.state.step
-
-    def _stop_if(self, number: int) -> None:
-        """Save and end the run when this is the number of a signal; 0 stands for none. Collective.
-
-        Raises:
-            Stopped: with a checkpoint of the last whole step.
-        """
-        if number:
-            self._save()
-            self._tracer.finish()
-            name = signal.Signals(number).name
-            raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
 
     def _how_to_resume(self) -> str:
         return f"go on with: python -m nnmpi.train --resume {self._context.folder.path}"

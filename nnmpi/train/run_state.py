@@ -1,5 +1,7 @@
 """Where a run stands: what a checkpoint's state.json holds beside the optimizer's scalars."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -7,105 +9,28 @@ from reprlib import repr as shortened
 from sys import float_info
 from typing import Any, NamedTuple
 
+from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import AXES
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Sums over a number of steps; all fields add up.
+class Extent:
+    """How long a run is.
 
     Attributes:
-        steps, samples: counts.
-        loss_sum, correct: sums over samples.
-        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
-        hidden_s: seconds of computing while messages were under way.
-        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
-        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
-        predicted_steps: the number of those steps.
-        wait_s: seconds of waiting for other stages of a pipeline: its bubble.
-        wall_s: seconds from the start of each step to its end.
+        epochs, steps: passes over the training data, and updates; the run ends with whichever comes first.
+        train_batches, test_batches: batches of one pass over the training data, and over the test data.
     """
 
-    steps: int = 0
-    samples: int = 0
-    loss_sum: float = 0.0
-    correct: float = 0.0
-    compute_s: float = 0.0
-    sync_s: float = 0.0
-    input_s: float = 0.0
-    wall_s: float = 0.0
-    hidden_s: float = 0.0
-    comm_bytes: int = 0
-    comm_calls: int = 0
-    predicted_s: float = 0.0
-    predicted_steps: int = 0
-    wait_s: float = 0.0
+    epochs: int
+    steps: int
+    train_batches: int
+    test_batches: int
 
-    def plus(self, other: "Totals") -> "Totals":
-        """Return the sums of both."""
-        return Totals(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; floats keep every bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Totals":
-        """Return what `to_json` gave."""
-        return cls(**values)
-
-    @property
-    def loss(self) -> float:
-        """Return the mean loss of a sample."""
-        return self.loss_sum / self.samples if self.samples else 0.0
-
-    @property
-    def accuracy(self) -> float:
-        """Return the share of samples that were classified rightly, 0 to 1."""
-        return self.correct / self.samples if self.samples else 0.0
-
-    @property
-    def samples_per_second(self) -> float:
-        """Return samples per second of wall time."""
-        return self.samples / self.wall_s if self.wall_s > 0 else 0.0
-
-    def per_step(self, seconds: float) -> float:
-        """Return a sum of seconds divided by the number of steps."""
-        return seconds / self.steps if self.steps else 0.0
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        """Return what the model gives the communication of a step; None if it knows none."""
-        return self.predicted_s / self.predicted_steps if self.predicted_steps else None
-
-    def communication(self) -> str:
-        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
-        steps, predicted_s = max(self.steps, 1), self.predicted_step_s
-        share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
-        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
-        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
-        return (
-            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
-            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
-        )
-
-    def breakdown(self) -> str:
-        """Return where an iteration's time went, in ms and per cent of its wall time."""
-        wall_s = max(self.wall_s, 1e-12)
-        parts: tuple[tuple[str, float], ...] = (
-            ("compute", self.compute_s),
-            ("synchronisation", self.sync_s),
-            ("input", self.input_s),
-        )
-        if self.wait_s:
-            parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
-        rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
-        words = [
-            f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
-            for name, seconds in (*parts, ("other", rest_s))
-        ]
-        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
+    def passes(self, state: RunState) -> float:
+        """Return the passes over the training data so far, with the fraction of the present one."""
+        return state.epoch + state.batch / self.train_batches
 
 
 @dataclass(frozen=True)
@@ -134,31 +59,16 @@ class RunState:
     samples: int = 0
     virtual: dict[str, Any] | None = None
 
-    @property
-    def virtual_s(self) -> float | None:
-        """The virtual time in seconds; None in a run that has none."""
-        return None if self.virtual is None else float(self.virtual["now_s"])
-
-    def after_step(self, totals: Totals) -> "RunState":
-        """Return the state after one more step with these numbers."""
-        return replace(
-            self,
-            step=self.step + 1,
-            batch=self.batch + 1,
-            window=self.window.plus(totals),
-            in_epoch=self.in_epoch.plus(totals),
-        )
-
-    def after_batches(self, batches: int, totals: Totals) -> "RunState":
-        """Return the state after so many more steps that were not done one by one, with these sums over them."""
-        step, batch = self.step + batches, self.batch + batches
+    def after(self, totals: Totals) -> RunState:
+        """Return the state after the steps that have these sums."""
+        step, batch = self.step + totals.steps, self.batch + totals.steps
         return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
 
-    def after_epoch(self) -> "RunState":
+    def after_epoch(self) -> RunState:
         """Return the state at the beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
 
-    def after_evaluation(self, accuracy: float, epoch: int) -> "RunState":
+    def after_evaluation(self, accuracy: float, epoch: int) -> RunState:
         """Return the state with this evaluation after `epoch` epochs as the best, if it is better."""
         better = accuracy > self.best_accuracy
         return replace(self, best_accuracy=accuracy, best_epoch=epoch) if better else self
@@ -168,7 +78,7 @@ class RunState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RunState":
+    def from_json(cls, values: Mapping[str, Any]) -> RunState:
         """Return what `to_json` gave; other values in the mapping are left alone.
 
         Raises:

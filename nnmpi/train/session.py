@@ -9,22 +9,19 @@ from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.worker import Worker
-from nnmpi.train.asynchronous_loop import AsynchronousLoop
 from nnmpi.train.build import set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.config import Config
-from nnmpi.train.context import RunContext
 from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
 from nnmpi.train.folder import FolderLock, RunFolder
 from nnmpi.train.header import count, header
-from nnmpi.train.log import Console, Reporter, duration, percent
+from nnmpi.train.log import Console, Reporter, percent
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics
 from nnmpi.train.run_state import RunState
-from nnmpi.train.step_loop import StepLoop
 
 
 def run(config: Config, group: Group, console: Console) -> None:
@@ -75,7 +72,7 @@ def _run(
     lines = [*header(context), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
-    state, restored = restore(context.worker, last, folder, samples) if resuming else (RunState(samples=samples), [])
+    state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
 
     def take_folder() -> None:
         if not resuming:
@@ -89,18 +86,11 @@ def _run(
     console.say(*lines, *restored)
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         reporter = Reporter(context.extent, console, recorder, config.run.print_every)
-        loop = _make_loop(context, state, reporter, recorder)
+        loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _print_result(console, report, loop.state, folder, backend)
     if group.is_root:
         _draw_curves(console, folder)
-
-
-def _make_loop(context: RunContext, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> Loop:
-    """Return the loop that suits the worker."""
-    if isinstance(context.worker, Worker):
-        return StepLoop(context, context.worker, state, reporter, recorder)
-    return AsynchronousLoop(context, context.worker, state, reporter, recorder)
 
 
 def _print_result(console: Console, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend) -> None:
@@ -108,7 +98,7 @@ def _print_result(console: Console, report: EvalReport, state: RunState, folder:
     best = f"; best epoch {state.best_epoch} with {percent(state.best_accuracy)}" if state.best_epoch else ""
     console.say(
         f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}) with the final weights{best}",
-        f"{count(state.step, 'step')} in {duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
+        f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )
 

@@ -11,10 +11,9 @@ from nnmpi.comm.clock_offsets import offsets
 from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import rendezvous
-from nnmpi.compose.worker import Worker
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
-from nnmpi.train.context import RunContext
+from nnmpi.train.build import RunContext
 
 
 def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:
@@ -90,7 +89,7 @@ class Tracer:
 
     @contextmanager
     def steps(self, count: int) -> Iterator[None]:
-        """Record steps that are done at one go, and write the file when they were the last. Collective."""
+        """Record so many steps, and write the file when they were the last that are wanted. Collective."""
         if self._timeline is None:
             yield
             return
@@ -100,24 +99,11 @@ class Tracer:
         if self._left <= 0:
             self.finish()
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Record a step; after the last one that is wanted the file is written. Collective."""
-        if self._timeline is None:
-            yield
-            return
-        with recording(self._timeline), self._timeline.span(f"step {number}", "step", "steps"):
-            yield
-        self._left -= 1
-        if self._left == 0:
-            self.finish()
-
     def finish(self) -> None:
         """Write the file, unless it is written. Collective."""
         if self._timeline is None:
             return
-        worker, group = self._context.worker, self._context.group
-        where = worker.arrangement if isinstance(worker, Worker) else None
+        where, group = self._context.trainer.arrangement, self._context.group
         mesh = None if where is None else where.mesh.mesh
         names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
         timeline, self._timeline = self._timeline, None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.comm.units import format_bytes, format_duration, format_seconds, parse_bytes
 from nnmpi.errors import UsageError
 
 
@@ -61,3 +61,10 @@ def test_times() -> None:
         "1 s",
         "90 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")]
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -11,7 +11,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.segment import SegmentReport, Throttle
+from nnmpi.compose.trainer import SegmentReport, Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module

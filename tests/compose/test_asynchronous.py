@@ -80,7 +80,7 @@ def test_in_step_it_is_the_synchronous_run(group: Group, sync: Sync, name: str) 
         assert report.staleness.largest() == 0
         # Ranks without rows do their part as well.
         assert [report.staleness.count(each) for each in range(workers)] == [stop - first] * workers
-    assert sum(report.rows for report in reports) == 2 * ROWS
+    assert sum(report.totals.samples for report in reports) == 2 * ROWS
     if sync.server_ranks(group.size).stop > group.rank:
         assert worker.optimizer.steps == 2 * BATCHES
     worker.release()
@@ -108,12 +108,12 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group:
     worker = make(group, sync, "momentum", 0.0003, "random,probability=0.3,factor=5", model=build(norm=True), clip=1.0)
     before = weights(worker.model)
     told: list[int] = []
-    reports = train(worker, progress=lambda one: told.append(one.rows))
+    reports = train(worker, progress=lambda one: told.append(one.totals.samples))
     values = everything(worker)
     assert equal_on_all(group, values)
     assert np.isfinite(values).all()
     assert np.abs(weights(worker.model) - before).max() > 1e-3
-    rows = [report.rows for report in reports]
+    rows = [report.totals.samples for report in reports]
     assert len(set(map(str, group.gather(rows)))) == 1
     if not sync.backup:
         assert rows == [48, 14, 12, 50]

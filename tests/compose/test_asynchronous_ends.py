@@ -60,7 +60,7 @@ def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: S
         assert report.signal == signal.SIGTERM
         assert 0 < report.batches < MANY
         if not sync.backup:
-            assert report.rows == SMALL * report.batches
+            assert report.totals.samples == SMALL * report.batches
         assert len(set(group.gather(report.batches))) == 1
         assert equal_on_all(group, weights(worker.model))
         rest = train(worker, ((0, report.batches, MANY),), SMALL)[0]

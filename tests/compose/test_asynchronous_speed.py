@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.segment import Progress, SegmentReport
+from nnmpi.compose.trainer import Progress, SegmentReport
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import equal_on_all, make, name_of, skip_unless_fitting, train
@@ -47,7 +47,7 @@ def test_nobody_is_further_ahead_than_the_bound(group: Group, sync: Sync, seed: 
         assert bound is not None
         assert report.lead <= bound
         assert found.largest() <= (2 * bound + 1) * (len(workers) - 1)
-        assert report.rows == SMALL * (stop - first)
+        assert report.totals.samples == SMALL * (stop - first)
         steps = [before + found.count(number) for number, before in enumerate(steps)]
         # A worker that begins a step S steps ahead is S + 1 ahead when it has done it.
         assert max(steps) - min(steps) <= bound + 1
@@ -71,7 +71,7 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, sync: Sync, 
     assert sum(counts) == group.size * SMALL_BATCHES
     assert counts[number] * 3 < max(others)
     assert report.lead > 4
-    assert report.rows == ROWS
+    assert report.totals.samples == ROWS
     worker.release()
 
 
@@ -81,7 +81,7 @@ def test_a_bound_makes_the_others_wait_for_a_slow_rank(group: Group) -> None:
     worker = make(group, Sync("bsp", servers=1), pace_s=PACE_S, straggler=f"rank={group.size - 1},factor=10")
     report = train(worker)[0]
     assert staleness(report).histogram() == {0: group.size * report.batches}
-    assert report.wait_s > 3 * PACE_S
+    assert report.totals.per_step(report.totals.sync_s) > 3 * PACE_S
     worker.release()
 
 
@@ -91,10 +91,10 @@ def test_a_slowed_rank_takes_as_long_as_it_should(group: Group, sync: Sync) -> N
     pace_s, told = 0.003, list[Progress]()
     worker = make(group, sync, pace_s=pace_s, straggler="rank=0,factor=5")
     report = train(worker, ((0, 0, 4),), progress=told.append)[0]
-    assert all(one.compute_s >= pace_s * (5 if one.worker == 0 else 1) for one in told)
+    assert all(one.totals.compute_s >= pace_s * (5 if one.worker == 0 else 1) for one in told)
     assert not group.is_root or any(one.worker == 0 for one in told)
-    assert report.compute_s >= pace_s
-    assert report.seconds >= pace_s * 5
+    assert report.totals.per_step(report.totals.compute_s) >= pace_s
+    assert report.totals.wall_s >= pace_s * 5
     worker.release()
 
 
@@ -103,17 +103,17 @@ def test_gradients_that_are_not_waited_for_are_counted(group: Group) -> None:
         return
     worker = make(group, Sync("bsp", backup=1), pace_s=PACE_S, straggler=f"rank={group.size - 1},factor=8")
     told: list[int] = []
-    reports = train(worker, ((0, 0, BATCHES), (1, 0, BATCHES)), progress=lambda one: told.append(one.rows))
+    reports = train(worker, ((0, 0, BATCHES), (1, 0, BATCHES)), progress=lambda one: told.append(one.totals.samples))
     for report in reports:
         used = staleness(report).count()
         assert used == (group.size - 1) * BATCHES
         assert used + report.dropped + report.unassigned == group.size * BATCHES
         assert report.dropped + report.unassigned == BATCHES
         assert report.dropped > 0
-        assert report.rows < ROWS
+        assert report.totals.samples < ROWS
         assert staleness(report).largest() == 0
         assert (report.updates, report.lead) == (BATCHES, 0)
-    assert not group.is_root or sum(told) == sum(report.rows for report in reports)
+    assert not group.is_root or sum(told) == sum(report.totals.samples for report in reports)
     assert equal_on_all(group, weights(worker.model))
     worker.release()
 
@@ -125,6 +125,6 @@ def test_stale_gradients_that_count_less_change_the_weights(group: Group) -> Non
     worker = make(group, Sync("asp", adapt=True), pace_s=PACE_S, straggler=f"rank={group.size - 1},factor=10")
     report = train(worker, ((0, 0, SMALL_BATCHES),), SMALL)[0]
     assert staleness(report).largest() > group.size - 1
-    assert report.rows == ROWS
+    assert report.totals.samples == ROWS
     assert equal_on_all(group, weights(worker.model))
     worker.release()

@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.segment import Throttle
+from nnmpi.compose.trainer import Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader, Parts

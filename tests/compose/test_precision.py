@@ -240,7 +240,7 @@ def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) ->
         worker = VirtualWorker(model, optimizer, group, Sync("asp"), 3, **grouped(**options))
         loader = Loader(train_set, 30, world=3, workers=0)
         report = worker.run(loader, 0, 0, 30, step=0, lr=lambda step: 0.1)
-        losses[precision] = report.loss_sum / report.rows
+        losses[precision] = report.totals.loss
         assert worker.evaluate(Loader(train_set, 50, workers=0).epoch(0)).accuracy > 0.3
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=2**-7)

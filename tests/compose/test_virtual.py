@@ -12,8 +12,8 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.replicas import LocalGradient
-from nnmpi.compose.segment import Progress, Throttle
 from nnmpi.compose.simulated_cluster import WorkerStatistics
+from nnmpi.compose.trainer import Progress, Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -245,7 +245,7 @@ def test_a_signal_ends_a_segment_after_whole_batches(group: Group, sync: Sync) -
     assert report.signal == 15 and 0 < report.batches < 20
     assert {each.batch for each in told} == set(range(report.batches))
     if not sync.backup:
-        assert report.rows == report.batches * BATCH == sum(each.rows for each in told)
+        assert report.totals.samples == report.batches * BATCH == sum(each.totals.samples for each in told)
 
 
 @pytest.mark.parametrize("sync", [Sync(), Sync("asp"), Sync("local")], ids=str)
@@ -282,9 +282,9 @@ def test_it_does_what_as_many_ranks_do(group: Group, sync: Sync) -> None:
     report = played.run(loader, 0, 0, BATCHES, 0, lambda step: 0.1 / (1 + step))
     alone.free()
     close = np.allclose(weights(played.model), weights(model), rtol=1e-9)
-    told = [(each.batches, each.rows, each.updates, each.lead) for each in (real, report)]
+    told = [(each.batches, each.totals.samples, each.updates, each.lead) for each in (real, report)]
     apart = abs(real.disagreement - report.disagreement) < 1e-9
-    losses = abs(real.loss_sum - report.loss_sum) < 1e-9 * report.loss_sum
+    losses = abs(real.totals.loss_sum - report.totals.loss_sum) < 1e-9 * report.totals.loss_sum
     found = group.gather([close, told[0] == told[1], apart, losses])
     assert found == [[True] * 4] * group.size, (found, told)
 
@@ -304,7 +304,7 @@ def test_64_workers_with_weights_and_momenta_of_their_own(group: Group) -> None:
     model = models.mlp((6,), 3, hidden=(100, 50)).initialize(0)
     worker = make(group, Sync("gossip", neighbours="random"), 64, "adam", model=model)
     (report,) = run(worker, rows=5 * 64)
-    assert report.rows == 5 * 64 and report.disagreement > 0
+    assert report.totals.samples == 5 * 64 and report.disagreement > 0
 
 
 def test_impossible_workers_are_refused(group: Group) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nnmpi.comm.cost import parameter_server, ring_all_reduce
 from nnmpi.comm.group import Group
-from nnmpi.compose.segment import Progress, Throttle
+from nnmpi.compose.trainer import Progress, Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.parallel.server.shards import cut_shards
 from nnmpi.synchrony.slowdown import Slowdown
@@ -40,7 +40,7 @@ def test_a_step_through_servers_takes_the_pace_and_what_the_formula_says(
     assert worker.now_s == pytest.approx(2 * BATCHES * (factor + comm_s), rel=1e-9)
     assert [report.messages for report in reports] == [2 * far * servers * BATCHES] * 2
     assert reports[0].bytes == 2 * far * nbytes(worker) * BATCHES
-    assert all(report.seconds == pytest.approx(BATCHES * (factor + comm_s)) for report in reports)
+    assert all(report.totals.wall_s == pytest.approx(BATCHES * (factor + comm_s)) for report in reports)
 
 
 @pytest.mark.parametrize("factor", [1, 3])
@@ -49,8 +49,9 @@ def test_a_step_with_an_all_reduce_takes_the_slowest_pace_and_a_ring(group: Grou
     (report,) = run(worker)
     ring_s = ring_all_reduce(4, nbytes(worker), SPEED.alpha_s, SPEED.beta_s_per_byte)
     assert worker.now_s == pytest.approx(BATCHES * (factor + ring_s), rel=1e-9)
-    assert report.compute_s == pytest.approx((3 + factor) / 4)
-    assert report.compute_s + report.wait_s == pytest.approx(factor + ring_s)
+    totals = report.totals
+    assert totals.per_step(totals.compute_s) == pytest.approx((3 + factor) / 4)
+    assert totals.per_step(totals.compute_s + totals.sync_s) == pytest.approx(factor + ring_s)
     assert (report.messages, report.bytes) == (BATCHES * 2 * 3 * 4, BATCHES * 2 * 3 * nbytes(worker))
 
 
@@ -135,7 +136,7 @@ def test_a_stale_synchronous_run_waits_for_a_straggler_in_the_end(group: Group) 
 
     (report,) = run(worker, rows=50 * BATCH, progress=note)
     assert report.lead == 2 and max(leads) == 3  # done: S ahead when begun, and one more
-    assert report.seconds == pytest.approx(50 * 4, rel=0.06)
+    assert report.totals.wall_s == pytest.approx(50 * 4, rel=0.06)
 
 
 @settings(max_examples=25)
@@ -158,7 +159,7 @@ def test_the_bound_holds_for_any_speeds_and_every_part_is_done_once(
     rows, steps, leads = list[tuple[int, int]](), [0] * workers, [0]
 
     def note(each: Progress) -> None:
-        rows.append((each.batch, each.rows))
+        rows.append((each.batch, each.totals.samples))
         steps[each.worker] += 1
         leads.append(max(steps) - min(steps) - 1)
 
@@ -170,7 +171,7 @@ def test_the_bound_holds_for_any_speeds_and_every_part_is_done_once(
         done[number] += count
     assert len(rows) == 2 * BATCHES * workers
     assert done == Counter({number: 2 * count for number, count in expected})
-    assert [report.rows for report in reports] == [ROWS] * 2
+    assert [report.totals.samples for report in reports] == [ROWS] * 2
 
 
 def test_backup_workers_save_the_time_of_the_slowest(group: Group) -> None:
@@ -179,7 +180,7 @@ def test_backup_workers_save_the_time_of_the_slowest(group: Group) -> None:
     (report,) = run(worker, rows=60, progress=lambda each: used.update([each.worker]))
     assert worker.now_s < 5 * 2.5
     assert report.dropped + report.unassigned == 5 and report.dropped > 0
-    assert sum(used.values()) == 15 and report.updates == 5 and report.rows == 45
+    assert sum(used.values()) == 15 and report.updates == 5 and report.totals.samples == 45
 
 
 def test_dedicated_servers_have_the_first_ranks(group: Group) -> None:

@@ -10,7 +10,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.segment import SegmentReport, Throttle
+from nnmpi.compose.trainer import SegmentReport, Throttle
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset

@@ -144,7 +144,7 @@ def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) ->
         report = worker.run(loader, epoch, 0, count, epoch * count, lr=lambda step: 0.1)
     state = worker.state()[0].to_dict(everywhere=True)
     worker.release()
-    return {"loss": np.array(report.loss_sum / max(report.rows, 1)), **state}
+    return {"loss": np.array(report.totals.loss), **state}
 
 
 @pytest.mark.mpi

@@ -14,9 +14,9 @@ from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
-from nnmpi.train.context import Extent
 from nnmpi.train.inputs import count_microbatches, load_inputs
 from nnmpi.train.options import assemble
+from nnmpi.train.run_state import Extent
 
 
 def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:

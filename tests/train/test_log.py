@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nnmpi.train.log import Console, PrintTimer, duration, percent
+from nnmpi.train.log import Console, PrintTimer, percent
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -41,13 +41,6 @@ def test_a_line_is_due_after_its_seconds() -> None:
 
 def test_no_seconds_mean_always() -> None:
     assert all(PrintTimer(0.0).due() for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")]
-)
-def test_times_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_percent() -> None:

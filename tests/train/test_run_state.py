@@ -4,21 +4,21 @@ import json
 
 import pytest
 
+from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
-from nnmpi.train.context import Extent
-from nnmpi.train.run_state import RunState, Totals
+from nnmpi.train.run_state import Extent, RunState
 
 STEP = Totals(steps=1, samples=4, loss_sum=0.1, correct=3.0, wall_s=0.5)
 
 
 def test_steps_are_counted_and_summed_up() -> None:
-    state = RunState().after_step(STEP).after_step(STEP)
-    assert (state.step, state.epoch, state.batch) == (2, 0, 2)
-    assert state.window == state.in_epoch == STEP.plus(STEP)
+    state = RunState().after(STEP).after(STEP.plus(STEP))
+    assert (state.step, state.epoch, state.batch) == (3, 0, 3)
+    assert state.in_epoch == STEP.plus(STEP.plus(STEP))
 
 
 def test_an_epoch_begins_with_its_first_batch_and_no_sums() -> None:
-    state = RunState().after_step(STEP).after_epoch()
+    state = RunState(window=STEP).after(STEP).after_epoch()
     assert (state.step, state.epoch, state.batch) == (1, 1, 0)
     assert (state.in_epoch, state.window) == (Totals(), STEP)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nnmpi.train.run_state import Totals
+from nnmpi.compose.trainer import Totals
 
 
 def test_a_mean_weighs_samples_not_steps() -> None:

@@ -1,0 +1,421 @@
+"""What all trainers have in common, however their ranks go on: train up to a point, evaluate, state, report, release.
+
+    report = trainer.run(loader, epoch, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
+    print(report.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
+
+The batches between two such points are a segment. At its ends all ranks have the same weights, so that evaluations and
+checkpoints are those of any other run. Within it the ranks may meet after every step, or each goes on at its own speed:
+
+    in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|      `compose.worker`
+                  rank 1   |----0------|----1------|----2------|----3------|
+    out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |               `compose.asynchronous`
+                  worker 1 |----1-----|----3-----|----6-----|     |
+
+    Trainer             the interface; TrainingSegment: what it is asked to train on
+    Progress            what it tells on the way; SegmentReport: at the end; Totals: the sums in both
+    Throttle            slows a rank down on purpose, so that a laptop shows what a mixed cluster does
+
+The throttle makes a step last at least so long, and a straggler a multiple of that:
+
+    computed      |======|                                  what the step took here
+    minimum       |======|....|                             at least so long, as if the machine were slower
+    factor 3      |======|....|.........|.........|         a straggler waits until three times that have passed
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
+
+from nnmpi import clock, timeline
+from nnmpi.backend.precision import precision as mode_of
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.options import Numerics
+from nnmpi.compose.runner import EvalReport, SumLoss, sum_cross_entropy
+from nnmpi.compose.state import model_state, optimizer_state
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.model_state import ModelState
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.staleness import Staleness
+
+POLL_INTERVAL_S = 0.001
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """The minimum time of a step, and who takes how many times as long.
+
+    Attributes:
+        minimum_s: every step takes at least so many seconds.
+        slowdown: the factor of each rank in each step.
+    """
+
+    minimum_s: float = 0.0
+    slowdown: Slowdown = field(default_factory=Slowdown)
+
+    def step_seconds(self, computed_s: float, rank: int, step: int) -> float:
+        """Return how long a step is to take whose computation took `computed_s` seconds.
+
+        Args:
+            computed_s: seconds.
+            rank: whose step it is.
+            step: the number of steps that this rank has done before.
+        """
+        return max(computed_s, self.minimum_s) * self.slowdown.factor(rank, step)
+
+    def wait(
+        self, begin_s: float, rank: int, step: int, poll: Callable[[], None] | None = None, spent_s: float | None = None
+    ) -> None:
+        """Sleep until a step has lasted long enough.
+
+        Args:
+            begin_s: when it began, of `nnmpi.clock.now`.
+            rank: whose step it is.
+            step: the number of steps that this rank has done before.
+            poll: called about every millisecond meanwhile; None for nothing.
+            spent_s: the seconds that it was computed; by default those since `begin_s`.
+        """
+        computed_s = clock.now() - begin_s if spent_s is None else spent_s
+        left_s = self.step_seconds(computed_s, rank, step) - computed_s
+        if left_s <= 0:
+            return
+        end_s = clock.now() + left_s
+        with timeline.span("slowed down", "slowdown"):
+            while (left_s := end_s - clock.now()) > 0:
+                if poll is None:
+                    clock.sleep(left_s)
+                else:
+                    clock.sleep(min(POLL_INTERVAL_S, left_s))
+                    poll()
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a number of steps; all fields add up.
+
+    Attributes:
+        steps, samples: counts.
+        loss_sum, correct: sums over samples.
+        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
+        hidden_s: seconds of computing while messages were under way.
+        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
+        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
+        predicted_steps: the number of those steps.
+        wait_s: seconds of waiting for other stages of a pipeline: its bubble.
+        wall_s: seconds from the start of each step to its end.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    correct: float = 0.0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    input_s: float = 0.0
+    wall_s: float = 0.0
+    hidden_s: float = 0.0
+    comm_bytes: int = 0
+    comm_calls: int = 0
+    predicted_s: float = 0.0
+    predicted_steps: int = 0
+    wait_s: float = 0.0
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the sums of both."""
+        return Totals(  # spelled out, as a loop over the fields takes ten times as long
+            self.steps + other.steps,
+            self.samples + other.samples,
+            self.loss_sum + other.loss_sum,
+            self.correct + other.correct,
+            self.compute_s + other.compute_s,
+            self.sync_s + other.sync_s,
+            self.input_s + other.input_s,
+            self.wall_s + other.wall_s,
+            self.hidden_s + other.hidden_s,
+            self.comm_bytes + other.comm_bytes,
+            self.comm_calls + other.comm_calls,
+            self.predicted_s + other.predicted_s,
+            self.predicted_steps + other.predicted_steps,
+            self.wait_s + other.wait_s,
+        )
+
+    def part(self, parts: int, last: bool, wall_s: float) -> Totals:
+        """Return what one of so many gradients that make up a step adds to the sums over steps.
+
+        Its times are one worker's, and a step's are the mean over the workers.
+
+        Args:
+            last: whether the step is complete with this one.
+            wall_s: the seconds since the one before.
+        """
+        times = {name: getattr(self, name) / parts for name in ("compute_s", "sync_s", "input_s")}
+        return replace(self, steps=int(last), wall_s=wall_s, **times)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; floats keep every bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Totals:
+        """Return what `to_json` gave."""
+        return cls(**values)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss of a sample."""
+        return self.loss_sum / self.samples if self.samples else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of samples that were classified rightly, 0 to 1."""
+        return self.correct / self.samples if self.samples else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return samples per second of wall time."""
+        return self.samples / self.wall_s if self.wall_s > 0 else 0.0
+
+    def per_step(self, seconds: float) -> float:
+        """Return a sum of seconds divided by the number of steps."""
+        return seconds / self.steps if self.steps else 0.0
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Return what the model gives the communication of a step; None if it knows none."""
+        return self.predicted_s / self.predicted_steps if self.predicted_steps else None
+
+    def communication(self) -> str:
+        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
+        steps, predicted_s = max(self.steps, 1), self.predicted_step_s
+        share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
+        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
+        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
+        return (
+            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
+            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
+        )
+
+    def breakdown(self) -> str:
+        """Return where an iteration's time went, in ms and per cent of its wall time."""
+        wall_s = max(self.wall_s, 1e-12)
+        parts: tuple[tuple[str, float], ...] = (
+            ("compute", self.compute_s),
+            ("synchronisation", self.sync_s),
+            ("input", self.input_s),
+        )
+        if self.wait_s:
+            parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
+        rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
+        words = [
+            f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
+            for name, seconds in (*parts, ("other", rest_s))
+        ]
+        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step that all ranks did together, or out of step: a gradient that was used, or a step of a worker's own.
+
+    Attributes:
+        batch: the number of its batch in the epoch.
+        worker: who computed it; 0 for a step that all did together.
+        totals: over its samples, with the worker's times; its `steps` are 1.
+        norm: the length of the gradient of these samples' mean loss, before clipping.
+        at_s: the seconds of the segment so far.
+        more: what else is to be told of it, by name.
+    """
+
+    batch: int
+    worker: int
+    totals: Totals
+    norm: float
+    at_s: float
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """A segment, the same on all ranks; where they are in step, but for its times, which are this rank's.
+
+    Attributes:
+        totals: over the batches that were done (fewer than asked for after a signal), and the samples of the gradients
+            that were used. Out of step the times are means over the workers, and `wall_s` lasts to the meeting;
+            in virtual time they are virtual.
+        signal: the number of the signal that ended it early, else 0.
+        virtual: where the clocks of virtual workers stand; else None.
+
+    What only ranks out of step have to tell:
+        messages, bytes: of gradients and weights, each counted once, over all ranks.
+        updates: of the weights; with several servers, of the first one's shard. Of local steps, those of a worker.
+        dropped: gradients that came too late for a synchronous step with backup workers.
+        unassigned: parts of batches that nobody had begun when their step was over.
+        staleness: of the gradients that were used, by worker; with several servers, of the first one's shard. None
+            where nothing of the kind is defined (gossip).
+        lead: the largest number of steps by which a worker that began one was ahead of the slowest; with several
+            servers, as the first one saw it: the others let workers go on for whom there was nothing left to do.
+        disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
+    """
+
+    totals: Totals
+    signal: int = 0
+    virtual: dict[str, Any] | None = None
+    messages: int = 0
+    bytes: int = 0
+    updates: int = 0
+    dropped: int = 0
+    unassigned: int = 0
+    staleness: Staleness | None = None
+    lead: int = 0
+    disagreement: float = 0.0
+
+    @property
+    def batches(self) -> int:
+        """How many batches were done."""
+        return self.totals.steps
+
+
+Rate: TypeAlias = Callable[[int], float]
+OnProgress: TypeAlias = Callable[[Progress], None]
+PollSignal: TypeAlias = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class TrainingSegment:
+    """What a trainer is to train on; see `Trainer.run`.
+
+    Attributes:
+        batches: the numbers of the batches in the epoch.
+        step: the number of the first of them in the whole run.
+    """
+
+    loader: Loader
+    epoch: int
+    batches: range
+    step: int
+    lr: Rate
+    bsp: bool
+    progress: OnProgress
+    poll_signal: PollSignal
+
+    def number(self, batch: int) -> int:
+        """Return the number in the whole run of a batch of the epoch."""
+        return self.step + batch - self.batches.start
+
+
+class Trainer(ABC):
+    """Trains and evaluates a model on the ranks of a group. All ranks make the same calls.
+
+    Attributes:
+        model, optimizer, group, seed, throttle: as given.
+        loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
+        backend: where the model lives.
+        precision: of products, see `backend.precision`.
+        arrangement: how the model lies on the ranks; None where each has all of it.
+        in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
+            rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
+        reports_per_batch: how many calls of `progress` there are for each batch.
+    """
+
+    in_step = False
+    reports_per_batch = 1
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        group: Group,
+        loss: SumLoss | None,
+        evaluation_loss: SumLoss | None,
+        numerics: Numerics,
+        seed: int,
+        backend: Backend | None,
+        throttle: Throttle | None,
+        arrangement: Arrangement | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
+        self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
+        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        self.backend = numpy_backend() if backend is None else backend
+        self.precision = mode_of() if numerics.precision is None else numerics.precision
+        self.throttle = Throttle() if throttle is None else throttle
+        self.arrangement = arrangement
+
+    def run(
+        self,
+        loader: Loader,
+        epoch: int,
+        first: int,
+        stop: int,
+        step: int,
+        lr: Rate,
+        bsp: bool = False,
+        progress: OnProgress | None = None,
+        poll_signal: PollSignal | None = None,
+    ) -> SegmentReport:
+        """Train on the batches first..stop-1 of an epoch, and meet. Collective.
+
+        Args:
+            loader: of the training data. Through servers and in virtual time, any rank's; else this rank's own part.
+            step: the number of batches before them in the whole run, which keys dropout and the learning rate.
+            lr: the learning rate of a step.
+            bsp: whether workers that need not be in step are so this time: a warm-up.
+            progress: called for every step, or on rank 0 for every gradient; see `in_step`.
+            poll_signal: whether this rank got a signal, and which; then all end after a whole batch.
+
+        Returns:
+            What was done; its totals may be of fewer steps, after a signal.
+
+        Raises:
+            DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
+            UsageError: for a loader of another part than this rank's, where it matters.
+        """
+        tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
+        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, bsp, tell, ask))
+
+    @abstractmethod
+    def _run(self, segment: TrainingSegment) -> SegmentReport:
+        """Train on a segment, and meet."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
+        """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
+
+    def state(self) -> tuple[ModelState, ModelState]:
+        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
+
+        The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
+        """
+        return model_state(self.model, self.group, self.arrangement), optimizer_state(
+            self.model, self.optimizer, self.group, self.arrangement
+        )
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the arrays, as JSON values; among them the optimizer's "steps"."""
+        return {"steps": self.optimizer.steps}
+
+    def load_scalars(self, values: Mapping[str, Any]) -> None:
+        """Put back what `scalars` gave, of this trainer or of another kind."""
+        self.optimizer.steps = values["steps"]
+
+    def algorithms(self) -> list[str] | None:
+        """Return the all-reduce that was chosen for each bucket of gradients; None where none are summed by one."""
+        return None
+
+    def describe_exchange(self) -> str:
+        """Return what sums gradients over the ranks, in words; empty where none are summed by an all-reduce."""
+        return ""
+
+    @abstractmethod
+    def summary(self) -> Sequence[str]:
+        """Return lines about what was done since the last call. Collective."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Take everything off the model again: it is then one that each rank has for itself. Collective."""

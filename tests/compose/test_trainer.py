@@ -1,0 +1,110 @@
+"""One interface for every way of training: the same calls, and what each says of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.options import Numerics
+from nnmpi.compose.trainer import Progress, Throttle, Totals, Trainer
+from nnmpi.compose.worker import Worker
+from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.sync import Sync
+from tests.compose.asynchronous_runs import all_reduced, loader_of, rate
+from tests.compose.virtual_runs import BATCHES, ROWS, build, optimizer_of, weights
+
+SLOW = Throttle(0.002, Slowdown.parse("rank=0,factor=3", seed=7))
+KINDS: dict[str, Callable[[Group, Throttle], Trainer]] = {
+    "in step": lambda group, throttle: Worker(*made(), group, seed=3, throttle=throttle),
+    "servers": lambda group, throttle: AsynchronousWorker(*made(), group, Sync("bsp", servers=1), throttle=throttle),
+    "averaging": lambda group, throttle: AsynchronousWorker(
+        *made(), group, Sync("local", local_steps=1), throttle=throttle
+    ),
+}
+
+
+def made():  # type: ignore[no-untyped-def]
+    model = build()
+    return model, optimizer_of(model)
+
+
+def train(trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | None = None) -> list[Totals]:
+    """Train two epochs, in segments that end at these batches and at the end of each."""
+    loader, found = loader_of(trainer.group, trainer.model), []
+    for epoch in range(2):
+        points = [0, *ends, BATCHES]
+        for first, stop in zip(points, points[1:], strict=False):
+            step = epoch * BATCHES + first
+            found.append(trainer.run(loader, epoch, first, stop, step, rate, progress=progress).totals)
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> None:
+    """And comes to the weights of the synchronous run, wherever its segments end."""
+    trainer = KINDS[kind](group, Throttle())
+    told: list[Progress] = []
+    totals = train(trainer, 1, 4, progress=told.append)
+    trainer.release()
+    np.testing.assert_allclose(weights(trainer.model), all_reduced(group, "sgd", build()), rtol=1e-9, atol=1e-12)
+    assert [each.steps for each in totals] == [1, 3, BATCHES - 4] * 2
+    assert sum(each.samples for each in totals) == 2 * ROWS
+    assert all(0 < each.loss < 3 and 0 <= each.accuracy <= 1 and each.wall_s > 0 for each in totals)
+    rank_hears = trainer.in_step or group.is_root
+    assert len(told) == (2 * BATCHES * trainer.reports_per_batch if rank_hears else 0)
+    assert trainer.scalars() == {"steps": 2 * BATCHES}
+    assert (trainer.algorithms() is None) == (trainer.describe_exchange() == "") == (not trainer.in_step)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
+    trainer = KINDS[kind](group, SLOW)
+    told: list[Progress] = []
+    (first, _) = train(trainer, progress=told.append)
+    assert first.wall_s >= BATCHES * 0.002 * 3
+    assert all(one.totals.compute_s >= 0.002 * (3 if one.worker == group.rank == 0 else 1) for one in told)
+    assert [one.at_s for one in told[: len(told) // 2]] == sorted(one.at_s for one in told[: len(told) // 2])
+    trainer.release()
+
+
+def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
+    """`run` is `step` for each batch, bit for bit; its totals are the sums of their reports."""
+    one, other = (KINDS["in step"](group, Throttle()) for _ in range(2))
+    assert isinstance(other, Worker)
+    (totals, _) = train(one)
+    losses = 0.0
+    for epoch in range(2):
+        for number, batch in enumerate(loader_of(group, other.model).epoch(epoch)):
+            report = other.step(batch, rate(epoch * BATCHES + number))
+            losses += report.loss * report.count if epoch == 0 else 0.0
+    assert np.array_equal(weights(one.model), weights(other.model))
+    assert totals.loss_sum == losses
+    for each in (one, other):
+        each.release()
+
+
+def test_numbers_of_a_checkpoint_go_to_any_other_trainer(group: Group) -> None:
+    """Also the loss scale, to one that has it."""
+    model = build("float32")
+    half = Worker(model, optimizer_of(model), group, numerics=Numerics(precision="fp16"))
+    scaling = half.scaling
+    assert scaling is not None
+    scaling.shrink()
+    values = {**half.scalars(), "steps": 9, "virtual": None}
+    assert values["loss_scale"] == scaling.state()
+    plain = KINDS["in step"](group, Throttle())
+    plain.load_scalars(values)
+    assert plain.scalars() == {"steps": 9}
+    scaling.shrink()
+    half.load_scalars(values)
+    assert half.scalars() == {"steps": 9, "loss_scale": values["loss_scale"]}
+    half.load_scalars(plain.scalars() | {"virtual": None})  # it goes on with the scale that it has
+    assert half.scalars() == {"steps": 9, "loss_scale": values["loss_scale"]}
+    plain.release()
+    half.release()
