@@ -22,6 +22,9 @@ class TimeSource(Protocol):
     def sleep(self, seconds: float) -> None:
         """Return when so much time has passed."""
 
+    def reproducible(self, seconds: float) -> float:
+        """Return the part of a measured time that would be the same in another run; see `reproducible` below."""
+
 
 _clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
 
@@ -39,6 +42,15 @@ def sleep(seconds: float) -> None:
         time.sleep(seconds)
     else:
         clock.sleep(seconds)
+
+
+def reproducible(seconds: float) -> float:
+    """Return a measured time for a decision about what is computed or sent: 0.0 where such must not hang on it.
+
+    A simulated run can be repeated by its seed, so there nothing may be decided by a time that is measured for real.
+    """
+    clock = _clock.get()
+    return seconds if clock is None else clock.reproducible(seconds)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import nnmpi.errors as errors
+from nnmpi import clock
 from nnmpi.errors import CommError, NnmpiError
 
 T = TypeVar("T")
@@ -297,6 +298,7 @@ class PeriodicCheck:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        answers = self._group.gather([value, max(1, int(self._interval_s / max(step_s, 1e-9)))])
+        steps = max(1, int(self._interval_s / max(clock.reproducible(step_s), 1e-9)))
+        answers = self._group.gather([value, steps])
         self._steps_left = int(answers[0][1])
         return [answer[0] for answer in answers]

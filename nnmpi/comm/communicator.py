@@ -109,18 +109,19 @@ class Communicator:
         self.comm.barrier()
 
     def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
-        """Return the sums over the ranks of a few numbers, in float64; the same bits everywhere.
+        """Return the sums over the ranks of a few numbers, in float64 and in rank order: the same bits with any MPI.
 
         Args:
             asleep: whether to leave the core to others until the last rank comes, which may be late.
         """
-        total = np.array(values, np.float64)
+        own = np.array(values, np.float64)
+        everyones = np.empty((self.size, own.size))
         if asleep:
-            requests = [self.comm.iallreduce(total)]
+            requests = [self.comm.iallgatherv(own, everyones, [own.size] * self.size)]
             self.comm.world.wait_until(lambda: self.comm.test_all(requests))
         else:
-            self.comm.allreduce(total)
-        return list(total.tolist())
+            self.comm.allgather(own, everyones)
+        return list(everyones.sum(axis=0).tolist())
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
         """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""

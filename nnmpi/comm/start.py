@@ -50,7 +50,7 @@ def start(exit_limit_s: float | None = None) -> Group:
 @functools.cache
 def _start() -> tuple[Group, Shutdown]:
     """Do what `start` does, the first time."""
-    sys.excepthook = _failed_alone
+    watch_alone()
     limit_s = read_limit(os.environ)
     try:
         mpi = load_mpi(os.environ)
@@ -87,6 +87,11 @@ def _check_limit(limit_s: float) -> float | None:
     if not limit_s > 0:
         raise UsageError(f"an exit limit of {limit_s} s is not positive; give seconds, or inf for none")
     return None if math.isinf(limit_s) else limit_s
+
+
+def watch_alone() -> None:
+    """Let an uncaught exception of this process, which has no others, end it with its sentence and exit status."""
+    sys.excepthook = _failed_alone
 
 
 def _failed_alone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -91,7 +91,7 @@ class Comm(Protocol):
         """Start sending; complete only when the other end has begun to receive."""
 
     def irecv(self, into: Buffer, source: int, tag: int, /) -> Request:
-        """Start receiving into an array, of at least the message's length."""
+        """Start receiving into an array of the message's length."""
 
     def send_init(self, data: Buffer, to: int, tag: int, /) -> Request:
         """Return a persistent request: a send that `start_all` starts, again and again."""

@@ -3,9 +3,8 @@
 import sys
 
 from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.comm.start import start
-from nnmpi.train.cli import main
+from nnmpi.train.cli import launch
 
 if __name__ == "__main__":
     keep_freed_memory()
-    main(sys.argv[1:], start())
+    launch(sys.argv[1:])

@@ -8,18 +8,24 @@ installs prints what all ranks raise once, and lets all of them end with the sam
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config
+from nnmpi.launcher import read_launch
+from nnmpi.train.config import Config, SyncConfig
 from nnmpi.train.folder import CONFIG_FILE, default_folder
 from nnmpi.train.log import Console
 from nnmpi.train.options import all_options, assemble, check, flatten
@@ -36,6 +42,9 @@ FIXED = (
     *("batch_size", "optimizer", "dtype", "seed"),
 )
 
+# In which world a run goes on is said anew: it may begin in one and go on in the other.
+SIMULATION = ("simulate", "simulation_seed")
+
 # What belongs to another option, and is left out when a run goes on with another value of that one.
 DETAILS = {
     "sync": (
@@ -43,7 +52,48 @@ DETAILS = {
         "sync_warmup_epochs",
     ),
     "virtual_workers": ("network",),
+    "simulate": ("network", "simulation_seed"),
 }
+
+
+def launch(words: Sequence[str]) -> None:
+    """Train on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Args:
+        words: of the command line, without the program.
+
+    Raises:
+        LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
+        NnmpiError: see `main`.
+    """
+    if not any(word.partition("=")[0] == "--simulate" for word in words):
+        return main(words, start())
+    watch_alone()
+    try:
+        sync = parse(words).sync
+    except HelpAsked:
+        return main(words, start())
+    if sync.simulate < 1:
+        return main(words, start())
+    started = read_launch(os.environ)
+    if started is not None and started.size > 1:
+        raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
+    simulate(
+        partial(main, words),
+        sync.simulate,
+        simulated_machine(sync),
+        sync.simulation_seed,
+        cpu_factor=0.0 if sync.pace_ms else 1.0,
+    )
+    return None
+
+
+def simulated_machine(sync: SyncConfig) -> Machine | None:
+    """Return what messages cost between simulated ranks: each is a node of its own if there is a network."""
+    if not sync.network:
+        return None
+    link = Link.line(sync.links.alpha_s, sync.links.beta_s_per_byte)
+    return Machine(link, link, tuple(range(sync.simulate)))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -127,7 +177,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
-    return {name: value for name, value in values.items() if name not in ("out", "resume", "config")}
+    return {name: value for name, value in values.items() if name not in ("out", "resume", "config", *SIMULATION)}
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -144,7 +194,7 @@ def read_file(file: Path) -> dict[str, Any]:
         raise UsageError(f"--config {file} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {file} is not TOML: {error}") from None
-    for name in ("config", "resume"):
+    for name in ("config", "resume", "simulate"):
         if name in flat:
             raise UsageError(f"{file}: {name} belongs on the command line, not into a file")
     return check(flat, str(file))

@@ -205,7 +205,13 @@ class SyncConfig:
     virtual_workers: int = 0
     """Play this many workers in one process, in virtual time: the same curve on any machine."""
     network: str = ""
-    """For --virtual-workers: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
+    """For --simulate and --virtual-workers: the links, such as "alpha_us=50,gbit=10" (default: messages take no
+    time)."""
+    simulate: int = 0
+    """Run so many ranks in this process, without MPI, on simulated clocks. With --pace-ms a step takes just that; else
+    computing takes the processor time that it takes here."""
+    simulation_seed: int = 0
+    """For --simulate: decides about all that MPI leaves open, such as who comes first."""
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
@@ -228,9 +234,14 @@ class SyncConfig:
             asynchronous or not self.sync_warmup_epochs,
             "--sync-warmup-epochs does nothing for --sync bsp; leave it out",
         )
+        not_negative("--simulate", self.simulate, MOST_VIRTUAL_WORKERS)
+        not_negative("--simulation-seed", self.simulation_seed)
         virtual = self.virtual_workers > 0
+        require(not (virtual and self.simulate), "--virtual-workers and --simulate exclude one another; leave one out")
+        require(self.simulate > 0 or not self.simulation_seed, "--simulation-seed is for --simulate; leave it out")
         require(
-            virtual or not self.network, "--network is for --virtual-workers; messages between ranks take their time"
+            virtual or self.simulate > 0 or not self.network,
+            "--network is for --simulate; messages between real ranks take their time",
         )
         require(
             not virtual or self.pace_ms > 0, "--virtual-workers needs the time of a step; give --pace-ms, such as 10"

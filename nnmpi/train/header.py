@@ -115,12 +115,21 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     sync = config.sync
     slow, pace = sync.slowdown(config.run.seed).describe(), ""
     if sync.pace_ms:
-        pace = f"a step takes {'' if sync.virtual_workers else 'at least '}{sync.pace_ms:g} ms"
+        pace = f"a step takes {'' if sync.virtual_workers or sync.simulate else 'at least '}{sync.pace_ms:g} ms"
     if sync.virtual_workers:
         pace += f", {sync.links.describe()}"
+    simulated = []
+    if sync.simulate:
+        links = sync.links.describe() if sync.network else "messages that take no time"
+        computing = "just the pace" if sync.pace_ms else "the processor time that it takes here"
+        simulated = [
+            f"simulated: {count(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
+            f"{sync.simulation_seed}; all seconds are simulated ones"
+        ]
     warmup = sync.sync_warmup_epochs
     begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
     return [
+        *simulated,
         *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.asynchronous else []),
         *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
     ]

@@ -88,6 +88,7 @@ def _run(
         reporter = Reporter(context.extent, console, recorder, config.run.print_every)
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
+    context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, report, loop.state, folder, backend)
     if group.is_root:
         _draw_curves(console, folder)

@@ -1,0 +1,555 @@
+"""The calls of `comm.world.Comm` in a simulated world.
+
+A message and its receive find one another by (communicator, from, to, tag), in the order of their starts. A short one
+is copied and has left; a long one goes when both ends have come to it. Collectives are meetings: each rank brings what
+it has to the n-th collective of its communicator, and the last one lets all go on.
+
+    rank 0   allreduce #7 ......................|          #7 is the seventh collective of this communicator, on every
+    rank 1            allreduce #7 .............|          rank; who brings another name, length or dtype is told so
+    rank 2                         allreduce #7 |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.comm.buffers import Buffer, as_bytes
+from nnmpi.comm.simulated.network import EAGER_BYTES, SimulatedNetwork
+from nnmpi.comm.simulated.requests import (
+    MessageQueue,
+    OpenRequests,
+    SimulatedMessage,
+    SimulatedRequest,
+    checksum,
+    refuse_length,
+)
+from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
+from nnmpi.errors import CommError
+
+if TYPE_CHECKING:
+    from nnmpi.comm.simulated.world import SimulatedWorld
+
+PAGE_BYTES = 4096
+LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
+NAMED = 3  # requests that are named when a rank waits for many
+
+
+@dataclass(eq=False)
+class CollectiveCall:
+    """The n-th collective of a communicator, as far as ranks have come to it.
+
+    Attributes:
+        signature: what all ranks must bring alike: the name of the call, lengths, dtypes.
+        first: the number of the rank that came first, and where it called.
+        brought: what each rank has brought, by its number in the communicator.
+        requests: theirs.
+        last_s: when the last one so far came.
+    """
+
+    signature: tuple[Any, ...]
+    first: tuple[int, Lines]
+    brought: dict[int, Any] = field(default_factory=dict)
+    requests: dict[int, SimulatedRequest] = field(default_factory=dict)
+    last_s: float = 0.0
+
+
+class MessageBoard:
+    """What simulated ranks share: messages under way, collectives that are not complete, who has started what.
+
+    Args:
+        scheduler: lets the ranks take turns.
+        network: carries the messages.
+
+    Attributes:
+        scheduler, network: these.
+        queues: by (communicator, from, to, tag).
+        calls: by (communicator, number of the collective).
+        open: what each rank has started and not yet waited for, by number.
+        numbers: of the communicators that are made.
+    """
+
+    def __init__(self, scheduler: Scheduler, network: SimulatedNetwork) -> None:
+        self.scheduler, self.network = scheduler, network
+        self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
+        self.calls: dict[tuple[int, int], CollectiveCall] = {}
+        self.open = [OpenRequests() for _ in scheduler.ranks]
+        self.numbers = count(1)
+
+    def complete(self, request: SimulatedRequest, at_s: float) -> None:
+        """Let a request be complete, and its rank know it."""
+        request.complete, request.complete_s = True, at_s
+        self.scheduler.tell(request.owner, request, at_s)
+
+    def find_leftovers(self) -> list[str]:
+        """Return what was started and never waited for, and what nobody received, a sentence each."""
+        waited = [
+            f"rank {request.owner.number} never waited for its {request.what} ({describe_lines(request.lines)})"
+            for opened in self.open
+            for request in opened.left()
+        ]
+        lost = [
+            f"nobody received rank {message.request.owner.number}'s {message.request.what} of {message.nbytes} bytes "
+            f"({describe_lines(message.request.lines)})"
+            for queue in self.queues.values()
+            for message in queue.sends
+        ]
+        return waited + lost
+
+
+class SimulatedComm:
+    """Some simulated ranks, as one of them sees them; see `comm.world.Comm`.
+
+    Args:
+        board: what all ranks share.
+        world: of this rank.
+        own: this rank.
+        members: the ranks of this communicator, by their numbers in the world, in order.
+        number: of the communicator.
+    """
+
+    def __init__(
+        self, board: MessageBoard, world: SimulatedWorld, own: SimulatedRank, members: Sequence[int], number: int
+    ) -> None:
+        self.world, self._board, self._own = world, board, own
+        self._members, self._number = tuple(members), number
+        self._scheduler = board.scheduler
+        self._collectives = 0
+        self.rank: int = self._members.index(own.number)
+        self.size: int = len(self._members)
+
+    # ---- messages between two ranks ----
+
+    def isend(self, data: Buffer, to: int, tag: int, synchronous: bool = False) -> SimulatedRequest:
+        """Start sending; see `comm.world.Comm`."""
+        own, board = self._own, self._board
+        self._scheduler.enter(own)
+        memory = as_bytes(data).reshape(-1)
+        request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, writes=False)
+        request.missing = partial(_one, self._members[to])
+        leaves = not synchronous and memory.nbytes <= EAGER_BYTES
+        receiving = board.open[own.number].receives > 0
+        message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
+        queue = board.queues[self._number, own.number, self._members[to], tag]
+        if leaves:
+            if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
+                board.complete(request, own.clock_s)
+            self._depart(message, queue, self._members[to], own.clock_s)
+        if queue.receives:
+            self._pair(message, queue.receives.popleft(), queue)
+        else:
+            queue.sends.append(message)
+        self._scheduler.leave(own)
+        return request
+
+    def issend(self, data: Buffer, to: int, tag: int) -> SimulatedRequest:
+        """Start a synchronous send; see `comm.world.Comm`."""
+        return self.isend(data, to, tag, synchronous=True)
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
+        """Start receiving; see `comm.world.Comm`."""
+        own, board = self._own, self._board
+        self._scheduler.enter(own)
+        memory = as_bytes(into).reshape(-1)
+        request = self._open(f"receive from rank {self._members[source]} with tag {tag}", memory, writes=True)
+        request.missing = partial(_one, self._members[source])
+        queue = board.queues[self._number, self._members[source], own.number, tag]
+        if queue.sends:
+            self._pair(queue.sends.popleft(), request, queue)
+        else:
+            queue.receives.append(request)
+            request.withdraw = partial(queue.receives.remove, request)
+        self._scheduler.leave(own)
+        return request
+
+    def send_init(self, data: Buffer, to: int, tag: int) -> SimulatedRequest:
+        """Return a persistent send; see `comm.world.Comm`."""
+        return SimulatedRequest(
+            self._own, f"persistent send to rank {to}", find_lines(), begin=partial(self.isend, data, to, tag)
+        )
+
+    def recv_init(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
+        """Return a persistent receive; see `comm.world.Comm`."""
+        begin = partial(self.irecv, into, source, tag)
+        return SimulatedRequest(self._own, f"persistent receive from rank {source}", find_lines(), begin=begin)
+
+    def _open(self, what: str, memory: NDArray[np.uint8] | None, writes: bool) -> SimulatedRequest:
+        """Return a new request of this rank, noted as open."""
+        reads = memory is not None and not writes
+        request = SimulatedRequest(
+            self._own, what, find_lines(), tuple, memory, writes, checksum(memory) if reads else None
+        )
+        self._board.open[self._own.number].add(request)
+        return request
+
+    def _pair(self, message: SimulatedMessage, receive: SimulatedRequest, queue: MessageQueue) -> None:
+        """Let a message and the receive for it know one another."""
+        assert receive.memory is not None
+        if message.nbytes != receive.memory.nbytes:
+            raise refuse_length(message, receive)
+        message.receive, receive.withdraw = receive, None
+        if message.there:
+            self._deliver(message, receive, self._own.clock_s)
+        elif message.data is None:
+            self._depart(message, queue, receive.owner.number, self._own.clock_s)
+
+    def _depart(self, message: SimulatedMessage, queue: MessageQueue, target: int, ready_s: float) -> None:
+        """Let a message travel; it does not arrive before an earlier one."""
+        sender = message.request.owner.number
+        ready_s = max(ready_s, message.ready_s)
+        arrives_s = self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways)
+        arrives_s = queue.last_s = max(arrives_s, queue.last_s)
+        self._scheduler.plan(arrives_s, partial(self._arrive, message, arrives_s))
+
+    def _arrive(self, message: SimulatedMessage, at_s: float) -> None:
+        message.there, message.ready_s = True, at_s
+        if message.receive is not None:
+            self._deliver(message, message.receive, at_s)
+        if message.data is not None and not message.request.complete:
+            self._board.complete(message.request, at_s)
+
+    def _deliver(self, message: SimulatedMessage, receive: SimulatedRequest, at_s: float) -> None:
+        """Write what has arrived where it is received; that is the end of both requests."""
+        assert receive.memory is not None
+        at_s = max(at_s, message.ready_s)
+        if message.data is not None:
+            receive.memory[...] = message.data
+        else:
+            assert message.request.memory is not None
+            receive.memory[...] = message.request.memory
+            self._board.complete(message.request, at_s)
+        self._board.complete(receive, at_s)
+
+    # ---- what was started ----
+
+    def start_all(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Start persistent requests; see `comm.world.Comm`."""
+        for request in requests:
+            assert request.begin is not None
+            if request.running is not None:
+                raise CommError(
+                    f"rank {self._own.number} starts its {request.what} ({describe_lines(request.lines)}) again before "
+                    "it has waited for it"
+                )
+            request.running = request.begin()
+
+    def test_all(self, requests: Sequence[SimulatedRequest]) -> bool:
+        """Return whether all are complete; see `comm.world.Comm`."""
+        if not requests:
+            return True
+        own = self._own
+        self._scheduler.enter(own)
+        self._scheduler.give_way(own)
+        complete = all(_started(request).complete for request in requests)
+        if complete:
+            self._close(requests)
+        else:
+            self._scheduler.look_in_vain(own)
+        self._scheduler.leave(own)
+        return complete
+
+    def wait_all(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Return when all are complete; see `comm.world.Comm`."""
+        own = self._own
+        self._scheduler.enter(own)
+        awaited = {started for request in requests if not (started := _started(request)).complete}
+        if awaited:
+            words = [request.what for request in map(_started, requests) if request in awaited]
+            words[NAMED:] = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
+            pending = list(awaited)
+            self._scheduler.block(own, awaited, ", ".join(words), find_lines(), lambda: _missing(pending))
+        self._close(requests)
+        self._scheduler.leave(own)
+
+    def _close(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Note that requests were waited for, and that it is as late as their ends."""
+        for request in requests:
+            started = _started(request)
+            self._own.clock_s = max(self._own.clock_s, started.complete_s)
+            self._board.open[self._own.number].close(started)
+            request.running = None
+        self._own.news += 1
+
+    def cancel(self, request: SimulatedRequest) -> None:
+        """Give up a receive; see `comm.world.Comm`."""
+        if request.withdraw is not None:
+            request.withdraw()
+            request.withdraw, request.complete = None, True
+            self._close([request])
+
+    def free_requests(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Give persistent requests back: there is nothing to give."""
+
+    def poke(self) -> None:
+        """Let messages move on; see `comm.world.Comm`."""
+        self._scheduler.enter(self._own)
+        self._scheduler.give_way(self._own)
+        self._scheduler.leave(self._own)
+
+    # ---- collectives ----
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.wait_all([self._join(("barrier",), None, 0, _nothing)])
+
+    def ibarrier(self) -> SimulatedRequest:
+        """Start a barrier; see `comm.world.Comm`."""
+        return self._join(("ibarrier",), None, 0, _nothing)
+
+    def allreduce(self, array: Buffer) -> None:
+        """Sum over the ranks, in their order; see `comm.world.Comm`."""
+        self.wait_all([self._reduce("allreduce", array, np.add)])
+
+    def allreduce_max(self, array: Buffer) -> None:
+        """Take the largest of each element; see `comm.world.Comm`."""
+        self.wait_all([self._reduce("allreduce_max", array, np.maximum)])
+
+    def iallreduce(self, array: Buffer) -> SimulatedRequest:
+        """Start a sum; see `comm.world.Comm`."""
+        return self._reduce("iallreduce", array, np.add)
+
+    def _reduce(self, name: str, array: Buffer, combine: np.ufunc) -> SimulatedRequest:
+        def write(arrays: list[Buffer]) -> None:
+            total = _total(arrays, combine)
+            for each in arrays:
+                each[...] = total
+
+        return self._join((name, array.size, array.dtype.name), array, array.nbytes, write, writes=array)
+
+    def broadcast(self, data: Buffer, root: int) -> None:
+        """Replace bytes by root's; see `comm.world.Comm`."""
+        self.wait_all([self._broadcast("broadcast", data, root)])
+
+    def ibroadcast(self, data: Buffer, root: int) -> SimulatedRequest:
+        """Start a broadcast; see `comm.world.Comm`."""
+        return self._broadcast("ibroadcast", data, root)
+
+    def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
+        memory = as_bytes(data).reshape(-1)
+
+        def combine(everyones: list[NDArray[np.uint8]]) -> None:
+            for rank, each in enumerate(everyones):
+                if rank != root:
+                    each[...] = everyones[root]
+
+        return self._join((name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory)
+
+    def allgather(self, own: Buffer, into: Buffer) -> None:
+        """Gather arrays of one length; see `comm.world.Comm`."""
+        signature = ("allgather", own.size, own.dtype.name)
+        self.wait_all([self._join(signature, (own, into), into.nbytes, _gather, writes=into)])
+
+    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
+        """Gather arrays of any lengths; see `comm.world.Comm`."""
+        self.wait_all([self._allgatherv("allgatherv", own, into, counts)])
+
+    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+        """Start it; see `comm.world.Comm`."""
+        return self._allgatherv("iallgatherv", own, into, counts)
+
+    def _allgatherv(self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+        begin = sum(counts[: self.rank])
+        flat = into.reshape(-1)
+        part = flat[begin : begin + counts[self.rank]].copy() if own is None else own
+        if part.size != counts[self.rank]:
+            raise CommError(
+                f"rank {self._own.number} brings {part.size} elements to {name}, but its count there is "
+                f"{counts[self.rank]} ({describe_lines(find_lines())})"
+            )
+        signature = (name, tuple(counts), into.dtype.name)
+        return self._join(signature, (part, flat), into.nbytes, _gather, writes=into)
+
+    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> None:
+        """Sum, and give each rank its part; see `comm.world.Comm`."""
+        self.wait_all([self._reduce_scatter("reduce_scatter", array, own, counts)])
+
+    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+        """Start it; see `comm.world.Comm`."""
+        return self._reduce_scatter("ireduce_scatter", array, own, counts)
+
+    def _reduce_scatter(self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+        def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
+            begin = 0
+            for length, (_, part) in zip(counts, everyones, strict=True):
+                part[...] = _total([whole.reshape(-1)[begin : begin + length] for whole, _ in everyones], np.add)
+                begin += length
+
+        return self._join((name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own)
+
+    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
+        """Send every rank its part; see `comm.world.Comm`."""
+        value = (data.reshape(-1), counts, into.reshape(-1), came)
+        signature = ("alltoallv", data.dtype.name)
+        self.wait_all([self._join(signature, value, (data.nbytes + into.nbytes) // 2, _all_to_all, writes=into)])
+
+    def _join(
+        self,
+        signature: tuple[Any, ...],
+        value: Any,
+        nbytes: int,
+        combine: Callable[[list[Any]], None],
+        writes: Buffer | None = None,
+    ) -> SimulatedRequest:
+        """Come to this communicator's next collective.
+
+        Args:
+            signature: see `CollectiveCall`.
+            value: what this rank brings.
+            nbytes: of the whole array, for its time.
+            combine: called by the last rank with what all have brought, in rank order; writes the results.
+            writes: the array that is written here.
+        """
+        own, board, scheduler = self._own, self._board, self._scheduler
+        scheduler.enter(own)
+        number = self._collectives
+        self._collectives += 1
+        memory = None if writes is None else as_bytes(writes).reshape(-1)
+        request = self._open(f"{signature[0]} (collective {number} of its communicator)", memory, writes=True)
+        call = board.calls.setdefault((self._number, number), CollectiveCall(signature, (own.number, request.lines)))
+        if call.signature != signature:
+            ways = (*call.first, call.signature), (own.number, request.lines, signature)
+            texts = [f"rank {rank} in {_describe(what)} ({describe_lines(lines)})" for rank, lines, what in ways]
+            raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
+        call.brought[self.rank], call.requests[self.rank] = value, request
+        request.missing = lambda: [each for rank, each in enumerate(self._members) if rank not in call.brought]
+        call.last_s = max(call.last_s, own.clock_s)
+        if len(call.brought) == self.size:
+            del board.calls[self._number, number]
+            name = signature[0].removeprefix("i")
+            end_s = call.last_s + board.network.collective_s(name, self._members, nbytes)
+            scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
+        scheduler.leave(own)
+        return request
+
+    def _finish(self, call: CollectiveCall, combine: Callable[[list[Any]], None], end_s: float) -> None:
+        """Write a collective's results and complete it; if the seed decides, on each rank by itself."""
+        combine([call.brought[rank] for rank in range(self.size)])
+        for request in call.requests.values():
+            if self._scheduler.by_time:
+                self._board.complete(request, end_s)
+            else:
+                self._scheduler.plan(end_s, partial(self._board.complete, request, end_s))
+
+    # ---- other communicators ----
+
+    def duplicate(self) -> Self:
+        """Return another one of the same ranks; see `comm.world.Comm`."""
+        return self._regroup("duplicate", 0, self.rank)
+
+    def split(self, color: int, key: int) -> Self:
+        """Return one of the ranks of a color; see `comm.world.Comm`."""
+        return self._regroup("split", color, key)
+
+    def split_by_node(self, key: int) -> Self:
+        """Return one of the ranks of this node; see `comm.world.Comm`."""
+        return self._regroup("split_by_node", self._board.network.places[self._own.number], key)
+
+    def _regroup(self, name: str, color: int, key: int) -> Self:
+        everyones: list[tuple[int, int, int]] = []  # (color, key, rank) of all
+        numbers: dict[int, int] = {}  # of the new communicators, by color
+
+        def combine(brought: list[tuple[int, int, list[tuple[int, int, int]], dict[int, int]]]) -> None:
+            listed = [(each[0], each[1], rank) for rank, each in enumerate(brought)]
+            made = {each: next(self._board.numbers) for each in sorted({each for each, _, _ in listed})}
+            for _, _, their_everyones, their_numbers in brought:
+                their_everyones += listed
+                their_numbers |= made
+
+        self.wait_all([self._join((name,), (color, key, everyones, numbers), 0, combine)])
+        mine = sorted((their_key, rank) for their_color, their_key, rank in everyones if their_color == color)
+        ranks = [self._members[rank] for _, rank in mine]
+        return type(self)(self._board, self.world, self._own, ranks, numbers[color])
+
+    def free(self) -> None:
+        """Give it back: there is nothing to give."""
+
+    def share_pages(self, own_bytes: int) -> SimulatedPages:
+        """Return memory that all ranks see; see `comm.world.Comm`."""
+        parts: list[NDArray[np.uint8]] = []
+
+        def combine(brought: list[tuple[int, list[NDArray[np.uint8]]]]) -> None:
+            made = [_aligned_zeros(nbytes) for nbytes, _ in brought]
+            for _, each in brought:
+                each += made
+
+        self.wait_all([self._join(("share_pages",), (own_bytes, parts), 0, combine)])
+        return SimulatedPages(tuple(parts))
+
+
+@dataclass(eq=False)
+class SimulatedPages:
+    """Memory of this process: all ranks see it anyway."""
+
+    parts: tuple[NDArray[np.uint8], ...]
+
+    def sync(self) -> None:
+        """Do nothing: one rank runs at a time."""
+
+    def free(self) -> None:
+        """Let go of the memory; it goes with the last rank that holds it."""
+        self.parts = ()
+
+
+def _started(request: SimulatedRequest) -> SimulatedRequest:
+    """Return what a persistent request was started as; any other as it is."""
+    return request if request.begin is None or request.running is None else request.running
+
+
+def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:
+    """Return the ranks without which requests do not become complete."""
+    return sorted({rank for request in requests if not request.complete for rank in request.missing()})
+
+
+def _one(rank: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def _describe(signature: tuple[Any, ...]) -> str:
+    name, *rest = signature
+    return f"{name}({', '.join(map(str, rest))})"
+
+
+def _nothing(everyones: list[Any]) -> None:
+    """A barrier brings nothing and writes nothing."""
+
+
+def _total(arrays: Sequence[Buffer], combine: np.ufunc) -> Buffer:
+    """Return all arrays' sum, or whatever else is made of two, in rank order."""
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        combine(total, array, out=total)
+    return total
+
+
+def _gather(everyones: list[tuple[Buffer, Buffer]]) -> None:
+    whole = np.concatenate([as_bytes(own).reshape(-1) for own, _ in everyones])
+    for _, into in everyones:
+        as_bytes(into).reshape(-1)[...] = whole
+
+
+def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[int]]]) -> None:
+    for receiver, (_, _, into, came) in enumerate(everyones):
+        at = 0
+        for sender, (data, counts, _, _) in enumerate(everyones):
+            if counts[receiver] != came[sender]:
+                raise CommError(
+                    f"alltoallv: rank {sender} of the communicator sends {counts[receiver]} elements to {receiver}, "
+                    f"which expects {came[sender]}"
+                )
+            begin = sum(counts[:receiver])
+            into[at : at + came[sender]] = data[begin : begin + counts[receiver]]
+            at += came[sender]
+
+
+def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
+    """Return zeros that begin on a page."""
+    room = np.zeros(nbytes + PAGE_BYTES, np.uint8)
+    skip = -room.ctypes.data % PAGE_BYTES
+    return room[skip : skip + nbytes]

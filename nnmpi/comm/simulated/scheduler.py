@@ -1,0 +1,334 @@
+"""Whose turn it is among simulated ranks, and how late it is for each of them.
+
+Every rank is a thread, and one of them has the turn: all others wait at their gates. It changes only inside calls that
+communicate, so between them a rank computes undisturbed. What can happen next stands in an agenda:
+
+    agenda    rank 2 goes on  |  a message reaches rank 0  |  rank 1 goes on  | ...
+    rank 0    computes, waits for a message ..............   goes on
+    rank 1    computes, sends, looks for a message (its turn may end here)
+
+In what order, depends on what computing costs:
+
+    nothing, or what is given    by time: whoever's clock is earliest goes on, and the seed decides where times are
+                                 equal. All seconds are then exact, and the same for the same seed.
+    its measured time            as the seed draws it: the clocks follow, but who goes first does not depend on them,
+                                 as a measured second is never the same twice, and the order must be.
+
+When the agenda is empty and somebody still waits, nobody can ever go on. That is a deadlock, and is reported at once.
+
+Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Clauss et al., 2011); one seed for every
+choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, TypeAlias
+
+from nnmpi.errors import CommError
+
+LOOK_S = 1e-7  # what a look for messages costs a rank that computes in no time: else it could look for ever
+FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
+SPREAD = 4  # the seed may put somebody behind so many turns of each rank
+OWN_FOLDER = str(Path(__file__).parent)
+PACKAGE_FOLDER = str(Path(__file__).parents[2])
+
+Lines: TypeAlias = tuple[tuple[str, int], ...]
+"""Places in source files, (file, line): where a call was made, innermost first."""
+
+
+class Abandoned(BaseException):
+    """Raised on a rank that cannot go on because another one has failed; nobody but the scheduler catches it."""
+
+
+@dataclass(eq=False)
+class SimulatedRank:
+    """One rank's thread and clock.
+
+    Attributes:
+        number: of this rank among all.
+        clock_s: how late it is here.
+        waits_for: what it waits for, in words; empty while it can go on.
+        lines: where it waits.
+        ended: whether its program is over.
+        news: a number that changes when one of its requests becomes complete, and when it has waited for one: then
+            looking once more may find something.
+        calls: how many calls it has made.
+    """
+
+    number: int
+    clock_s: float = 0.0
+    waits_for: str = ""
+    lines: Lines = ()
+    ended: bool = False
+    news: int = 0
+    calls: int = 0
+    _awaits: set[Any] | None = None
+    _blames: Callable[[], Sequence[int]] = tuple
+    _cpu_s: float = 0.0
+    _looks: int = 0
+    _gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+class Scheduler:
+    """Lets ranks take turns.
+
+    Args:
+        size: how many ranks.
+        seed: of everything that is drawn.
+        cpu_factor: seconds of a rank's clock for each second of processor time that its thread computed; with 0
+            computing takes no time, and the order is that of the clocks.
+
+    Attributes:
+        ranks: by number.
+        random: for what else is to be drawn.
+        by_time: whether the order is that of the clocks.
+        turns: how often the turn has changed.
+        failure: the rank that failed first, and its exception; None while all is well.
+    """
+
+    def __init__(self, size: int, seed: int, cpu_factor: float) -> None:
+        self.ranks = [SimulatedRank(number) for number in range(size)]
+        self.random = Random(seed)
+        self.by_time = cpu_factor == 0
+        self.turns = 0
+        self.failure: tuple[int, BaseException] | None = None
+        self._factor = cpu_factor
+        self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
+        self._planned = 0
+        self._over = threading.Event()
+
+    # ---- the agenda ----
+
+    def plan(self, at_s: float, what: SimulatedRank | Callable[[], None]) -> None:
+        """Let a rank go on, or something happen, at a time (or when the seed says)."""
+        self._planned += 1
+        draw = self.random.random()
+        key = (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
+        heapq.heappush(self._agenda, (*key, self._planned, what))
+
+    def enter(self, rank: SimulatedRank) -> None:
+        """Begin a call: what the rank computed since its last one is put on its clock.
+
+        Raises:
+            Abandoned: when another rank has failed.
+        """
+        if self.failure is not None:
+            raise Abandoned
+        rank.calls += 1
+        self._charge(rank)
+        if self.by_time and self._agenda and self._agenda[0][0] < rank.clock_s:
+            self.give_way(rank)
+
+    def leave(self, rank: SimulatedRank) -> None:
+        """End a call; the time since it began is not the rank's."""
+        if self._factor:
+            rank._cpu_s = time.thread_time()
+
+    def give_way(self, rank: SimulatedRank) -> None:
+        """Let others go on whose turn it is, before this rank does."""
+        if self._agenda:
+            self.plan(rank.clock_s, rank)
+            self._pass_on(rank)
+
+    def look_in_vain(self, rank: SimulatedRank) -> None:
+        """Count a look of a rank for something that is not there yet.
+
+        Raises:
+            CommError: when it looks again and again, and nothing can ever happen.
+        """
+        rank.clock_s += LOOK_S if self.by_time else 0.0
+        rank._looks = 0 if self._agenda else rank._looks + 1
+        if rank._looks > FRUITLESS_LOOKS:
+            rank.waits_for, rank.lines = "a loop that looks for messages", find_lines()
+            raise self._deadlock()
+
+    def block(
+        self,
+        rank: SimulatedRank,
+        awaits: set[Any],
+        waits_for: str,
+        lines: Lines,
+        blames: Callable[[], Sequence[int]],
+    ) -> None:
+        """Return when all of some requests have become complete.
+
+        Args:
+            rank: this thread's.
+            awaits: the requests; the next one of its own, whichever that is, where there are none.
+            waits_for: what it waits for, in words.
+            lines: where.
+            blames: returns the ranks for which it waits, for the report of a deadlock.
+        """
+        rank.waits_for, rank.lines, rank._awaits, rank._blames = waits_for, lines, awaits, blames
+        self._pass_on(rank)
+
+    def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
+        """Let a rank know that one of its requests has become complete, and go on if it has waited for that."""
+        rank.news += 1
+        rank._looks = 0
+        if rank._awaits is None:
+            return
+        rank._awaits.discard(request)
+        if not rank._awaits:
+            rank.clock_s = max(rank.clock_s, at_s)
+            rank.waits_for, rank._awaits = "", None
+            self.plan(rank.clock_s, rank)
+
+    # ---- clocks ----
+
+    def now(self, rank: SimulatedRank) -> float:
+        """Return how late it is for a rank, this thread's."""
+        self._charge(rank)
+        return rank.clock_s
+
+    def sleep(self, rank: SimulatedRank, seconds: float) -> None:
+        """Let time pass for a rank, this thread's."""
+        self.enter(rank)
+        rank.clock_s += max(0.0, seconds)
+        self.give_way(rank)
+        self.leave(rank)
+
+    def _charge(self, rank: SimulatedRank) -> None:
+        if self._factor:
+            now_s = time.thread_time()
+            rank.clock_s += (now_s - rank._cpu_s) * self._factor
+            rank._cpu_s = now_s
+
+    # ---- turns ----
+
+    def run(self, program: Callable[[int], None]) -> None:
+        """Call `program(number)` on a thread for each rank; return when all have ended.
+
+        Afterwards `failure` says whether one failed.
+        """
+        threads = [
+            threading.Thread(target=self._live, args=(rank, program), name=f"rank {rank.number}", daemon=True)
+            for rank in self.ranks
+        ]
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            self.plan(0.0, rank)
+            thread.start()
+        self._hand_over(None)
+        try:
+            self._over.wait()
+        except BaseException as error:  # Ctrl-C reaches the thread that waits here
+            self.failure = self.failure or (-1, error)
+        for thread in threads:
+            thread.join()
+
+    def _live(self, rank: SimulatedRank, program: Callable[[int], None]) -> None:
+        rank._gate.acquire()
+        try:
+            if self.failure is None:
+                self.leave(rank)
+                program(rank.number)
+                self._charge(rank)
+        except Abandoned:
+            pass
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = (rank.number, error)
+        rank.ended = True
+        self._hand_over(None)
+
+    def _pass_on(self, rank: SimulatedRank) -> None:
+        """Let whoever is next go on, and return when it is this rank's turn again."""
+        if self._hand_over(rank):
+            return
+        rank._gate.acquire()
+        if self.failure is not None:
+            raise Abandoned
+
+    def _hand_over(self, own: SimulatedRank | None) -> bool:
+        """Do what stands in the agenda up to the next rank; return whether that is `own`, whose turn it is already."""
+        while self._agenda and self.failure is None:
+            what = heapq.heappop(self._agenda)[-1]
+            if not isinstance(what, SimulatedRank):
+                try:
+                    what()
+                except CommError as error:  # a mistake of some rank, found when its message came
+                    self.failure = (own.number if own is not None else -1, error)
+                continue
+            if what is own:
+                return True
+            self.turns += 1
+            what._gate.release()
+            return False
+        left = [rank for rank in self.ranks if not rank.ended]
+        if not left:
+            self._over.set()
+            return False
+        if self.failure is None:
+            self.failure = (-1, self._deadlock())
+        if own is not None:
+            raise Abandoned
+        left[0]._gate.release()  # one after the other, as each hands over when it has ended
+        return False
+
+    def _deadlock(self) -> CommError:
+        waiting = [rank for rank in self.ranks if not rank.ended]
+        lines = [
+            f"  rank {each.number} waits for {each.waits_for}, {_since(each)}{_at(each.lines)}" for each in waiting
+        ]
+        ended = [rank.number for rank in self.ranks if rank.ended]
+        if ended:
+            lines.append(f"  ended: {', '.join(f'rank {number}' for number in ended)}")
+        cycle = _find_cycle({rank.number: list(rank._blames()) for rank in waiting})
+        circle = " -> ".join(f"rank {number}" for number in cycle)
+        head = "deadlock: no rank can go on" + (f"; {circle} wait for one another in a circle" if cycle else "")
+        return CommError("\n".join([head, *lines]))
+
+
+def _since(rank: SimulatedRank) -> str:
+    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}"
+
+
+def _at(lines: Lines) -> str:
+    return "".join(f"\n      at {file}:{line}" for file, line in lines)
+
+
+def describe_lines(lines: Lines) -> str:
+    """Return places in the source in words, on one line."""
+    return " from ".join(f"{file}:{line}" for file, line in lines) or "an unknown line"
+
+
+def find_lines() -> Lines:
+    """Return where in the program this call was made: nnmpi's line next to it, and the caller's of nnmpi."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[str, int]] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        outside = not file.startswith(PACKAGE_FOLDER)
+        if outside or (not found and not file.startswith(OWN_FOLDER)):
+            found.append((file, frame.f_lineno))
+        if outside:
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
+    """Return ranks of which each waits for the next, the first of them again at the end; [] where there are none."""
+
+    def walk(path: list[int], seen: set[int]) -> Iterator[list[int]]:
+        for other in blamed.get(path[-1], []):
+            if other in path:
+                yield [*path[path.index(other) :], other]
+            elif other not in seen:
+                seen.add(other)
+                yield from walk([*path, other], seen)
+
+    seen: set[int] = set()
+    for number in blamed:
+        for cycle in walk([number], seen):
+            return cycle
+    return []

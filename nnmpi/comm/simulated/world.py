@@ -1,0 +1,162 @@
+"""Running a program on simulated ranks.
+
+    def main(group):
+        total = numpy.ones(5)
+        group.all_reduce(total, "ring")
+        return total[0]
+
+    nnmpi.simulate(main, ranks=16)          # [16.0, 16.0, ...]: what each rank returned
+
+The program is the one that runs under mpirun, and so are its results, byte for byte. What differs: all of it is in this
+process, so that ranks see one another's global variables; a seed decides about whatever MPI leaves open; and clocks are
+simulated (`nnmpi.clock`), by what computing takes here and what messages cost on a given machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar
+
+from nnmpi import clock
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.simulated.comm import MessageBoard, SimulatedComm
+from nnmpi.comm.simulated.network import SimulatedNetwork
+from nnmpi.comm.simulated.scheduler import Scheduler, SimulatedRank, find_lines
+from nnmpi.errors import CommError, UsageError
+
+T = TypeVar("T")
+
+
+class SimulatedWorld:
+    """The world as one of its ranks sees it; see `comm.world.World`. It is this rank's clock, too."""
+
+    library = "simulated"
+    simulated = True
+    keeps_order = False  # a rank that watches a counter would never let another one raise it
+
+    def __init__(self, board: MessageBoard, own: SimulatedRank) -> None:
+        self._scheduler, self._own = board.scheduler, own
+        self.comm = SimulatedComm(board, self, own, range(len(board.scheduler.ranks)), 0)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true; it is asked again whenever a request of this rank has become complete."""
+        own, scheduler = self._own, self._scheduler
+        while True:
+            news = own.news
+            if ready():
+                return
+            scheduler.enter(own)  # in which something may become complete
+            if own.news == news:
+                scheduler.block(own, set(), "something to become complete", find_lines(), list)
+            scheduler.leave(own)
+
+    def abort(self, status: int) -> NoReturn:
+        """End all ranks."""
+        raise SystemExit(status)
+
+    def cuda_support(self) -> tuple[bool, str]:
+        """Return that messages lie in the host's memory."""
+        return False, "simulated ranks exchange arrays of the host"
+
+    def now(self) -> float:
+        """Return how late it is on this rank."""
+        return self._scheduler.now(self._own)
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass on this rank."""
+        self._scheduler.sleep(self._own, seconds)
+
+    def reproducible(self, seconds: float) -> float:
+        """Return the seconds if they are exact, and 0.0 if they hang on what computing takes here."""
+        return seconds if self._scheduler.by_time else 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedRun(Generic[T]):
+    """What came of a simulated program.
+
+    Attributes:
+        results: what each rank returned.
+        seconds: when the last rank ended, by simulated time; clocks_s: when each of them did.
+        messages, bytes: that were sent between two ranks.
+        turns: how often another rank got its turn, for who wants to know what simulating costs.
+    """
+
+    results: list[T]
+    seconds: float
+    clocks_s: list[float]
+    messages: int
+    bytes: int
+    turns: int
+
+
+def simulate(
+    main: Callable[[Group], T],
+    ranks: int = 16,
+    machine: Machine | None = None,
+    seed: int = 0,
+    cpu_factor: float = 1.0,
+    check: bool = True,
+) -> list[T]:
+    """Call `main(group)` on so many simulated ranks and return what each of them returned.
+
+    Args:
+        main: the program of each rank.
+        ranks: how many.
+        machine: what messages cost (see `comm.machine`); None: they take no time, and all ranks are on one node.
+        seed: decides about all that MPI leaves open: who goes first, when messages arrive. The same program with the
+            same seed does the same.
+        cpu_factor: how many seconds of a rank's clock go by for each second of processor time that it computes here.
+            With 0 computing takes no time but what `nnmpi.clock.sleep` gives it: then all seconds are exact and
+            reproducible, and what happens first is what is earlier.
+        check: whether messages that nobody received, and requests that nobody waited for, are an error at the end.
+
+    Raises:
+        UsageError: for less than one rank.
+        CommError: for a mistake in the program's communication: ranks that wait for one another for ever, collectives
+            that do not match, buffers that are used twice. It names the ranks and the lines.
+        Exception: the first that a rank raised, with its own traceback and a note of its rank.
+    """
+    return run_simulation(main, ranks, machine, seed, cpu_factor, check).results
+
+
+def run_simulation(
+    main: Callable[[Group], T],
+    ranks: int = 16,
+    machine: Machine | None = None,
+    seed: int = 0,
+    cpu_factor: float = 1.0,
+    check: bool = True,
+) -> SimulatedRun[T]:
+    """Do what `simulate` does, and return how long it took and what was sent, too.
+
+    Args:
+        main, ranks, machine, seed, cpu_factor, check: see `simulate`; it raises the same.
+    """
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
+    if not 0 <= cpu_factor < float("inf"):
+        raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
+    scheduler = Scheduler(ranks, seed, cpu_factor)
+    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), ranks))
+    results: list[T | None] = [None] * ranks
+
+    def live(number: int) -> None:
+        world = SimulatedWorld(board, scheduler.ranks[number])
+        with clock.using(world):
+            results[number] = main(Group(world.comm, private=True))
+
+    scheduler.run(lambda number: Context().run(live, number))
+    if scheduler.failure is not None:
+        number, error = scheduler.failure
+        if number >= 0:
+            error.add_note(f"(on rank {number} of {ranks} simulated ones, with seed {seed})")
+        raise error
+    leftovers = board.find_leftovers() if check else []
+    if leftovers:
+        raise CommError("the ranks have ended, but " + "; ".join(leftovers))
+    network, clocks_s = board.network, [rank.clock_s for rank in scheduler.ranks]
+    return SimulatedRun(results, max(clocks_s), clocks_s, network.messages, network.bytes, scheduler.turns)  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""The calls of a simulated communicator: their values, whatever the seed, and their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import clock
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.simulated.world import run_simulation, simulate
+from nnmpi.errors import UsageError
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33]
+LATENCY_S, BYTE_S = 1e-4, 1e-8
+MACHINE = Machine.uniform(LATENCY_S, BYTE_S)
+
+
+@pytest.mark.parametrize("cpu_factor", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
+    """Every call on one communicator, for several seeds."""
+
+    def main(group: Group) -> None:
+        comm, rank = group.comm, group.rank
+        counts = [1 + each % 3 for each in range(size)]
+        total = sum(counts)
+        values = np.arange(total, dtype=np.int64)
+        for start_only in (False, True):
+            array = values * (rank + 1)
+            run(comm, comm.iallreduce, comm.allreduce, start_only, array)
+            assert (array == values * (size * (size + 1) // 2)).all()
+            array = values + rank
+            run(comm, comm.ibroadcast, comm.broadcast, start_only, array, size - 1)
+            assert (array == values + size - 1).all()
+            own, into = np.full(counts[rank], rank), np.zeros(total, np.int64)
+            run(comm, comm.iallgatherv, comm.allgatherv, start_only, own, into, counts)
+            assert (into == np.repeat(np.arange(size), counts)).all()
+            part = np.zeros(counts[rank], np.int64)
+            run(comm, comm.ireduce_scatter, comm.reduce_scatter, start_only, values * rank, part, counts)
+            begin = sum(counts[:rank])
+            assert (part == values[begin : begin + counts[rank]] * (size * (size - 1) // 2)).all()
+            if start_only:
+                comm.wait_all([comm.ibarrier()])
+            else:
+                comm.barrier()
+        begin = sum(counts[:rank])
+        into = np.zeros(total, np.int64)
+        into[begin : begin + counts[rank]] = rank
+        comm.allgatherv(None, into, counts)
+        assert (into == np.repeat(np.arange(size), counts)).all()
+        everyones = np.zeros((size, 2))
+        comm.allgather(np.array([rank, -rank], float), everyones)
+        assert (everyones == [[each, -each] for each in range(size)]).all()
+        largest = np.array([rank, -rank])
+        comm.allreduce_max(largest)
+        assert largest.tolist() == [size - 1, 0]
+        data = np.concatenate([np.full(1 + to % 2, 16 * (rank % 8) + to % 16, np.uint8) for to in range(size)])
+        came = [1 + rank % 2] * size
+        into = np.zeros(sum(came), np.uint8)
+        comm.alltoallv(data, [1 + to % 2 for to in range(size)], into, came)
+        assert (into == np.repeat([16 * (each % 8) + rank % 16 for each in range(size)], came)).all()
+
+    for seed in range(3):
+        simulate(main, size, MACHINE, seed, cpu_factor)
+
+
+def run(comm: Any, start: Callable[..., Any], block: Callable[..., None], start_only: bool, *args: Any) -> None:
+    """Make a call, blocking or started and waited for."""
+    if start_only:
+        comm.wait_all([start(*args)])
+    else:
+        block(*args)
+
+
+@pytest.mark.parametrize("cpu_factor", [0, 1])
+@pytest.mark.parametrize("length", [0, 3, 5000])
+def test_messages_with_one_tag_do_not_overtake_one_another(length: int, cpu_factor: float) -> None:
+    """Short ones and long ones, in turns with another tag."""
+
+    def main(group: Group) -> list[int]:
+        comm = group.comm
+        numbers = range(12)
+        if group.rank == 0:
+            arrays = [np.full(length + (number % 2) * 3000 + 1, number) for number in numbers]
+            comm.wait_all([comm.isend(array, 1, number % 3) for number, array in zip(numbers, arrays, strict=True)])
+            return []
+        arrays = [np.zeros(length + (number % 2) * 3000 + 1, int) for number in numbers]
+        comm.wait_all([comm.irecv(array, 0, number % 3) for number, array in zip(numbers, arrays, strict=True)])
+        return [int(array[-1]) for array in arrays]
+
+    for seed in range(10):
+        assert simulate(main, 2, MACHINE, seed, cpu_factor)[1] == list(range(12))
+
+
+def test_seeds_give_other_orders_and_the_same_seed_the_same() -> None:
+    """Who of several senders is seen first is drawn; the same seed draws the same."""
+
+    def main(group: Group) -> list[int]:
+        comm = group.comm
+        if group.rank:
+            comm.wait_all([comm.isend(np.zeros(1), 0, 0)])
+            return []
+        waiting = {rank: comm.irecv(np.zeros(1), rank, 0) for rank in range(1, group.size)}
+        order: list[int] = []
+
+        def look() -> bool:
+            order.extend(rank for rank in list(waiting) if comm.test_all([waiting[rank]]) and waiting.pop(rank))
+            return not waiting
+
+        comm.world.wait_until(look)
+        return order
+
+    for cpu_factor, least in ((0, 2), (1, 6)):
+        orders = [tuple(simulate(main, 6, seed=seed, cpu_factor=cpu_factor)[0]) for seed in [*range(20), *range(20)]]
+        assert orders[:20] == orders[20:]
+        assert len(set(orders)) >= least
+
+
+def test_times_are_the_machines() -> None:
+    """A long message between two ranks, a ring of them, and one link that all of a node's ranks share."""
+
+    def ring(group: Group) -> float:
+        comm = group.comm
+        clock.sleep(0.5 * (group.rank == 1))
+        out, into = np.zeros(10**5), np.zeros(10**5)
+        ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        comm.wait_all([comm.irecv(into, behind, 0), comm.isend(out, ahead, 0)])
+        return clock.now()
+
+    message_s = LATENCY_S + 8e5 * BYTE_S
+    assert simulate(ring, 2, MACHINE, cpu_factor=0) == pytest.approx([0.5 + message_s] * 2)
+    # Rank 0's message to 1 begins when 1 has come, and so does 1's to 2; 3's to 0 does not wait for anybody.
+    found = simulate(ring, 4, MACHINE, cpu_factor=0)
+    assert found == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
+    shared = Machine(Link.line(0.0, 0.0), Link.line(LATENCY_S, BYTE_S), nodes=(0, 0, 1, 1))
+
+    def across(group: Group) -> None:
+        buffer = np.zeros(10**5)
+        comm = group.comm
+        comm.wait_all(
+            [comm.isend(buffer, group.rank + 2, 0) if group.rank < 2 else comm.irecv(buffer, group.rank - 2, 0)]
+        )
+
+    assert run_simulation(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
+
+
+def test_computing_takes_its_processor_time() -> None:
+    """Times a factor; without one it takes none."""
+
+    def main(group: Group) -> None:
+        total = 0
+        for number in range(10**5 * (group.rank + 1)):
+            total += number
+
+    one, twice = (run_simulation(main, 3, cpu_factor=factor).clocks_s for factor in (1.0, 2.0))
+    assert 0 < one[0] < one[1] < one[2]
+    assert 1.2 < sum(twice) / sum(one) < 3.2
+    assert run_simulation(main, 3, cpu_factor=0).seconds == 0
+
+
+def test_groups_of_nodes() -> None:
+    """Ranks are on nodes by the machine's table; those of one node share memory."""
+    machine = Machine(Link.line(0, 0), nodes=(0, 1, 0, 1, 1))
+
+    def main(group: Group) -> tuple[int, list[int]]:
+        node = group.comm.split_by_node(-group.rank)
+        pages = node.share_pages(group.rank)
+        pages.parts[node.rank][...] = group.rank
+        node.barrier()
+        return node.rank, [int(each) for part in pages.parts for each in part[:1]]
+
+    assert simulate(main, 5, machine) == [(1, [2]), (2, [4, 3, 1]), (0, [2]), (1, [4, 3, 1]), (0, [4, 3, 1])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpu_factor"), [(0, 1.0), (-1, 1.0), (2, -1.0), (2, float("nan")), (2, float("inf"))]
+)
+def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> None:
+    """With a sentence."""
+    with pytest.raises(UsageError, match="means nothing|cannot be simulated"):
+        simulate(lambda group: None, ranks, cpu_factor=cpu_factor)

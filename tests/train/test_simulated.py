@@ -1,0 +1,137 @@
+"""Training on simulated ranks: the bytes of a run under mpirun, the same for the same seed, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.errors import UsageError
+from nnmpi.train.cli import launch, main
+from tests.harness.slow import once_more
+from tests.train.jobs import train
+
+SHORT = "--max-steps 12 --batch-size 30 --log-every 4"
+LAYOUTS = {
+    "ring": (3, "--allreduce ring"),
+    "tree": (5, "--allreduce tree"),
+    "parameter server": (3, "--allreduce ps"),
+    "halving-doubling": (5, "--allreduce halving-doubling --dtype float64"),
+    "shared": (3, "--allreduce shared --dtype float64"),
+    "fused": (3, ""),
+    "1f1b": (4, "--pp 4 --split 3,3,3,3"),
+    "interleaved": (2, "--pp 2 --pipeline interleaved --virtual-stages 2 --split 3,3,3,3"),
+    "zero-bubble": (4, "--pp 2 --tp 2 --pipeline zero-bubble --split 6,6"),
+    "three axes": (8, "--dp 2 --pp 2 --tp 2 --split 6,6"),
+    "fixed sums": (3, "--reduction fixed"),
+    "ssp": (4, "--sync ssp --staleness 0 --servers 2"),
+    "local": (3, "--sync local --local-steps 5"),
+    "gossip": (4, "--sync gossip"),
+    "random pairs": (5, "--sync gossip --neighbours random"),
+}
+QUICK = ("ring", "zero-bubble", "ssp", "local")
+
+
+def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: float = 1.0) -> Path:
+    """Train on simulated ranks in this process; return the run's folder."""
+    run = folder / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}-{len(list(folder.iterdir()))}"
+    simulate(partial(main, [*words.split(), "--out", str(run)]), ranks, seed=seed, cpu_factor=cpu_factor)
+    return run
+
+
+def weights(run: Path) -> str:
+    """Return a hash of the last checkpoint's weights and optimizer state."""
+    last = max((run / "checkpoints").glob("step-*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))).hexdigest()
+
+
+@pytest.mark.parametrize("name", [once_more(name, slow=name not in QUICK) for name in LAYOUTS])
+def test_the_bytes_are_those_of_a_run_under_mpirun(name: str, tmp_path: Path) -> None:
+    """Weights and the optimizer's state at the end, whatever the seed."""
+    ranks, words = LAYOUTS[name]
+    job = train(tmp_path, f"{SHORT} {words} --out job", ranks)
+    assert job.status == 0, job.output
+    expected = weights(tmp_path / "job")
+    for seed in range(2):
+        assert weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed)) == expected
+
+
+@pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4 --servers 2", "--servers 1 --backup 1"])
+@pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
+def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None:
+    """The same seed gives the same bytes and seconds where ranks need not wait; some other seed gives others."""
+    words = f"{SHORT} --model mlp {words}" + (" --pace-ms 5" if cpu_factor == 0 else "")
+    runs = [simulated(tmp_path, words, 5, seed, cpu_factor) for seed in (0, 0, 1, 2, 3)]
+    found = [weights(run) for run in runs]
+    assert found[0] == found[1]
+    if cpu_factor and "backup" not in words:  # which of the servers' own ranks come last is drawn only on other ranks
+        assert len(set(found)) > 1
+    if cpu_factor == 0:
+        first, again = ((run / "metrics.jsonl").read_text().replace(run.name, "run") for run in runs[:2])
+        assert first == again
+
+
+def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
+    """Its folder is that of any run."""
+    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring", 3)
+    whole = weights(run)
+    half = simulated(tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring", 3)
+    simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
+    assert weights(half) == whole
+    job = train(tmp_path, f"--resume {half} --epochs 3", 2)
+    assert job.status == 0, job.output
+
+
+def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
+    """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no time goes by here."""
+    ending = train(tmp_path, f"{SHORT} --simulate 2 --pace-ms 100 --straggler rank=1,factor=3 --out run --model mlp")
+    assert ending.status == 0, ending.output
+    assert "2 ranks in this process" in ending.output
+    assert "12 steps in 3.6 s" in ending.output
+    assert ending.seconds < 20
+
+
+def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
+    """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each step."""
+    words = "--simulate 3 --model mlp --pace-ms 10 --allreduce ring --no-overlap --max-steps 20 --log-every 5"
+    ending = train(tmp_path, f"{words} --network alpha_us=500,gbit=0.1 --out run")
+    assert ending.status == 0, ending.output
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "train"]
+    gradient = 4 * 17226
+    ring_s = 4 * 500e-6 + 2 * 2 / 3 * gradient * 8 / 1e8
+    numbers_s = 2 * 500e-6  # loss, accuracy and norm: two levels of a tree
+    assert steps[-1]["compute_s"] == pytest.approx(0.01)
+    assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--simulate -1", "--simulate"),
+        ("--simulation-seed 3", "--simulation-seed is for --simulate"),
+        ("--simulate 2 --virtual-workers 2 --pace-ms 1", "exclude one another"),
+        ("--simulate 2 --dp 3", "3"),
+        ("--network gbit=1", "--network is for --simulate"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: str, text: str, tmp_path: Path) -> None:
+    """In a sentence, and nothing is left behind."""
+    if "--simulate " in words:
+        with pytest.raises(UsageError, match=text):
+            launch([*words.split(), "--out", str(tmp_path / "run")])
+    else:
+        with pytest.raises(UsageError, match=text):
+            simulated(tmp_path, words, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
+    """Each would simulate all ranks."""
+    ending = train(tmp_path, "--simulate 2", ranks=2)
+    assert ending.status not in (0, None)
+    assert "--simulate runs all ranks in one process" in ending.output
