@@ -1,0 +1,73 @@
+"""Training out of step under many seeds: whatever the order, bounds hold, nothing is lost, and a seed is repeatable."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.synchrony.sync import Sync
+from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, all_reduced, everything, make, name_of, train
+from tests.compose.virtual_runs import ROWS, build, weights
+from tests.harness.slow import GROWTH, once_more
+
+SEEDS = [range(20), once_more(range(20, 1000), reason=GROWTH)]
+UNBOUND = (Sync("asp"), Sync("ssp", staleness=4), Sync("ssp", staleness=1, servers=2), Sync("bsp", backup=1))
+
+
+def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options: Any) -> Any:
+    """Train in a simulated world; return the reports, and a hash of all that was learnt."""
+
+    def main(group: Group) -> Any:
+        worker = make(group, sync, "momentum", **options)
+        reports = train(worker)
+        learnt = hashlib.sha256(everything(worker).tobytes()).hexdigest()
+        worker.release()
+        return reports, learnt
+
+    found = simulate(main, ranks, seed=seed, cpu_factor=cpu_factor)
+    assert len({learnt for _, learnt in found}) == 1  # all ranks meet with the same
+    return found[0]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=["20", "1000"])
+@pytest.mark.parametrize("sync", UNBOUND, ids=name_of)
+def test_bounds_hold_and_nothing_is_lost(sync: Sync, seeds: range) -> None:
+    """Every sample of an epoch is used once, but for what a synchronous step did not wait for."""
+    for seed in seeds:
+        reports, _ = run(sync, ranks=4 + seed % 3, seed=seed)
+        for (_, begin, end), report in zip(SEGMENTS, reports, strict=True):
+            assert report.batches == end - begin
+            if sync.mode == "ssp":
+                assert report.lead <= sync.staleness
+        for epoch in (reports[:2], reports[2:]):
+            samples = sum(report.totals.samples for report in epoch)
+            missing = sum(report.dropped + report.unassigned for report in epoch)
+            assert samples == ROWS if not missing else samples < ROWS
+
+
+@pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
+def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
+    """To the last bit of weights and state, by time and by draws."""
+    pace = {"pace_s": 0.01, "straggler": "rank=1,factor=3"} if cpu_factor == 0 else {}
+    first, again = (run(sync, 5, 7, cpu_factor, **pace) for _ in range(2))
+    assert first[1] == again[1]
+    if cpu_factor == 0:
+        assert [report.totals for report in first[0]] == [report.totals for report in again[0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 33])
+def test_in_step_the_weights_are_those_of_a_synchronous_run(ranks: int) -> None:
+    """Through servers without staleness, on more ranks than there are rows in a batch, too."""
+
+    def main(group: Group) -> float:
+        worker = make(group, Sync("ssp", staleness=0, servers=min(2, ranks)), "momentum")
+        train(worker)
+        worker.release()
+        return float(abs(weights(worker.model) - all_reduced(group, "momentum", build())).max())
+
+    assert max(simulate(main, ranks, seed=ranks)) < 1e-12
