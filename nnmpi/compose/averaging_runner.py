@@ -58,6 +58,7 @@ class AveragingRunner:
         self._warming = LocalSGD(group, storage, optimizer, 1)
         self._check = PeriodicCheck(group)
         self._steps = 0  # of this rank, in the whole run
+        self._told_s = 0.0  # when a step was told of
         self.steps_done = 0
 
     def run(self, segment: TrainingSegment) -> SegmentReport:
@@ -71,7 +72,7 @@ class AveragingRunner:
         averaging = self._warming if segment.bsp else self._averaging
         averaging.begin()
         tally, staleness = Tally(), Staleness(self.group.size)
-        done, stop, signal = 0, False, 0
+        done, stop, signal, self._told_s = 0, False, 0, begin
         with uploaded(loader, segment.epoch, self._gradient.backend, segment.batches.start) as items:
             for number in segment.batches:
                 if stop:
@@ -134,7 +135,8 @@ class AveragingRunner:
         now = clock.now()
         tally.add(gradient, 0.0, input_s)
         tally.compute_s += now - started - gradient.compute_s
-        totals = gradient.totals(now - started, input_s=input_s)
+        totals = gradient.totals(now - started, 0.0, input_s, now - self._told_s)
+        self._told_s = now
         return Progress(batch.number, 0, totals, gradient.norm, now - begin)
 
     def _report(self, tallies: list[Tally], batches: int, disagreement: float, seconds: float) -> SegmentReport:

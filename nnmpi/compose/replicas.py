@@ -188,9 +188,9 @@ class Gradient:
         """Whether loss and gradient are numbers, so that it may be used."""
         return isfinite(self.loss_sum) and isfinite(self.norm)
 
-    def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0) -> Totals:
+    def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0, wall_s: float = 0.0) -> Totals:
         """Return the sums of the step that it was, which took its worker so many seconds in all."""
-        return Totals(1, self.rows, self.loss_sum, self.correct, compute_s, wait_s, input_s)
+        return Totals(1, self.rows, self.loss_sum, self.correct, compute_s, wait_s, input_s, wall_s)
 
 
 class LocalGradient:

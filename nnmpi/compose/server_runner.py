@@ -73,13 +73,14 @@ class ParameterServerRunner:
             gradient.look_after(self._serve)
         self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
         self._taken = 0  # samples, likewise
+        self._told_s = 0.0  # when a gradient was told of
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self.steps_done = 0
 
     def run(self, segment: TrainingSegment) -> SegmentReport:
         """Run one segment."""
-        begin = clock.now()
+        begin = self._told_s = clock.now()
         tally, taken = Tally(), Tally()
         self._dropped = 0
         if self.server is not None:
@@ -187,8 +188,10 @@ class ParameterServerRunner:
             taken.rows += push.rows
             taken.loss_sum += push.loss_sum
             taken.correct += push.correct
-            totals = Totals(1, push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
-            progress(Progress(push.task.batch, worker, totals, push.norm, clock.now() - begin))
+            before_s, self._told_s = self._told_s, clock.now()
+            sums = (push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+            totals = Totals(1, *sums, wall_s=self._told_s - before_s)
+            progress(Progress(push.task.batch, worker, totals, push.norm, self._told_s - begin))
         self._dropped = controller.dropped
         tally.signal = tally.signal or push.signal or poll_signal()
         if tally.signal:

@@ -145,17 +145,18 @@ class Totals:
             self.wait_s + other.wait_s,
         )
 
-    def part(self, parts: int, last: bool, wall_s: float) -> Totals:
+    def part(self, parts: int, last: bool) -> Totals:
         """Return what one of so many gradients that make up a step adds to the sums over steps.
 
         Its times are one worker's, and a step's are the mean over the workers.
 
         Args:
             last: whether the step is complete with this one.
-            wall_s: the seconds since the one before.
         """
+        if parts == 1:
+            return self
         times = {name: getattr(self, name) / parts for name in ("compute_s", "sync_s", "input_s")}
-        return replace(self, steps=int(last), wall_s=wall_s, **times)
+        return replace(self, steps=int(last), **times)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; floats keep every bit."""
@@ -226,7 +227,7 @@ class Progress:
     Attributes:
         batch: the number of its batch in the epoch.
         worker: who computed it; 0 for a step that all did together.
-        totals: over its samples, with the worker's times; its `steps` are 1.
+        totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds since the one before.
         norm: the length of the gradient of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
         more: what else is to be told of it, by name.

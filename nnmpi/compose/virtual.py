@@ -45,7 +45,7 @@ from nnmpi.compose.simulated_cluster import (
     SimulatedServers,
     WorkerStatistics,
 )
-from nnmpi.compose.trainer import SegmentReport, Throttle, Trainer, TrainingSegment
+from nnmpi.compose.trainer import OnProgress, Progress, SegmentReport, Throttle, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.module import Module
@@ -143,11 +143,13 @@ class VirtualWorker(Trainer):
         )
         if sync.asynchronous:
             self.reports_per_batch = workers - sync.backup
-        self._summary, self._told_s = StalenessSummary(), 0.0
+        self._summary, self._summed_s = StalenessSummary(), 0.0
+        self._begin_s = self._last_s = 0.0  # of the segment, and of what was told last
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         """Train until all have met; `now_s` goes on. All seconds are virtual."""
-        begin_s, observe = self.now_s, None if self.observe is None else partial(self._show, self.observe)
+        observe = None if self.observe is None else partial(self._show, self.observe)
+        self._begin_s = self._last_s = self.now_s
         report, self.now_s = self._simulation.run(
             SimulatedSegment(
                 segment.loader.parts(segment.epoch),
@@ -155,14 +157,19 @@ class VirtualWorker(Trainer):
                 segment.step,
                 segment.lr,
                 segment.bsp,
-                lambda one: segment.progress(replace(one, at_s=one.at_s - begin_s, more={"virtual_s": one.at_s})),
+                partial(self._tell, segment.progress),
                 segment.poll_signal,
                 observe,
-                begin_s,
+                self.now_s,
             )
         )
         self._summary.add(report)
         return replace(report, virtual=self.clock_state())
+
+    def _tell(self, progress: OnProgress, one: Progress) -> None:
+        """Tell of a gradient whose `at_s` is the virtual time."""
+        totals, self._last_s = replace(one.totals, wall_s=one.at_s - self._last_s), one.at_s
+        progress(replace(one, totals=totals, at_s=one.at_s - self._begin_s, more={"virtual_s": one.at_s}))
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """Return loss and accuracy over all batches; its seconds are real ones."""
@@ -172,13 +179,13 @@ class VirtualWorker(Trainer):
         """Put back what `scalars` gave; time goes on where it stood, also with another number of workers."""
         super().load_scalars(values)
         if values["virtual"] is not None:
-            self._told_s = self.now_s = float(values["virtual"]["now_s"])
+            self._summed_s = self.now_s = float(values["virtual"]["now_s"])
             with suppress(CheckpointError):
                 self.load_clock_state(values["virtual"])
 
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, what was sent and how long it took, since the last call."""
-        seconds, self._told_s = self.now_s - self._told_s, self.now_s
+        seconds, self._summed_s = self.now_s - self._summed_s, self.now_s
         *stale, sent = self._summary.lines() or [""]
         return [*stale, f"{format_duration(seconds)} of virtual time; {sent}"] if sent else []
 

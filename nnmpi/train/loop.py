@@ -28,7 +28,6 @@ from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
 from nnmpi.train.trace import Tracer
 
-NOTHING = Progress(0, 0, Totals(), 0.0, 0.0)  # before a segment's first step
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -99,7 +98,8 @@ class Loop:
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
         self._window = state.window  # sums since the last line of metrics
-        self._told, self._last = 0, NOTHING  # in this segment
+        self._told = 0  # how often, in this segment
+        self._last = Progress(0, 0, Totals(), 0.0, 0.0)  # what was told
 
     def run(self) -> EvalReport:
         """Train until the last step, save, and return the evaluation of the final weights on the test data.
@@ -156,7 +156,7 @@ class Loop:
         if not trainer.in_step or before.step + report.batches == self._context.extent.steps:
             self._log()
         self.state = replace(before.after(report.totals), window=self._window, virtual=report.virtual)
-        self._told, self._last = 0, NOTHING
+        self._told = 0
         if report.batches and not trainer.in_step:
             self._reporter.segment(self.state, report)
         self._do_what_is_due(report.signal)
@@ -173,13 +173,12 @@ class Loop:
 
     def _note(self, one: Progress) -> None:
         """Count a step, or one of the gradients that make it up; report the steps so far when it is due."""
-        before_s, self._last = self._last.at_s, one
-        self._told += 1
+        self._told, self._last = self._told + 1, one
         if not self._context.group.is_root:
             return
         parts = self._trainer.reports_per_batch
         is_whole = self._told % parts == 0
-        self._window = self._window.plus(one.totals.part(parts, is_whole, one.at_s - before_s))
+        self._window = self._window.plus(one.totals.part(parts, is_whole))
         if is_whole and is_due(self._step, self._context.config.run.log_every):
             self._log()
 
