@@ -8,8 +8,6 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from __future__ import annotations
 
-import numpy as np
-
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.group import Group
@@ -81,6 +79,7 @@ class AveragingRunner:
                 batch = next(items)
                 input_s = clock.now() - entered
                 progress = self._step(batch, step, segment.lr(step), tally, input_s, begin)
+                tally.add(progress.totals)
                 if self.group.is_root and not tally.broken:
                     segment.progress(progress)
                 staleness.add(self.group.rank, averaging.steps_since_average(step))
@@ -95,7 +94,7 @@ class AveragingRunner:
                     if number + 1 < segment.batches.stop
                     else None
                 )
-                tally.wait_s += clock.now() - waiting
+                tally.wait(clock.now() - waiting)
                 if notes is not None:
                     signal = max(int(note[0]) for note in notes)
                     stop = bool(signal) or any(note[1] for note in notes)
@@ -133,8 +132,6 @@ class AveragingRunner:
         self._throttle.wait(started, self.group.rank, self._steps)
         self._steps += 1
         now = clock.now()
-        tally.add(gradient, 0.0, input_s)
-        tally.compute_s += now - started - gradient.compute_s
         totals = gradient.totals(now - started, 0.0, input_s, now - self._told_s)
         self._told_s = now
         return Progress(batch.number, 0, totals, gradient.norm, now - begin)
@@ -143,11 +140,8 @@ class AveragingRunner:
         staleness = Staleness(self.group.size)
         for tally in tallies:
             staleness.merge(Staleness.from_json(tally.more["staleness"]))
-        loss_sum = float(np.sum([tally.loss_sum for tally in tallies]))
-        correct = float(np.sum([tally.correct for tally in tallies]))
-        rows = sum(tally.rows for tally in tallies)
         return SegmentReport(
-            sum_up(tallies, batches, self.group.share(seconds), rows, loss_sum, correct),
+            sum_up(tallies, batches, self.group.share(seconds)),
             updates=batches,
             staleness=staleness if self.sync.mode == "local" else None,
             disagreement=disagreement,

@@ -8,11 +8,10 @@ StalenessSummary    how stale gradients were, and what was sent, in lines
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.replicas import Gradient
 from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
@@ -27,56 +26,45 @@ class Tally:
     """What one rank did in a segment.
 
     Attributes:
-        steps: gradients that it computed; seen: those of them that were of any rows.
-        rows, loss_sum, correct: over their samples.
-        compute_s, wait_s, input_s: seconds.
+        totals: of the gradients that it computed; each is a step.
+        seen: how many of them were of any rows.
         broken: the sentence about a loss or gradient that was not finite; else empty.
         signal: that it got, else 0.
         messages, bytes: that it sent.
         more: what else its way of working has to tell, as JSON values.
     """
 
-    steps: int = 0
+    totals: Totals = Totals()
     seen: int = 0
-    rows: int = 0
-    loss_sum: float = 0.0
-    correct: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    input_s: float = 0.0
     broken: str = ""
     signal: int = 0
     messages: int = 0
     bytes: int = 0
     more: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, gradient: Gradient, wait_s: float, input_s: float) -> None:
+    def add(self, totals: Totals) -> None:
         """Count one more gradient."""
-        self.steps += 1
-        self.seen += gradient.rows > 0
-        self.rows += gradient.rows
-        self.loss_sum += gradient.loss_sum
-        self.correct += gradient.correct
-        self.compute_s += gradient.compute_s
-        self.wait_s += wait_s
-        self.input_s += input_s
+        self.totals = self.totals.plus(totals)
+        self.seen += totals.samples > 0
+
+    def wait(self, seconds: float) -> None:
+        """Count seconds of waiting for others."""
+        self.totals = self.totals.plus(Totals(sync_s=seconds))
 
 
-def step_seconds(tallies: Sequence[Tally], name: str) -> float:
-    """Return the seconds of a step by one of the names that end in _s, over the steps of all ranks."""
-    return float(sum(getattr(tally, name) for tally in tallies)) / max(sum(tally.steps for tally in tallies), 1)
-
-
-def sum_up(
-    tallies: Sequence[Tally], batches: int, seconds: float, rows: int, loss_sum: float, correct: float
-) -> Totals:
-    """Return the totals of a segment of so many batches and seconds, with the times of the ranks' tallies.
+def sum_up(tallies: Sequence[Tally], batches: int, seconds: float, used: Totals | None = None) -> Totals:
+    """Return the totals of a segment of so many batches and seconds.
 
     Args:
-        rows, loss_sum, correct: over the samples whose gradients were used.
+        tallies: of all ranks; a step's times are the mean over their gradients.
+        used: over the samples whose gradients were used; by default all were.
     """
-    compute_s, wait_s, input_s = (batches * step_seconds(tallies, name) for name in ("compute_s", "wait_s", "input_s"))
-    return Totals(batches, rows, loss_sum, correct, compute_s, wait_s, input_s, seconds)
+    computed = Totals()
+    for tally in tallies:
+        computed = computed.plus(tally.totals)
+    share = batches / max(computed.steps, 1)
+    times = {name: share * getattr(computed, name) for name in ("compute_s", "sync_s", "input_s")}
+    return replace(used or computed, steps=batches, wall_s=seconds, **times)
 
 
 def sent(tallies: Sequence[Tally]) -> dict[str, Any]:
@@ -94,7 +82,8 @@ def exchange(group: Group, own: Tally) -> list[Tally]:
     Raises:
         DivergenceError: on all ranks, when one of them found a value that is not finite.
     """
-    tallies = [Tally(**values) for values in group.gather(vars(own))]
+    gathered = group.gather({**vars(own), "totals": own.totals.to_json()})
+    tallies = [Tally(**{**values, "totals": Totals.from_json(values["totals"])}) for values in gathered]
     for tally in tallies:
         if tally.broken:
             raise DivergenceError(tally.broken)

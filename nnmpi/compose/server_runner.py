@@ -76,16 +76,17 @@ class ParameterServerRunner:
         self._told_s = 0.0  # when a gradient was told of
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
+        self._used = Totals()  # of the gradients that server 0 could use
         self.steps_done = 0
 
     def run(self, segment: TrainingSegment) -> SegmentReport:
         """Run one segment."""
         begin = self._told_s = clock.now()
-        tally, taken = Tally(), Tally()
-        self._dropped = 0
+        tally = Tally()
+        self._used, self._dropped = Totals(), 0
         if self.server is not None:
             self._updates, self.server.signal = self.server.updates, segment.poll_signal
-        self._note = partial(self._count, taken, tally, segment.progress, segment.poll_signal, begin)
+        self._note = partial(self._count, tally, segment.progress, segment.poll_signal, begin)
         if self._steps < 0:
             worker = max(0, self.group.rank - self._workers.start)
             self._steps = segment.step
@@ -99,8 +100,7 @@ class ParameterServerRunner:
         tally.more = self._tell()
         self.steps_done = tally.seen
         self.optimizer.steps = int(self.group.share(self.optimizer.steps))  # those of the first shard
-        tallies = exchange(self.group, tally)
-        return self._report(tallies, taken, clock.now() - begin)
+        return self._report(exchange(self.group, tally), clock.now() - begin)
 
     def optimizer_state(self) -> ModelState:
         """Return the optimizer's arrays, of which each server has those of its shard."""
@@ -124,7 +124,7 @@ class ParameterServerRunner:
             with timeline.span("pull", "pull", timeline.WAITING):
                 ticket = self._talk.pull()
             if ticket.over or ticket.task is None:
-                tally.wait_s += clock.now() - begin
+                tally.wait(clock.now() - begin)
                 return
             pulled = clock.now()
             task = ticket.task
@@ -139,8 +139,7 @@ class ParameterServerRunner:
             if broken and not tally.broken:
                 tally.broken = self._gradient.explain(gradient, batch, number, f"rank {self.group.rank}")
             spent_s, wait_s = clock.now() - started, pulled - begin
-            tally.add(gradient, wait_s, started - pulled)
-            tally.compute_s += spent_s - gradient.compute_s
+            tally.add(gradient.totals(spent_s, wait_s, started - pulled))
             with timeline.span("push", "push", timeline.SEND):
                 self._talk.push(
                     Push(
@@ -173,7 +172,6 @@ class ParameterServerRunner:
 
     def _count(
         self,
-        taken: Tally,
         tally: Tally,
         progress: OnProgress,
         poll_signal: PollSignal,
@@ -185,12 +183,10 @@ class ParameterServerRunner:
         assert self.server is not None
         controller = self.server.controller
         if controller.dropped == self._dropped and not push.broken:
-            taken.rows += push.rows
-            taken.loss_sum += push.loss_sum
-            taken.correct += push.correct
             before_s, self._told_s = self._told_s, clock.now()
             sums = (push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
             totals = Totals(1, *sums, wall_s=self._told_s - before_s)
+            self._used = self._used.plus(totals)
             progress(Progress(push.task.batch, worker, totals, push.norm, self._told_s - begin))
         self._dropped = controller.dropped
         tally.signal = tally.signal or push.signal or poll_signal()
@@ -214,11 +210,11 @@ class ParameterServerRunner:
             "batches": server.controller.batches_done,
         }
 
-    def _report(self, tallies: list[Tally], taken: Tally, seconds: float) -> SegmentReport:
-        used = self.group.share([taken.rows, taken.loss_sum, taken.correct])
+    def _report(self, tallies: list[Tally], seconds: float) -> SegmentReport:
+        used = Totals.from_json(self.group.share(self._used.to_json()))
         first = next(tally.more for tally in tallies if tally.more)
         return SegmentReport(
-            sum_up(tallies, first["batches"], self.group.share(seconds), *used),
+            sum_up(tallies, first["batches"], self.group.share(seconds), used),
             updates=first["updates"],
             dropped=first["dropped"],
             unassigned=first["unassigned"],

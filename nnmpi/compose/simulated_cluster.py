@@ -336,7 +336,7 @@ class SimulatedAllReduce:
             each_s = [cluster.take_step(worker) for worker in range(workers)]
             now_s += max(each_s) + sum_s
             gradient = replace(gradient, compute_s=sum(each_s) / workers)
-            tally.add(gradient, max(each_s) + sum_s - gradient.compute_s, 0.0)
+            tally.add(gradient.totals(gradient.compute_s, max(each_s) + sum_s - gradient.compute_s))
             segment.progress(Progress(number, 0, gradient.totals(gradient.compute_s, wait_s), gradient.norm, now_s))
             wait_s = max(each_s) + sum_s - gradient.compute_s
             done += 1
@@ -346,7 +346,7 @@ class SimulatedAllReduce:
             if signal:
                 break
         report = SegmentReport(
-            sum_up([tally], done, now_s - segment.begin_s, tally.rows, tally.loss_sum, tally.correct),
+            sum_up([tally], done, now_s - segment.begin_s),
             messages=done * 2 * workers * (workers - 1),
             bytes=done * 2 * (workers - 1) * nbytes,
             updates=done,
@@ -417,7 +417,7 @@ class _ServerSegment:
         self._states = [_WorkerState(own, {}, segment.begin_s) for own in grads]
         self._over = 0  # workers for whom the segment is over
         self._total: int | None = None  # gradients in the segment, once it is known
-        self._tally, self._used = Tally(), Tally()  # of gradients that were computed, and of those that were used
+        self._tally, self._used = Tally(), Totals()  # of gradients that were computed, and of those that were used
         self._updates = self._seen = servers[0].updates
 
     def run(self) -> tuple[SegmentReport, float]:
@@ -488,7 +488,7 @@ class _ServerSegment:
         for mine, computed in zip(state.grads, self._cluster.model.storage.grads, strict=True):
             mine[...] = computed
         wait_s, state.free_s = now_s - state.free_s, now_s + gradient.compute_s
-        self._tally.add(gradient, wait_s, 0.0)
+        self._tally.add(gradient.totals(gradient.compute_s, wait_s))
         push = Push(
             task,
             gradient.rows,
@@ -524,11 +524,8 @@ class _ServerSegment:
 
     def _note(self, worker: int, push: Push) -> None:
         """Count a gradient that will be used, and tell of it."""
-        used = self._used
-        used.rows += push.rows
-        used.loss_sum += push.loss_sum
-        used.correct += push.correct
         totals = Totals(1, push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+        self._used = self._used.plus(totals)
         self._segment.progress(Progress(push.task.batch, worker, totals, push.norm, self._events.now_s))
 
     def _is_local(self, worker: int, number: int) -> bool:
@@ -563,9 +560,9 @@ class _ServerSegment:
     def _report(self) -> SegmentReport:
         controller = self._servers[0].controller
         staleness = [server.take_staleness() for server in self._servers]
-        used, seconds = self._used, self._events.now_s - self._segment.begin_s
+        seconds = self._events.now_s - self._segment.begin_s
         return SegmentReport(
-            sum_up([self._tally], controller.batches_done, seconds, used.rows, used.loss_sum, used.correct),
+            sum_up([self._tally], controller.batches_done, seconds, self._used),
             messages=self._network.messages,
             bytes=self._network.bytes,
             updates=self._servers[0].updates - self._updates,
@@ -620,7 +617,7 @@ class _AveragingSegment:
         disagreement = self._meet()
         now_s = max(self._clocks)
         report = SegmentReport(
-            sum_up([tally], self._done, now_s - segment.begin_s, tally.rows, tally.loss_sum, tally.correct),
+            sum_up([tally], self._done, now_s - segment.begin_s),
             messages=self._messages,
             bytes=self._bytes,
             updates=self._done,
@@ -643,7 +640,7 @@ class _AveragingSegment:
             if (number + 1) % self._every == 0:
                 self._average()
         self._waited = [after - own for after, own in zip(self._clocks, computed, strict=True)]
-        self._tally.wait_s += sum(self._waited)
+        self._tally.wait(sum(self._waited))
 
     def _compute(self, worker: int, number: int, step: int) -> float:
         """Let one worker do its step; return when it is done."""
@@ -658,7 +655,7 @@ class _AveragingSegment:
         else:
             self._copies.skip(worker)
         self._rows[worker] += gradient.rows
-        self._tally.add(gradient, 0.0, 0.0)
+        self._tally.add(gradient.totals(gradient.compute_s))
         self._staleness.add(worker, self._age)
         done_s = self._clocks[worker] + gradient.compute_s
         totals = gradient.totals(gradient.compute_s, self._waited[worker])
