@@ -4,8 +4,7 @@ From `python -m nnmpi.train` to the first update, in the order to read it:
 
     __main__            starts MPI, then calls cli.main
     cli                 words, a file and a resumed run become one Config; rank 0 reads, all get it
-    config              every option, with its default, help and checks
-    options             options by their flat names: as JSON in config.json, as TOML in files
+    config              every option, with its default, help and checks; options by name, as JSON and TOML have them
     session             one run: set up, restore, train, print the result, draw the curves
     build               what the options ask for: layout, data, model, optimizer, schedule, trainer; RunContext
     inputs              data sets and loaders

@@ -1,4 +1,4 @@
-"""From a configuration to what a run works with: data, model, optimizer, schedule and worker.
+"""From a configuration to what a run works with: data, model, optimizer, schedule and trainer.
 
 `set_up` does it all, in the order in which things depend on one another; the other functions are its steps.
 """
@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange, find_mesh
+from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
@@ -160,15 +161,15 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
     )
 
 
-def build_worker(
+def build_trainer(
     config: Config,
     group: Group,
     inputs: Inputs,
     backend: Backend,
     algorithms: Sequence[str] | None = None,
     layout: Layout | None = None,
-) -> Worker:
-    """Return the worker with an initialized model and its optimizer. Collective.
+) -> Trainer:
+    """Return what trains: an initialized model and its optimizer, on ranks that go on as the options say. Collective.
 
     Args:
         config: every option.
@@ -179,11 +180,11 @@ def build_worker(
         layout: how the model is spread over the ranks; None for all of it on each.
 
     Raises:
-        UsageError: on all ranks, when the model does not take the data set's samples.
+        UsageError: on all ranks, when the model does not take the data set's samples, and for what this number of ranks
+            cannot do.
         DeviceError: on all ranks, when one has not enough memory for it.
     """
-    options, parallel = config.optimization, config.parallel
-    numerics = Numerics(config.run.precision, options.clip)
+    options, sync = config.optimization, config.sync
     with agreed(group), explained(backend, TOO_LARGE):
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     where = None
@@ -196,82 +197,49 @@ def build_worker(
     with agreed(group), explained(backend, TOO_LARGE):
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
         optimizer = build_optimizer(options, model.storage)
-    fused = decided(parallel.fused_update) if group.size > 1 else False
-    overlap = decided(parallel.overlap)
-    bucket_bytes = None if parallel.bucket_mb is None else max(1, int(parallel.bucket_mb * BYTES_PER_MIB))
-    allreduce: str | Sequence[str] = parallel.allreduce
-    # A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout or limit the
-    # buckets are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
+    common: dict[str, Any] = {
+        "loss": sum_cross_entropy(where, options.label_smoothing),
+        "evaluation_loss": sum_cross_entropy(where),
+        "numerics": Numerics(config.run.precision, options.clip),
+        "seed": config.run.seed,
+        "backend": backend,
+        "throttle": Throttle(sync.pace_ms / MS_PER_S, sync.slowdown(config.run.seed)),
+    }
+    if sync.virtual_workers:
+        rule, workers = sync.rule, sync.virtual_workers
+        return VirtualWorker(model, optimizer, group, rule, workers, network=sync.links, **common)
+    if sync.asynchronous:
+        return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
+    exchange = build_exchange(config.parallel, group, where, model.storage, algorithms)
+    return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
+
+
+def build_exchange(
+    config: ParallelConfig,
+    group: Group,
+    where: Arrangement | None,
+    storage: FlatStorage,
+    algorithms: Sequence[str] | None,
+) -> GradientExchange:
+    """Return how gradients are to be summed. Collective.
+
+    A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout or limit the
+    buckets are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
+
+    Args:
+        where: how the model lies on the ranks; None for all of it on each.
+        storage: of this rank's part of the model.
+        algorithms: see `build_trainer`.
+    """
+    fused, overlap = decided(config.fused_update) if group.size > 1 else False, decided(config.overlap)
+    bucket_bytes = None if config.bucket_mb is None else max(1, int(config.bucket_mb * BYTES_PER_MIB))
+    allreduce: str | Sequence[str] = config.allreduce
     if algorithms and allreduce == AUTO and not fused:
         replicas = group if where is None else where.mesh.dp
         limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)
-        if len(algorithms) == _count_buckets(model.storage, limit):  # else it begins anew
+        if len(algorithms) == _count_buckets(storage, limit):  # else it begins anew
             allreduce = algorithms
-    return Worker(
-        model,
-        optimizer,
-        group,
-        loss=sum_cross_entropy(where, options.label_smoothing),
-        evaluation_loss=sum_cross_entropy(where),
-        exchange=GradientExchange(allreduce, bucket_bytes, overlap, fused, parallel.check_weights),
-        numerics=numerics,
-        seed=config.run.seed,
-        backend=backend,
-        arrangement=where,
-        throttle=build_throttle(config),
-    )
-
-
-def build_asynchronous(config: Config, group: Group, inputs: Inputs, backend: Backend) -> Trainer:
-    """Return the trainer of a run whose ranks need not be in step, or of one in virtual time. Collective.
-
-    Args:
-        config: every option.
-        group: all ranks of the run.
-        inputs: the data, whose samples say what shape the model takes.
-        backend: where this rank computes.
-
-    Raises:
-        UsageError, DeviceError: as in `build_worker`; and for what this number of ranks cannot do.
-    """
-    options, sync = config.optimization, config.sync
-    numerics = Numerics(config.run.precision, options.clip)
-    with agreed(group), explained(backend, TOO_LARGE):
-        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
-        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
-        optimizer = build_optimizer(options, model.storage)
-    losses = sum_cross_entropy(None, options.label_smoothing), sum_cross_entropy(None)
-    throttle = build_throttle(config)
-    if sync.virtual_workers:
-        return VirtualWorker(
-            model,
-            optimizer,
-            group,
-            sync.rule,
-            sync.virtual_workers,
-            *losses,
-            numerics=numerics,
-            seed=config.run.seed,
-            backend=backend,
-            throttle=throttle,
-            network=sync.links,
-        )
-    return AsynchronousWorker(
-        model,
-        optimizer,
-        group,
-        sync.rule,
-        *losses,
-        numerics=numerics,
-        seed=config.run.seed,
-        backend=backend,
-        throttle=throttle,
-    )
-
-
-def build_throttle(config: Config) -> Throttle:
-    """Return how slow the ranks are on purpose."""
-    return Throttle(config.sync.pace_ms / MS_PER_S, config.sync.slowdown(config.run.seed))
+    return GradientExchange(allreduce, bucket_bytes, overlap, fused, config.check_weights)
 
 
 def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
@@ -362,17 +330,14 @@ def set_up(
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
-    if config.sync.asynchronous:
-        asynchronous = build_asynchronous(config, group, inputs, backend)
-        return RunContext(config, group, backend, inputs, asynchronous, schedule, extent, folder), []
     notices = _take_fit(config, group)
     algorithms = None if last is None else last.algorithms(mesh, group.rank)
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
     if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
     wanted = layout if needs_arrangement(layout, mesh) else None
-    worker = build_worker(config, group, inputs, backend, algorithms, wanted)
-    return RunContext(config, group, backend, inputs, worker, schedule, extent, folder), notices
+    trainer = build_trainer(config, group, inputs, backend, algorithms, wanted)
+    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder), notices
 
 
 def _take_fit(config: Config, group: Group) -> list[str]:
@@ -380,7 +345,7 @@ def _take_fit(config: Config, group: Group) -> list[str]:
 
     A run that goes on may do so with other ranks, for which the fit that it began with does not hold.
     """
-    if config.parallel.fit == "none" or group.size == 1:
+    if config.parallel.fit == "none" or group.size == 1 or config.sync.asynchronous:
         return []
     try:
         group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))

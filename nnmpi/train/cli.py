@@ -25,10 +25,9 @@ from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.train.config import Config, SyncConfig
+from nnmpi.train.config import Config, SyncConfig, all_options, assemble, check, flatten
 from nnmpi.train.folder import CONFIG_FILE, default_folder
 from nnmpi.train.log import Console
-from nnmpi.train.options import all_options, assemble, check, flatten
 from nnmpi.train.session import run
 
 PROGRAM = "python -m nnmpi.train"

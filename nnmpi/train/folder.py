@@ -19,9 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config
+from nnmpi.train.config import Config, flatten
 from nnmpi.train.custom_model import short_name
-from nnmpi.train.options import flatten
 
 
 def write_durably(file: Path, content: bytes) -> None:

@@ -13,9 +13,8 @@ from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
-from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig, assemble
 from nnmpi.train.inputs import count_microbatches, load_inputs
-from nnmpi.train.options import assemble
 from nnmpi.train.run_state import Extent
 
 
@@ -60,7 +59,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
     inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
 
     def options(config: Config) -> dict[str, Any]:
-        build.build_worker(config, group, inputs, numpy_backend())
+        build.build_trainer(config, group, inputs, numpy_backend())
         return given
 
     plain = dict(options(Config()))

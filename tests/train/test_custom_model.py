@@ -7,9 +7,9 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import main
+from nnmpi.train.config import assemble
 from nnmpi.train.custom_model import build_custom_model, is_custom, short_name
 from nnmpi.train.folder import default_folder
-from nnmpi.train.options import assemble
 from tests.data.locked import lock
 
 NET = """

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config
+from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder
-from nnmpi.train.options import assemble
 from tests.data.locked import lock
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from nnmpi.command import suggest
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config, OptimizationConfig, RunConfig
-from nnmpi.train.options import all_options, assemble, check, flatten
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, flatten
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """

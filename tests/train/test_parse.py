@@ -9,8 +9,7 @@ import pytest
 from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import parse
-from nnmpi.train.config import Config
-from nnmpi.train.options import all_options, flatten
+from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.train import session
+from nnmpi.train.config import assemble
 from nnmpi.train.log import Console
 from nnmpi.train.metrics import read_metrics
-from nnmpi.train.options import assemble
 from tests.chrome import arrows, breaches, names, spans
 
 Train = Callable[..., tuple[Path, list[str]]]

@@ -3,8 +3,7 @@
 import pytest
 
 from nnmpi.train.cli import parse
-from nnmpi.train.config import Config, decided
-from nnmpi.train.options import assemble, flatten
+from nnmpi.train.config import Config, assemble, decided, flatten
 
 
 @pytest.mark.parametrize(
