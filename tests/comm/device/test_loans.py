@@ -20,6 +20,7 @@ def watch(
     monkeypatch: pytest.MonkeyPatch, kind: type[PinnedPool | SharedBlocks]
 ) -> tuple[list[PinnedBlock], list[PinnedBlock]]:
     """Return what is taken from now on, and what is given back, as it goes on."""
+    gc.collect()  # what earlier tests have left goes back now
     taken: list[PinnedBlock] = []
     given: list[PinnedBlock] = []
     take, give = kind.take, kind.give
