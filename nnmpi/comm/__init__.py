@@ -13,6 +13,7 @@ Running them, from the bottom up:
 
     world                what carries the messages: the few calls that all of the package meets it by
     mpi/                 the world that is MPI, by mpi4py, which is imported there alone
+    simulated/           the world of simulated ranks, all in one process
     start                how MPI is started
     communicator         ranks that exchange small values: gather, share, barrier
     buffers              which arrays can be summed, and their bytes
