@@ -53,7 +53,7 @@ def test_bounds_hold_and_nothing_is_lost(sync: Sync, seeds: range) -> None:
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
 def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
     """To the last bit of weights and state, by time and by draws."""
-    pace = {"pace_s": 0.01, "straggler": "rank=1,factor=3"} if cpu_factor == 0 else {}
+    pace = {"pace_s": 0.01, "straggler": "rank=3,factor=3"} if cpu_factor == 0 else {}
     first, again = (run(sync, 5, 7, cpu_factor, **pace) for _ in range(2))
     assert first[1] == again[1]
     if cpu_factor == 0:
