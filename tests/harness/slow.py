@@ -16,6 +16,7 @@ COMPILER = "kernels for more dtypes and devices, through CUDA's compiler"
 KERNELS = "compiles kernels from the beginning"
 LARGE = "a graph or a machine of millions, like a smaller one that ran"
 GROWTH = "hundreds of steps, to see memory grow"
+MORE_SEEDS = "more seeds, like those that ran"
 
 
 def once_more(value: Any, slow: bool = True, reason: str = ONCE_MORE) -> Any:
