@@ -66,7 +66,9 @@ def layouts(size: int) -> list[Layout]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    "number", [*range(4), *(pytest.param(n, marks=pytest.mark.needs_ranks(2, 4, 6, 8)) for n in (4, 5))]
+)
 @pytest.mark.parametrize("build", [models.cnn, models.resnet], ids=["cnn", "resnet"])
 def test_layouts_on_a_device_are_layouts_on_the_host(group: Group, build: Any, number: int) -> None:
     """A NumPy array that meets a device array would raise."""

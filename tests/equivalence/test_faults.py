@@ -124,6 +124,7 @@ def test_gradients_of_ties_that_are_not_added(
     assert any("3.weight's gradient" in line for line in found(setup, layout, check=False))
 
 
+@pytest.mark.needs_ranks(2)
 def test_ties_that_went_apart_are_seen_by_the_comparison_of_weights(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """The serial tests, and the MPI tests on several numbers of ranks.
 
-Plainly: every kind of test, on 2, 3 and 4 ranks, without those that are marked slow, several runs at once. --all: every
-test on 1, 2, 3, 4, 6 and 8 ranks. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run
-comes after the other and prints as it goes, and tests that are slow are not left out.
+Plainly: every kind of test, without those that are marked slow, the MPI tests on 2, 3 and 4 ranks; those that compute
+much are dealt out, each to one of these numbers. --all: every test, the MPI tests on 1, 2, 3 and 4 ranks; and once more
+on 6 and 8, without the slow ones and dealt out. Several runs at once. Arguments that are not listed here are pytest's
+(paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.harness import left_out
 from tests.harness.lanes import run_side_by_side
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
 from tests.harness.suite import Result, run_suite
@@ -32,8 +34,11 @@ def main() -> int:
     ranks = options.ranks if options.ranks is not None else ALL_RANKS if options.all else QUICK_RANKS
     sizes = ([] if options.no_serial else [0]) + ranks
     lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
-    words = [*(["--quick"] if quick else []), *arguments]
     results = []
+
+    def words(size: int) -> list[str]:
+        return arguments or left_out.options(size, ranks, options.all)
+
     if lanes > 1:
         _say(f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n")
         results = run_side_by_side(sizes, lanes, words, options.limit_s, options.test_limit_s, _say)
@@ -41,7 +46,7 @@ def main() -> int:
         for size in sizes:
             result = Result(size)
             _say(f"\n==== {result.name} ====\n")
-            results.append(run_suite(size, words, options.limit_s, options.test_limit_s, _say))
+            results.append(run_suite(size, words(size), options.limit_s, options.test_limit_s, _say))
     _say(table(results, time.monotonic() - begin))
     if quick:
         _say("scripts/test --all runs what was left out, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks\n")
@@ -58,10 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--all", action="store_true", help="leave nothing out, and run the MPI tests on 1, 2, 3, 4, 6 and 8 ranks")
+    add("--all", action="store_true", help="every test, the MPI tests on 1, 2, 3, 4, 6 and 8 ranks")
     add(
         "--ranks",
-        type=lambda text: [int(word) for word in text.replace(",", " ").split()],
+        type=left_out.read_ranks,
         help="numbers of ranks for the MPI tests (default 2,3,4; '' for none)",
     )
     add("--no-serial", action="store_true", help="leave the serial tests out")

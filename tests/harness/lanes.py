@@ -25,7 +25,7 @@ PROGRESS_S = 20.0
 def run_side_by_side(
     sizes: Sequence[int],
     lanes: int,
-    arguments: Sequence[str],
+    arguments: Callable[[int], Sequence[str]],
     limit_s: float,
     test_limit_s: float,
     say: Callable[[str], None],
@@ -35,7 +35,7 @@ def run_side_by_side(
     Args:
         sizes: numbers of ranks, 0 for the serial tests.
         lanes: how many runs at once.
-        arguments: more for pytest.
+        arguments: gives more for pytest, for a number of ranks.
         limit_s: for each of the runs.
         test_limit_s: for one test under MPI.
         say: called with what there is to print, by this thread alone.
@@ -83,12 +83,12 @@ class _Work:
         self._sizes = sorted((size for size in sizes if size), reverse=True)
         self._serial = lanes if 0 in sizes else 0  # so many runs of the serial tests may still begin
 
-    def run_lane(self, arguments: Sequence[str], limit_s: float, test_limit_s: float) -> None:
+    def run_lane(self, arguments: Callable[[int], Sequence[str]], limit_s: float, test_limit_s: float) -> None:
         """Do one run after the other until there is none left."""
         while (result := self._begin()) is not None:
             printed: list[str] = []
             try:
-                run_suite(result.ranks, arguments, limit_s, test_limit_s, printed.append, result)
+                run_suite(result.ranks, arguments(result.ranks), limit_s, test_limit_s, printed.append, result)
             except Exception as error:  # this thread's; the others go on, and the table says it
                 printed.append(f"the harness itself failed: {error!r}\n")
                 result.outcomes[f"(the harness, on {result.name})"] = FAILED

@@ -23,7 +23,7 @@ import pytest
 from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
-from tests.harness import records
+from tests.harness import left_out, records
 from tests.harness.records import CLAIMS, DEFAULT_LIMIT_S, LIMIT, RUN_FOLDER
 
 PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
@@ -44,8 +44,10 @@ def start_quietly() -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick."""
+    """Add --quick and --deal."""
     parser.addoption("--quick", action="store_true", help="leave out the tests that are marked slow")
+    words = "numbers of ranks that share the MPI tests that compute much"
+    parser.addoption("--deal", type=left_out.read_ranks, default=[], help=words)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -116,15 +118,17 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what is done, and what is slow where that is asked for."""
-        kept, left_out = [], []
+        """Leave out what is done, and what is not for this run where that is asked for."""
+        launch = read_launch(os.environ)
+        ranks = 1 if launch is None else launch.size
+        kept, others = [], []
         for item in items:
-            slow = item.get_closest_marker("slow") if config.option.quick else None
-            if slow is not None:
-                self._writer.write(item.nodeid, records.LEFT_OUT, f"slow: {slow.args[0]}")
-            (left_out if slow is not None or item.nodeid in self._done else kept).append(item)
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
+            reason = left_out.reason(item, ranks, config.option.quick, config.option.deal)
+            if reason:
+                self._writer.write(item.nodeid, records.LEFT_OUT, reason)
+            (others if reason or item.nodeid in self._done else kept).append(item)
+        if others:
+            config.hook.pytest_deselected(items=others)
             items[:] = kept
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

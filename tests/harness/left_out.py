@@ -1,0 +1,58 @@
+"""What a plain `scripts/test` leaves out, and `scripts/test --all` on many ranks.
+
+Slow tests are left out where a quicker one of the kind runs. MPI tests that compute much are dealt out: each runs on
+one of the numbers of ranks, told by its name: of 2, 3 and 4 in a plain run, of 6 and 8 with --all, which runs all of
+them on each of 1, 2, 3 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+if TYPE_CHECKING:
+    import pytest
+
+FEW = 4  # with --all, on so many ranks nothing is left out
+DEALT = ("equivalence/", "device/", "train/", "benchmarks/", "verify/", "compose/test_growth.py")
+EVERYWHERE = "equivalence/test_layouts.py"  # the contract itself, which the README promises on every number of ranks
+
+
+def read_ranks(text: str) -> list[int]:
+    """Return numbers of ranks from text such as "2,3"."""
+    return [int(word) for word in text.replace(",", " ").split()]
+
+
+def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
+    """Return the options for pytest that leave out what a run is to leave out.
+
+    Args:
+        ranks: how many the run has; 0 for the serial tests.
+        among: all numbers of ranks that there are runs on.
+        everything: whether on few ranks nothing is to be left out.
+    """
+    if everything and ranks <= FEW:
+        return []
+    shared = [each for each in among if not everything or each > FEW]
+    return ["--quick", *(["--deal", ",".join(map(str, shared))] if ranks else [])]
+
+
+def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> str:
+    """Return why a test is left out, nothing if it is not.
+
+    Args:
+        test: it.
+        ranks: how many there are.
+        quick: whether slow tests are left out.
+        among: the numbers of ranks over which tests are dealt out; none for the serial tests.
+    """
+    slow = test.get_closest_marker("slow")
+    if quick and slow is not None:
+        return f"slow: {slow.args[0]}"
+    place = test.nodeid.removeprefix("tests/")
+    needed = test.get_closest_marker("needs_ranks")
+    able = [each for each in among if needed is None or each in needed.args]
+    if not able or place.startswith(EVERYWHERE) or not place.startswith(DEALT):
+        return ""
+    return "" if able[crc32(place.encode()) % len(able)] == ranks else "dealt to another number of ranks"

@@ -1,0 +1,48 @@
+"""What is left out where: nothing that is not run elsewhere."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.harness.left_out import options, reason
+
+
+def item(name: str, **marks: tuple[Any, ...]) -> Any:
+    """Return a stand-in for a test with these marks."""
+    made = {mark: SimpleNamespace(args=args) for mark, args in marks.items()}
+    return SimpleNamespace(nodeid=f"tests/{name}", get_closest_marker=made.get)
+
+
+@pytest.mark.parametrize("among", [[2, 3, 4], [6, 8], [2]], ids=str)
+def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
+    names = [f"equivalence/test_a.py::test_b[{number}]" for number in range(300)]
+    runs = [[size for size in among if not reason(item(name), size, True, among)] for name in names]
+    assert all(len(each) == 1 for each in runs)
+    counts = [runs.count([size]) for size in among]
+    assert min(counts) > 0.7 * len(names) / len(among)
+
+
+def test_what_needs_some_number_of_ranks_is_dealt_to_it() -> None:
+    for number in range(20):
+        pair = item(f"equivalence/test_a.py::test_b[{number}]", needs_ranks=(2,))
+        assert [size for size in (2, 3, 4) if not reason(pair, size, True, [2, 3, 4])] == [2]
+        assert [size for size in (6, 8) if not reason(pair, size, True, [6, 8])] == [6, 8]  # it checks nothing there
+
+
+def test_what_is_about_messages_runs_on_every_number_of_ranks() -> None:
+    for name in ("comm/test_group.py::test_a", "parallel/test_data.py::test_b", "equivalence/test_layouts.py::test_c"):
+        assert not any(reason(item(name), size, True, [2, 3, 4]) for size in (2, 3, 4))
+
+
+def test_with_all_everything_runs_on_few_ranks() -> None:
+    everything = [1, 2, 3, 4, 6, 8]
+    assert all(options(ranks, everything, everything=True) == [] for ranks in (0, 1, 2, 3, 4))
+    assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "6,8"] for ranks in (6, 8))
+    slow = item("train/test_a.py::test_b", slow=("why",))
+    assert reason(slow, 6, True, [6, 8]) == "slow: why" and reason(slow, 2, False, []) == ""
+
+
+def test_a_plain_run_leaves_out_what_is_slow() -> None:
+    assert options(0, [2, 3, 4], everything=False) == ["--quick"]
+    assert options(3, [2, 3, 4], everything=False) == ["--quick", "--deal", "2,3,4"]
