@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -103,10 +104,11 @@ def numpy_takes(name: str, keyword: str) -> bool:
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def everything() -> Iterator[Use]:
-    """Yield all uses of the engine."""
-    for path in sorted((ROOT / "nnmpi").rglob("*.py")):
-        yield from uses(path.relative_to(ROOT), path.read_text())
+@cache
+def everything() -> list[Use]:
+    """Return all uses of the engine."""
+    paths = sorted((ROOT / "nnmpi").rglob("*.py"))
+    return [use for path in paths for use in uses(path.relative_to(ROOT), path.read_text())]
 
 
 def test_every_name_and_keyword_is_in_both_libraries() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import job
 from tests.harness.job import NOT_STARTED, Ending, mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
 from tests.harness.slow import HARNESS
@@ -263,8 +264,9 @@ def test_help_needs_nothing_that_is_installed() -> None:
     assert "--ranks" in ran.stdout
 
 
-def test_nothing_outlives_a_job(tmp_path: Path) -> None:
+def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what ignores SIGTERM, and whose parent has ended."""
+    monkeypatch.setattr(job, "TERM_S", 0.5)
     pid_file = tmp_path / "pid"
     script = f"trap '' TERM; (trap '' TERM; sleep 998 & echo $! >{pid_file}; wait) & sleep 998"
     assert run(["sh", "-c", script], tmp_path / "output", 1).status is None

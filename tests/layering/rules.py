@@ -26,6 +26,8 @@ MUTATORS = frozenset(
     }
 )
 
+STREAMS = frozenset({"stdout", "stderr", "argv"})
+
 # A path of the package in backquotes: `comm.steps`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
 UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")
@@ -141,12 +143,8 @@ def talking_in_train(tree: Tree) -> Iterator[str]:
             yield f"{source.path}:{found.line}: reads the command line ({found.target}); only train/ does"
     for source in tree.sources:
         for node in [] if _may_talk(source) or source.path in layers.LAST_WORDS else ast.walk(source.tree):
-            is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
-            is_stream = isinstance(node, ast.Attribute) and ast.unparse(node) in (
-                "sys.stdout",
-                "sys.stderr",
-                "sys.argv",
-            )
+            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            is_stream = isinstance(node, ast.Attribute) and node.attr in STREAMS and ast.unparse(node.value) == "sys"
             if is_print or is_stream:
                 yield f"{source.path}:{node.lineno}: {ast.unparse(node)[:40]}: only train/ and __main__ files talk"
 
@@ -170,7 +168,7 @@ def no_shared_state(tree: Tree) -> Iterator[str]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Global):
                 yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}; pass it as an argument"
-        for function in _functions(source.tree):
+        for function in _functions(source.tree) if names else []:
             local = {ast.unparse(target) for node in ast.walk(function) for target in _assigned(node)}
             for line, name in _changes(function):
                 if name in names - local:

@@ -100,7 +100,8 @@ def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str
         base = _base(node, source)
         full = [f"{base}.{alias.name}" for alias in node.names]
         return list(dict.fromkeys(name if name in modules else base for name in full))
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+    called = getattr(node, "func", None)
+    if getattr(called, "attr", getattr(called, "id", "")) in ("import_module", "__import__"):
         return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
     return []
 

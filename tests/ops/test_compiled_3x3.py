@@ -120,9 +120,9 @@ def test_equal_elements(pool):
 @pytest.mark.parametrize(
     ("cache_rows", "rows", "pool"),
     [
-        (0, 1, 1),
+        pytest.param(0, 1, 1, marks=pytest.mark.slow(KERNELS)),
         (2, 2, 2),  # the last piece of each image is shorter
-        (8, 6, 2),  # two images, and then one
+        pytest.param(8, 6, 2, marks=pytest.mark.slow(KERNELS)),  # two images, and then one
     ],
 )
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
@@ -132,7 +132,7 @@ def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     compare((3, 6, 4, 5, 7), pool)
 
 
-@pytest.mark.parametrize("sizes", [(3, 28, 28, 1, 32), (2, 4, 6, 3, 7), (0, 4, 6, 3, 7)])
+@pytest.mark.parametrize("sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 4, 6, 3, 7), (0, 4, 6, 3, 7)])
 def test_images_of_few_channels(sizes):
     """The direct kernel, for images that need no gradient."""
     compare(sizes, 2, CompiledDirect, for_x=False)
