@@ -39,8 +39,11 @@ TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of deri
 HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for it by name
 
 
-# Tests of the double itself, of scripts and of benchmarks: the same with and without --backend fake.
-SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts")
+# Tests of the double itself, of scripts and of benchmarks, and those without arrays: the same with and without
+# --backend fake.
+SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
+SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
+SAME += ("test_packaging.py", "test_readme.py", "test_shard.py", "test_threads.py", "test_timeline.py")
 
 
 @dataclass
@@ -85,9 +88,13 @@ class Everywhere:
         self._put_backend()
         self._put_uploads()
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note which tests stay on the host."""
-        self._host_only = [reason(item) for item in items if item.get_closest_marker("host_only")]
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Note which tests stay on the host; --quick leaves them out, as any other run has them."""
+        on_host = [item for item in items if item.get_closest_marker("host_only")]
+        self._host_only = [reason(item) for item in on_host]
+        if config.option.quick:
+            config.hook.pytest_deselected(items=on_host)
+            items[:] = [item for item in items if not item.get_closest_marker("host_only")]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say how many tests stay on the host, and why."""
