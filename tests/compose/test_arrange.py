@@ -86,6 +86,7 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2, 3)
 def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> None:
     """What all ranks have together is less than the whole model takes, and more than its parts."""
     model = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
@@ -105,6 +106,7 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2)
 def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) -> None:
     """Of the first stage here, which has most of the model."""
     if group.size != 2:
@@ -149,6 +151,7 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2)
 def test_a_limit_that_a_cut_by_hand_does_not_keep_is_not_told_to_cut_as_often(group: Group) -> None:
     if group.size != 2:
         return

@@ -42,7 +42,7 @@ def train(group: Group, layout: Layout, smoothing: float) -> tuple[dict[str, Any
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.needs_ranks(2, 4, 6, 8))])
 def test_classes_apart_give_the_serial_run(group: Group, pp: int, smoothing: float) -> None:
     if group.size % pp:
         return

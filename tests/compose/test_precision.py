@@ -100,6 +100,7 @@ HOST = pytest.mark.host_only("a fused update is for host memory")
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS])
+@pytest.mark.needs_ranks(2, 4, 6, 8)
 def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str) -> None:
     """The weights and the optimizer stay, the scale is halved, and the next step is one as before."""
     layout, options = WAYS[way]

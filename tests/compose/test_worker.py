@@ -40,6 +40,7 @@ def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2, 4, 8)
 def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     """As when the world's rank and size are given to the Loader of a pipeline."""
     train, _ = data.load("digits")
@@ -94,6 +95,7 @@ def test_stages_with_groups_of_their_own_have_the_models_weight_decay(group: Gro
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2)
 def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     """What crosses between two stages was agreed once; the first stage's rank notices."""
     train, _ = data.load("digits")
@@ -161,6 +163,7 @@ def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.needs_ranks(2)
 def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group: Group) -> None:
     """The loss's seed is a fraction, whatever the input's dtype is."""
     if group.size != 2:

@@ -46,7 +46,7 @@ def start_quietly() -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --quick and --deal."""
     parser.addoption("--quick", action="store_true", help="leave out the tests that are marked slow")
-    words = "numbers of ranks that share the MPI tests that compute much"
+    words = "numbers of ranks over which MPI tests are dealt out, all but those of messages themselves"
     parser.addoption("--deal", type=left_out.read_ranks, default=[], help=words)
 
 
