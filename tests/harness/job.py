@@ -18,8 +18,8 @@ TERM_S = 5.0
 NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for
-# network cards takes. Who waits for a message sleeps a little between two looks: ranks that spin, even those that yield,
-# take the cores from the others and from the runs beside them. MPICH ignores them all.
+# network cards takes. Who waits for a message sleeps a little between two looks: ranks that spin, even those that
+# yield, take the cores from the others and from the runs beside them. MPICH ignores them all.
 LAUNCH_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -29,7 +29,7 @@ LAUNCH_VARIABLES = {
     "OMPI_MCA_osc": "^ucx",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
-    "OMPI_MCA_threads_pthreads_nanosleep_time": "50000",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "10000",
     "OMP_NUM_THREADS": "1",
 }
 
