@@ -299,10 +299,6 @@ class SimulatedComm:
         """Return when all ranks have come here."""
         self.wait_all([self._join(("barrier",), None, 0, _nothing)])
 
-    def ibarrier(self) -> SimulatedRequest:
-        """Start a barrier; see `comm.world.Comm`."""
-        return self._join(("ibarrier",), None, 0, _nothing)
-
     def allreduce(self, array: Buffer) -> None:
         """Sum over the ranks, in their order; see `comm.world.Comm`."""
         self.wait_all([self._reduce("allreduce", array, np.add)])

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 from nnmpi import clock
 from nnmpi.comm.group import Group
@@ -52,10 +52,6 @@ class SimulatedWorld:
             if own.news == news:
                 scheduler.block(own, set(), "something to become complete", find_lines(), list)
             scheduler.leave(own)
-
-    def abort(self, status: int) -> NoReturn:
-        """End all ranks."""
-        raise SystemExit(status)
 
     def cuda_support(self) -> tuple[bool, str]:
         """Return that messages lie in the host's memory."""
