@@ -24,12 +24,12 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange
-from nnmpi.compose.server_runner import ParameterServerRunner
-from nnmpi.compose.trainer import Progress, Throttle
+from nnmpi.compose.trainer import Progress, Throttle, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.parallel.server.parameter_server import ParameterServer
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
@@ -86,64 +86,54 @@ class MeasuredRun:
     def go(self, observed: bool) -> Row:
         """Train, then evaluate what was copied; collective."""
         self._due = self.recipe.every if observed else inf
-        report = self._asynchronous() if self.sync.asynchronous else self._joint()
+        report = self._train()
         return {**report, "curve": write(self._evaluate())}
 
-    def _asynchronous(self) -> Row:
-        worker = AsynchronousWorker(
-            self.model, self.optimizer, self.group, self.sync, throttle=self.throttle, seed=self.recipe.seed
-        )
-        server = worker.runner.server if isinstance(worker.runner, ParameterServerRunner) else None
+    def _build(self) -> tuple[Trainer, ParameterServer | None]:
+        """Return what trains, in step by all-reduce on a ring, and this rank's server."""
+        common = {"throttle": self.throttle, "seed": self.recipe.seed}
+        if not self.sync.asynchronous:
+            ring = GradientExchange(allreduce="ring")
+            return Worker(self.model, self.optimizer, self.group, exchange=ring, **common), None
+        worker = AsynchronousWorker(self.model, self.optimizer, self.group, self.sync, **common)
+        return worker, worker.runner.server
+
+    def _train(self) -> Row:
+        trainer, server = self._build()
         schedule, per_epoch = self.recipe.schedule(), self.loader.batches_per_epoch
 
-        def arrived(progress: Progress) -> None:
+        def done(progress: Progress) -> None:
             if server is not None:
                 self._copy(server.master)  # which has not used this one yet
-                self._batches += 1 / worker.reports_per_batch
+            if server is not None or trainer.in_step:
+                self._batches += 1 / trainer.reports_per_batch
+            if trainer.in_step:
+                self._copy(self.model.storage.data)
 
         def rate(step: int) -> float:
-            if not self.sync.uses_servers:  # called before the update of a step, on every rank
+            if not trainer.in_step and not self.sync.uses_servers:  # called before the update of a step, on every rank
                 self._batches = step
                 self._copy(self.model.storage.data)
             return schedule(step)
 
         self.group.barrier()
         self._begin_s = time.perf_counter()
-        totals, staleness = Row(messages=0, bytes=0), Staleness(self.group.size)
+        messages = sent = 0
+        staleness = Staleness(self.group.size)
         for first in range(0, self.recipe.steps, per_epoch):
             count = min(per_epoch, self.recipe.steps - first)
-            report = worker.run(self.loader, first // per_epoch, 0, count, first, rate, progress=arrived)
-            totals["messages"] += report.messages
-            totals["bytes"] += report.bytes
+            report = trainer.run(self.loader, first // per_epoch, 0, count, first, rate, progress=done)
+            messages += report.messages + self.group.size * report.totals.comm_calls
+            sent += report.bytes + self.group.size * report.totals.comm_bytes
             if report.staleness is not None:
                 staleness.merge(report.staleness)
         seconds = self.group.share(time.perf_counter() - self._begin_s)
-        worker.release()
-        lag = {"mean": staleness.mean(), "max": staleness.largest()}
-        return {**totals, "seconds": seconds, "staleness": lag, "distant": staleness.count() - staleness.count(0)}
-
-    def _joint(self) -> Row:
-        """Train in step, by all-reduce on a ring; a step is as long as the slowest rank's."""
-        worker = Worker(
-            self.model, self.optimizer, self.group, exchange=GradientExchange(allreduce="ring"), seed=self.recipe.seed
-        )
-        schedule, per_epoch = self.recipe.schedule(), self.loader.batches_per_epoch
-        calls = sent = 0
-        self.group.barrier()
-        self._begin_s = time.perf_counter()
-        for first in range(0, self.recipe.steps, per_epoch):
-            count = min(per_epoch, self.recipe.steps - first)
-            with self.loader.epoch(first // per_epoch) as batches:
-                for step in range(first, first + count):
-                    report = worker.step(next(batches), lr=schedule(step))
-                    calls, sent = calls + report.traffic.calls, sent + report.traffic.bytes
-                    now = time.perf_counter()
-                    self.throttle.wait(now, self.group.rank, step, spent_s=report.compute_s)
-                    self._batches += 1
-                    self._copy(self.model.storage.data)
-        seconds = self.group.share(time.perf_counter() - self._begin_s)
-        worker.release()
-        return {"seconds": seconds, "messages": calls * self.group.size, "bytes": sent * self.group.size}
+        trainer.release()
+        row: Row = {"messages": messages, "bytes": sent, "seconds": seconds}
+        if self.sync.asynchronous:
+            row["staleness"] = {"mean": staleness.mean(), "max": staleness.largest()}
+            row["distant"] = staleness.count() - staleness.count(0)
+        return row
 
     def _copy(self, weights: list[Array]) -> None:
         """Copy weights, if it is time."""

@@ -23,6 +23,7 @@ from nnmpi.optim.clip import scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Gossip, LocalSGD
 from nnmpi.parallel.model_state import ModelState
+from nnmpi.parallel.server.parameter_server import ParameterServer
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 
@@ -32,7 +33,10 @@ class AveragingRunner:
 
     Attributes:
         steps_done: the steps of this rank in the last segment that had any rows.
+        server: None, as there is no server.
     """
+
+    server: ParameterServer | None = None
 
     def __init__(
         self,
