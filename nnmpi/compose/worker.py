@@ -4,7 +4,7 @@
     for batch in loader.epoch(0):
         report = worker.step(batch)
 
-    worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)     # the same, as any Trainer does it
+    worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)  # as any Trainer does it
 
 Every rank runs the same calls and gets the same reports: global means, not its own share. With an `arrangement` the
 model may be cut and sharded (see `compose.arrange`); without one, every rank has all of it.

@@ -67,7 +67,7 @@ def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
     trainer = KINDS[kind](group, SLOW)
     told: list[Progress] = []
     (first, _) = train(trainer, progress=told.append)
-    assert first.wall_s >= BATCHES * 0.002 * 3
+    assert first.wall_s >= BATCHES * 0.002 * 3 or not group.is_root  # nobody waits for its last step's end
     assert all(one.totals.compute_s >= 0.002 * (3 if one.worker == group.rank == 0 else 1) for one in told)
     assert [one.at_s for one in told[: len(told) // 2]] == sorted(one.at_s for one in told[: len(told) // 2])
     trainer.release()
