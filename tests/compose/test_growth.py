@@ -47,7 +47,7 @@ def resident_bytes() -> int:
 @pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
-    """Objects and Python's memory to the byte but for a few caches; resident memory within a megabyte."""
+    """Objects and Python's memory to the byte but for a few caches; resident memory within some megabytes."""
     keep_freed_memory()
     model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
     worker, batch = Worker(model, optim.Adam(model.storage), group, **grouped(**way)), make_batch(group)
@@ -65,4 +65,5 @@ def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, A
     grown_resident = resident_bytes() - resident
     found = group.gather([grown, grown_resident, len(gc.get_objects()) - objects])
     worker.release()
-    assert all(bytes_ < 20_000 and large < 2**20 and more < 100 for bytes_, large, more in found), found
+    # MPI's own store of messages grows by 2 MiB at once when another rank is late.
+    assert all(bytes_ < 20_000 and large < 2**22 and more < 100 for bytes_, large, more in found), found

@@ -380,7 +380,7 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(group: Group) -> None:
         (caught(lambda: Gossip(group, storage, optimizer, "star")), UsageError, "'star'; choose from: ring, random"),
     ]
     if group.size == 1:
-        errors += [(caught(lambda: Gossip(group, storage, optimizer)), UsageError, "one rank; start at least 2")]
+        errors += [(caught(lambda: Gossip(group, storage, optimizer)), UsageError, "only one; start at least 2")]
     else:
         other = network(hidden=7 + (group.rank == group.size - 1)).storage
         wrong = caught(lambda: LocalSGD(group, other, SGD["plain"](other), 1))

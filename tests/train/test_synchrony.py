@@ -70,7 +70,7 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
         ("--sync-warmup-epochs 1", "--sync-warmup-epochs does nothing for --sync bsp; leave it out"),
         ("--sync asp --sync-warmup-epochs -1", "--sync-warmup-epochs is -1; "),
         ("--sync asp --pace-ms -1", "--pace-ms is -1.0; "),
-        ("--sync asp --network gbit=10", "--network is for --virtual-workers; messages between ranks take their time"),
+        ("--sync asp --network gbit=10", "--network is for --simulate; messages between real ranks take their time"),
         ("--sync asp --virtual-workers 3", "--virtual-workers needs the time of a step; give --pace-ms, such as 10"),
         ("--virtual-workers 3 --pace-ms 1 --network fast", "network 'fast' is not understood; give a latency in "),
         ("--virtual-workers 3 --pace-ms 1 --servers 4", "servers 4 on 3 ranks: every server is a rank of its own"),
