@@ -15,7 +15,7 @@ from nnmpi.train.cli import launch, main
 from tests.harness.slow import once_more
 from tests.train.jobs import train
 
-SHORT = "--max-steps 12 --batch-size 30 --log-every 4"
+SHORT = "--max-steps 12 --batch-size 30 --log-every 4 --backend numpy"  # as the jobs have, in every suite
 LAYOUTS = {
     "ring": (3, "--allreduce ring"),
     "tree": (5, "--allreduce tree"),
@@ -77,9 +77,9 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
 
 def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
     """Its folder is that of any run."""
-    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring", 3)
+    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy", 3)
     whole = weights(run)
-    half = simulated(tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring", 3)
+    half = simulated(tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy", 3)
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
     assert weights(half) == whole
     job = train(tmp_path, f"--resume {half} --epochs 3", 2)

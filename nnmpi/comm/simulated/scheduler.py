@@ -37,6 +37,9 @@ from nnmpi.errors import CommError
 
 LOOK_S = 1e-7  # what a look for messages costs a rank that computes in no time: else it could look for ever
 FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
+# Who waits for whatever comes next may wait for a device, of which no message tells: before a deadlock is reported, all
+# such ranks look so often again, with so many real seconds between.
+LAST_LOOKS, LAST_LOOK_S = 50, 2e-3
 SPREAD = 4  # the seed may put somebody behind so many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
@@ -103,7 +106,7 @@ class Scheduler:
         self.failure: tuple[int, BaseException] | None = None
         self._factor = cpu_factor
         self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
-        self._planned = 0
+        self._planned = self._last_looks = 0
         self._over = threading.Event()
 
     # ---- the agenda ----
@@ -174,7 +177,7 @@ class Scheduler:
     def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
         """Let a rank know that one of its requests has become complete, and go on if it has waited for that."""
         rank.news += 1
-        rank._looks = 0
+        rank._looks = self._last_looks = 0
         if rank._awaits is None:
             return
         rank._awaits.discard(request)
@@ -250,7 +253,7 @@ class Scheduler:
 
     def _hand_over(self, own: SimulatedRank | None) -> bool:
         """Do what stands in the agenda up to the next rank; return whether that is `own`, whose turn it is already."""
-        while self._agenda and self.failure is None:
+        while self.failure is None and (self._agenda or self._look_again()):
             what = heapq.heappop(self._agenda)[-1]
             if not isinstance(what, SimulatedRank):
                 try:
@@ -273,6 +276,18 @@ class Scheduler:
             raise Abandoned
         left[0]._gate.release()  # one after the other, as each hands over when it has ended
         return False
+
+    def _look_again(self) -> bool:
+        """Let all ranks go on that wait for whatever comes next; return whether there are any, not too often."""
+        lookers = [rank for rank in self.ranks if rank._awaits is not None and not rank._awaits]
+        if not lookers or self._last_looks == LAST_LOOKS:
+            return False
+        self._last_looks += 1
+        time.sleep(LAST_LOOK_S)
+        for rank in lookers:
+            rank._awaits = None
+            self.plan(rank.clock_s, rank)
+        return True
 
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended]
