@@ -57,7 +57,9 @@ def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
     first, again = (run(sync, 5, 7, cpu_factor, **pace) for _ in range(2))
     assert first[1] == again[1]
     if cpu_factor == 0:
-        assert [report.totals for report in first[0]] == [report.totals for report in again[0]]
+        # A device is looked at until it has finished, and every look takes a simulated rank 0.1 us.
+        for one, other in zip(first[0], again[0], strict=True):
+            assert vars(one.totals) == pytest.approx(vars(other.totals), abs=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 33])
