@@ -98,4 +98,4 @@ def test_ci_runs_what_the_readme_says() -> None:
     run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}
     for command in ("scripts/train", "scripts/check", "scripts/test --all", "scripts/benchmark-check"):
         assert command in given and f"{command} || status=1" in run
-    assert "scripts/test --backend fake --ranks 2 --quick" in given & run
+    assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run
