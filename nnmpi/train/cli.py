@@ -51,7 +51,6 @@ DETAILS = {
         "sync_warmup_epochs",
     ),
     "virtual_workers": ("network",),
-    "simulate": ("network", "simulation_seed"),
 }
 
 
@@ -68,22 +67,17 @@ def launch(words: Sequence[str]) -> None:
     if not any(word.partition("=")[0] == "--simulate" for word in words):
         return main(words, start())
     watch_alone()
+    started = read_launch(os.environ)
     try:
         sync = parse(words).sync
-    except HelpAsked:
+    except HelpAsked as asked:
+        return Console(quiet=started is not None and started.rank > 0).say(str(asked))
+    if not sync.simulate:
         return main(words, start())
-    if sync.simulate < 1:
-        return main(words, start())
-    started = read_launch(os.environ)
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
-    simulate(
-        partial(main, words),
-        sync.simulate,
-        simulated_machine(sync),
-        sync.simulation_seed,
-        cpu_factor=0.0 if sync.pace_ms else 1.0,
-    )
+    cpu_factor = 0.0 if sync.pace_ms else 1.0
+    simulate(partial(main, words), sync.simulate, simulated_machine(sync), sync.simulation_seed, cpu_factor)
     return None
 
 
@@ -176,7 +170,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
-    return {name: value for name, value in values.items() if name not in ("out", "resume", "config", *SIMULATION)}
+    left_out = {"out", "resume", "config", *SIMULATION}
+    if not values.get("virtual_workers"):
+        left_out.add("network")  # it was that of the simulated ranks
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def read_file(file: Path) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
     half = simulated(tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy", 3)
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
     assert weights(half) == whole
-    job = train(tmp_path, f"--resume {half} --epochs 3", 2)
+    simulate(partial(main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]), 2)
+    job = train(tmp_path, f"--resume {half} --epochs 4", 2)  # the network was that of the simulated ranks
     assert job.status == 0, job.output
 
 

@@ -32,12 +32,12 @@ from nnmpi.comm.simulated.requests import (
     refuse_length,
 )
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
+from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import CommError
 
 if TYPE_CHECKING:
     from nnmpi.comm.simulated.world import SimulatedWorld
 
-PAGE_BYTES = 4096
 LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
 NAMED = 3  # requests that are named when a rank waits for many
 

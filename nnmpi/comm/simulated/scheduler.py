@@ -59,8 +59,8 @@ class SimulatedRank:
     Attributes:
         number: of this rank among all.
         clock_s: how late it is here.
-        waits_for: what it waits for, in words; empty while it can go on.
-        lines: where it waits.
+        waits_for: what it waits for, or has waited for last, in words.
+        lines: where.
         ended: whether its program is over.
         news: a number that changes when one of its requests becomes complete, and when it has waited for one: then
             looking once more may find something.
@@ -183,7 +183,7 @@ class Scheduler:
         rank._awaits.discard(request)
         if not rank._awaits:
             rank.clock_s = max(rank.clock_s, at_s)
-            rank.waits_for, rank._awaits = "", None
+            rank._awaits = None
             self.plan(rank.clock_s, rank)
 
     # ---- clocks ----
