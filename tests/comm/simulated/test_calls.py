@@ -40,7 +40,9 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
             run(comm, comm.iallgatherv, comm.allgatherv, start_only, own, into, counts)
             assert (into == np.repeat(np.arange(size), counts)).all()
             part = np.zeros(counts[rank], np.int64)
-            run(comm, comm.ireduce_scatter, comm.reduce_scatter, start_only, values * rank, part, counts)
+            whole = values * rank
+            run(comm, comm.ireduce_scatter, comm.reduce_scatter, start_only, whole, part, counts)
+            assert (whole == values * rank).all()  # it is only read
             begin = sum(counts[:rank])
             assert (part == values[begin : begin + counts[rank]] * (size * (size - 1) // 2)).all()
             comm.barrier()
@@ -143,6 +145,63 @@ def test_times_are_the_machines() -> None:
         )
 
     assert run_simulation(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
+
+
+def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> None:
+    """They travel one behind the other."""
+
+    def main(group: Group) -> float:
+        comm, arrays = group.comm, [np.zeros(10**5), np.zeros(1)]
+        if group.rank == 0:
+            comm.wait_all([comm.isend(array, 1, 0) for array in arrays])
+            return 0.0
+        long, short = (comm.irecv(array, 0, 0) for array in arrays)
+        comm.wait_all([short])
+        arrived_s = clock.now()
+        comm.wait_all([long])
+        return arrived_s
+
+    assert simulate(main, 2, MACHINE, cpu_factor=0)[1] == pytest.approx(LATENCY_S + 8e5 * BYTE_S)
+
+
+def test_nobody_has_a_message_before_it_has_arrived() -> None:
+    """Whenever the seed lets it be seen, also by a rank that does not have to wait for it any more."""
+
+    def main(group: Group) -> float:
+        comm, buffer = group.comm, np.zeros(100)
+        if group.rank == 0:
+            comm.wait_all([comm.isend(buffer, 1, 0)])
+            return 0.0
+        request = comm.irecv(buffer, 0, 0)
+        for _ in range(100):  # by now it is there
+            comm.poke()
+        comm.wait_all([request])
+        return clock.now()
+
+    for seed in range(10):
+        assert simulate(main, 2, MACHINE, seed, cpu_factor=1e-9)[1] >= LATENCY_S + 800 * BYTE_S
+
+
+def test_who_takes_one_message_at_each_look_is_asked_again() -> None:
+    """Although nothing has come since: there is more to be found."""
+
+    def main(group: Group) -> int:
+        comm, count = group.comm, 200
+        if group.rank == 0:
+            comm.wait_all([comm.isend(np.zeros(1), 1, number) for number in range(count)])
+            return 0
+        waiting = [comm.irecv(np.zeros(1), 0, number) for number in range(count)]
+
+        def look() -> bool:
+            if comm.test_all(waiting[-1:]):
+                waiting.pop()
+            return not waiting
+
+        comm.world.wait_until(look)
+        return count - len(waiting)
+
+    for cpu_factor in (0, 1):
+        assert simulate(main, 2, cpu_factor=cpu_factor)[1] == 200
 
 
 def test_computing_takes_its_processor_time() -> None:
