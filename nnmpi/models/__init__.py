@@ -1,7 +1,8 @@
-"""Ready models: plain `nn`, built from a sample's shape and the number of classes."""
+"""Ready models: plain `nn`, built from a sample's shape and the number of classes, or of tokens."""
 
 from nnmpi.models.cnn import cnn
+from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
 
-__all__ = ["cnn", "mlp", "resnet"]
+__all__ = ["cnn", "gpt", "mlp", "resnet"]

@@ -13,7 +13,7 @@ from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
-from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.mode import current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
@@ -49,6 +49,7 @@ __all__ = [
     "Softmax",
     "Stash",
     "Tanh",
+    "TiedLinear",
     "TransformerBlock",
     "Uniform",
     "activation",

@@ -21,17 +21,27 @@ class CausalSelfAttention(Module):
         heads: each works on features / heads of them.
         bias: whether the two linear layers have one.
         init: draws both weights; by default as `Linear` does.
+        proj_init: draws the second one, if it is another way.
+        bias_init: draws the biases; by default as `Linear` does.
     """
 
-    def __init__(self, features: int, heads: int, bias: bool = True, init: Initializer | None = None) -> None:
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        bias: bool = True,
+        init: Initializer | None = None,
+        proj_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+    ) -> None:
         if heads < 1 or features < 1 or features % heads:
             raise UsageError(
                 f"attention of {features} features with {heads} heads does not work; both must be at least 1, "
                 "and the features a multiple of the heads"
             )
         self.heads = heads
-        self.qkv = Linear(features, 3 * features, bias, init)
-        self.proj = Linear(features, features, bias, init)
+        self.qkv = Linear(features, 3 * features, bias, init, bias_init)
+        self.proj = Linear(features, features, bias, proj_init or init, bias_init)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention's result, of the shape of x. See `ops.attention`."""

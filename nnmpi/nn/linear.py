@@ -1,4 +1,4 @@
-"""The linear layer and the embedding."""
+"""The linear layer, the embedding, and the output that is tied to one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.init import Normal, fan_in
 from nnmpi.nn.module import Module
 from nnmpi.ops.embedding import embedding
-from nnmpi.ops.linear import linear
+from nnmpi.ops.linear import linear, linear_transposed
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -20,13 +20,21 @@ class Linear(Module):
         inputs, outputs: the numbers of features.
         bias: whether b is added.
         init: draws the weight; by default uniform within 1 / sqrt(inputs), and so is the bias.
+        bias_init: draws the bias.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, init: Initializer | None = None) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+    ) -> None:
         if inputs < 1 or outputs < 1:
             raise UsageError(f"a linear layer needs at least 1 input and 1 output, not {inputs} and {outputs}")
         self.weight = Parameter((inputs, outputs), init or fan_in(inputs))
-        self.bias = Parameter((outputs,), fan_in(inputs)) if bias else None
+        self.bias = Parameter((outputs,), bias_init or fan_in(inputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
@@ -59,3 +67,24 @@ class Embedding(Module):
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. See `ops.embedding`."""
         return embedding(self.weight, indices)
+
+
+class TiedLinear(Module):
+    """x W^T with an embedding's table W: (..., features) -> (..., entries), logits without weights of their own.
+
+    Press and Wolf, "Using the output embedding to improve language models", 2017.
+
+    Args:
+        embedding: whose table it is; its gradient is the sum of both uses.
+    """
+
+    def __init__(self, embedding: Embedding) -> None:
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T. See `ops.linear.linear_transposed`."""
+        return linear_transposed(self.enter(x), self.weight)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the input as the product wants it. See `Linear.enter`."""
+        return x

@@ -6,6 +6,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.activation import GELU
 from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.container import Sequential
+from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
@@ -28,6 +29,9 @@ class TransformerBlock(Module):
         bias: whether the linear layers have one.
         init: draws their weights; by default as `Linear` does.
         eps: of the normalizations.
+        dropout: the probability with which an element of what a branch adds is dropped in training.
+        proj_init: draws the weights of the branches' last layers, if it is another way than `init`.
+        bias_init: draws the biases; by default as `Linear` does.
     """
 
     def __init__(
@@ -38,17 +42,25 @@ class TransformerBlock(Module):
         bias: bool = True,
         init: Initializer | None = None,
         eps: float = 1e-5,
+        dropout: float = 0.0,
+        proj_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
     ) -> None:
         hidden = 4 * features if hidden is None else hidden
         if hidden < 1:
             raise UsageError(f"a transformer block needs at least 1 hidden feature, not {hidden}")
         self.norm1 = LayerNorm(features, eps)
-        self.attention = CausalSelfAttention(features, heads, bias, init)
+        self.attention = CausalSelfAttention(features, heads, bias, init, proj_init, bias_init)
         self.norm2 = LayerNorm(features, eps)
-        self.mlp = Sequential(Linear(features, hidden, bias, init), GELU("tanh"), Linear(hidden, features, bias, init))
+        self.mlp = Sequential(
+            Linear(features, hidden, bias, init, bias_init),
+            GELU("tanh"),
+            Linear(hidden, features, bias, proj_init or init, bias_init),
+        )
+        self.drops = [Dropout(dropout), Dropout(dropout)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's result, of the shape of x."""
-        x = x + self.attention(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
+        x = x + self.drops[0](self.attention(self.norm1(x)))
+        y: Tensor = x + self.drops[1](self.mlp(self.norm2(x)))
         return y

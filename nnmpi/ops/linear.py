@@ -97,17 +97,34 @@ class LinearFunction(Function):
             self.kernels.bias_grad(self.xp, grad, to_bias)
         return grad
 
+    def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
+        """Return the two matrices whose product is the gradient of W."""
+        return rows.T, grad
+
     def _weight_grad(self, rows: Array, grad: Array, dtype: np.dtype[Any] | None) -> Array:
         """Return the gradient of W, in its dtype, computed where it belongs, if that place is known."""
-        xp = self.xp
+        xp, (a, b) = self.xp, self.weight_factors(rows, grad)
         if dtype is None:
             place = self.into(1)
-            result: Array = xp.dot(rows.T, grad) if place is None else xp.dot(rows.T, grad, out=place)
+            result: Array = xp.dot(a, b) if place is None else xp.dot(a, b, out=place)
             return result
         place, add = self.sum_into(1)
         if place is None or not place.flags.c_contiguous:
-            return gemm(xp, rows.T, grad, dtype=dtype)
-        return gemm(xp, rows.T, grad, out=place, add=add)
+            return gemm(xp, a, b, dtype=dtype)
+        return gemm(xp, a, b, out=place, add=add)
+
+
+class TransposedLinearFunction(LinearFunction):
+    """x W^T, for a weight (out, in), as an embedding's table lies."""
+
+    __slots__ = ()
+
+    def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        return super().forward(x, weight.T, bias)
+
+    def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
+        """Return the two matrices whose product is the gradient of W."""
+        return grad.T, rows
 
 
 class LinearReluFunction(LinearFunction):
@@ -143,6 +160,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UsageError: for tf32 with NumPy's arrays.
     """
     return LinearFunction(*linear_options(x, check_linear("linear", x, weight, bias)))(x, weight, bias)
+
+
+def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T: what each row of an embedding's table has in common with x, the logits of a tied output.
+
+    Args:
+        x: (..., in).
+        weight: (out, in).
+
+    Returns:
+        (..., out), in the dtype of x; in a mode of mixed precision in the lower one.
+
+    Errors are those of `linear`.
+    """
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ShapeError(f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and (out, in)")
+    return TransposedLinearFunction(*linear_options(x, read_as("linear_transposed", x, weight)))(x, weight, None)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:

@@ -57,6 +57,11 @@ LAYERS = {
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
     "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
     "Embedding": (lambda: nn.Embedding(7, 3), np.array([[0, 6], [3, 3]]), lambda m, x: ops.embedding(m.weight, x)),
+    "TiedLinear": (
+        lambda: nn.TiedLinear(nn.Embedding(7, 4)),
+        SEQUENCES,
+        lambda m, x: x @ m.weight.transpose((1, 0)),
+    ),
     "Dropout": (lambda: nn.Dropout(0.5), ROWS, lambda m, x: x),
     "BatchNorm": (lambda: nn.BatchNorm(4), ROWS, lambda m, x: x * Tensor(np.float32(1 / np.sqrt(1 + 1e-5)))),
     "Sequential": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), ROWS, lambda m, x: ops.relu(x).tanh()),

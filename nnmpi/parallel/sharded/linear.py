@@ -13,7 +13,7 @@ So a pair costs one all-reduce each way, and what stands between works on its ra
 
 from __future__ import annotations
 
-from nnmpi.nn.linear import Linear
+from nnmpi.nn.linear import Linear, TiedLinear
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
@@ -63,6 +63,36 @@ class RowLinear(Linear):
         x = self._enter(x)
         whole = sum_over_ranks(linear_part(x, self.weight), self._group, self.bias, fresh=True)
         return whole.astype(read_as("linear", x, self.weight))
+
+
+class VocabularyTiedLinear(TiedLinear):
+    """Some entries of a tied output: whole (..., features) -> (..., this rank's entries).
+
+    Args:
+        layer: the whole layer.
+        sharder: cuts its table, as it does for the embedding.
+        enter: makes the input whole, and sums its gradients.
+    """
+
+    def __init__(self, layer: TiedLinear, sharder: ParameterSharder, enter: Redistribute) -> None:
+        self.result = features(layer.weight.shape[0])
+        self.weight = sharder.cut(layer.weight, self.result, axis=0)
+        self._enter = enter
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the whole input."""
+        return self._enter(x)
+
+
+def place_tied_linear(layer: TiedLinear, context: LayerContext) -> Placed:
+    """Return the layer as the table wants it."""
+    inputs = layer.weight.shape[1]
+    if context.sharding is Sharding.VOCAB:
+        tied = VocabularyTiedLinear(layer, context.sharder, context.to_each(inputs))
+        return tied, tied.result
+    if context.sharding not in (None, Sharding.REPLICATED):
+        raise context.refuse("is a TiedLinear; choose Sharding.VOCAB or REPLICATED")
+    return context.on_replicated(layer, inputs)
 
 
 def place_linear(layer: Linear, context: LayerContext) -> Placed:

@@ -14,7 +14,7 @@ from nnmpi.backend.windows import out_size, pair
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
-from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
@@ -22,7 +22,7 @@ from nnmpi.parallel.sharded.context import LayerContext, Placed
 from nnmpi.parallel.sharded.conv import place_conv, place_global_pool, place_pool
 from nnmpi.parallel.sharded.elementwise import place_dropout, place_elementwise, place_flatten, place_softmax
 from nnmpi.parallel.sharded.embedding import place_embedding
-from nnmpi.parallel.sharded.linear import place_linear
+from nnmpi.parallel.sharded.linear import place_linear, place_tied_linear
 from nnmpi.parallel.sharded.norm import place_batch_norm, place_layer_norm
 from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features
 
@@ -42,6 +42,7 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
         Linear: place_linear,
         MaxPool2d: place_pool,
         Softmax: place_softmax,
+        TiedLinear: place_tied_linear,
     }
 )
 
@@ -69,6 +70,8 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
         return None
     if isinstance(layer, Linear):
         return (*shape[:-1], layer.weight.shape[1])
+    if isinstance(layer, TiedLinear):
+        return (*shape[:-1], layer.weight.shape[0])
     if isinstance(layer, Embedding):
         return (*shape, layer.weight.shape[1])
     if isinstance(layer, Flatten):

@@ -1,0 +1,101 @@
+"""GPT-2: a transformer that predicts the next token (Radford et al., "Language models are unsupervised multitask
+learners", 2019)."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.init import Constant, Normal
+from nnmpi.nn.linear import Embedding, TiedLinear
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import LayerNorm
+from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.tensor.parameter import Initializer
+from nnmpi.tensor.tensor import Tensor
+
+STD = 0.02  # of the first weights
+
+
+class GPTEmbedding(Module):
+    """Tokens (batch, time) -> (batch, time, features): a row for each token plus one for its place.
+
+    Args:
+        vocabulary: how many tokens there are.
+        context: how many places there are.
+        features: of each row.
+        init: draws both tables.
+    """
+
+    def __init__(self, vocabulary: int, context: int, features: int, init: Initializer) -> None:
+        self.tokens = Embedding(vocabulary, features, init)
+        self.positions = Embedding(context, features, init)
+
+    def forward(self, tokens: Any) -> Tensor:
+        """Return the sums.
+
+        Raises:
+            ShapeError: when the tokens are more than there are places, or no (batch, time).
+        """
+        shape, context = tokens.shape, self.positions.entries
+        if len(shape) != 2 or shape[1] > context:
+            raise ShapeError(f"gpt with a context of {context} needs tokens (batch, at most {context}), not {shape}")
+        x: Tensor = self.tokens(tokens) + self.positions.weight[: shape[1]]
+        return x
+
+
+def gpt(
+    vocabulary: int, context: int, features: int = 768, layers: int = 12, heads: int = 12, dropout: float = 0.0
+) -> Sequential:
+    """Return GPT-2, as logits of the next token for tokens (batch, time); with the defaults GPT-2's 124M parameters.
+
+        tokens -> token + place -> [x + attention(norm(x)) -> x + mlp(norm(x))] x layers -> norm -> tied output
+
+    The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside; the output is the token embedding's
+    table, transposed. Weights are drawn normal with standard deviation 0.02, those of the last layer of each branch
+    with 0.02 / sqrt(2 layers), because as many are added up; biases are 0. Dropout comes after the embedding and
+    after each branch (of attention's probabilities none is dropped). The chain can be cut before and after each
+    block; the table of tokens then stands in the first and the last stage, which add up its gradients.
+
+    Its table cuts the vocabulary, and each mlp by its inner features.
+
+    Args:
+        vocabulary: how many tokens there are.
+        context: the longest sequence.
+        features: a multiple of `heads`.
+        layers: how many blocks.
+        heads: of each attention.
+        dropout: the probability with which an element is dropped in training.
+
+    Raises:
+        UsageError: for sizes that do not work.
+    """
+    if min(vocabulary, context, features, layers, heads) < 1 or features % heads:
+        raise UsageError(
+            f"gpt of {layers} layers, {features} features, {heads} heads, {vocabulary} tokens and a context of "
+            f"{context} does not work; all must be at least 1, and the features a multiple of the heads"
+        )
+    embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
+    blocks = [
+        TransformerBlock(
+            features,
+            heads,
+            init=Normal(STD),
+            dropout=dropout,
+            proj_init=Normal(STD / sqrt(2 * layers)),
+            bias_init=Constant(0.0),
+        )
+        for _ in range(layers)
+    ]
+    model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
+    model.sharding = {
+        "0.tokens": Sharding.VOCAB,
+        "*.mlp.0": Sharding.COLUMN,
+        "*.mlp.2": Sharding.ROW,
+        str(layers + 3): Sharding.VOCAB,
+    }
+    return model

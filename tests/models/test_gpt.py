@@ -1,0 +1,76 @@
+"""GPT-2: its sizes, its first weights, sequences that it cannot take, and every layout equal to the serial run."""
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, ops
+from nnmpi.compose.layout import Layout
+from nnmpi.errors import ShapeError, UsageError
+from tests.models.sequence_runs import TIME, TOKENS, differences
+
+LAYOUTS = {
+    3: (Layout(dp=3), Layout(pp=3, dp=1, schedule="gpipe"), Layout(tp=3, dp=1)),
+    4: (Layout(pp=2, dp=2), Layout(pp=2, tp=2, dp=1), Layout(tp=2, dp=2)),
+    6: (Layout(pp=3, dp=2, recompute="always"),),
+    7: (Layout(pp=7, dp=1, split=(1,) * 7),),
+}
+
+
+def small(dropout: float = 0.1) -> nn.Sequential:
+    return models.gpt(TOKENS, TIME + 2, features=12, layers=3, heads=3, dropout=dropout)
+
+
+def test_sizes_are_gpt2s() -> None:
+    """124,439,808 parameters, the table of tokens once; weights of 0.02, less in the last layers of branches."""
+    sizes = {name: parameter.size for name, parameter in models.gpt(50257, 1024).named_parameters()}
+    assert sum(sizes.values()) == 124_439_808
+    model = models.gpt(50, 40, features=48, layers=2, heads=4).initialize(0, "float64")
+    state = model.state()
+    assert np.isclose(state["2.mlp.0.weight"].std(), 0.02, rtol=0.05)
+    assert np.isclose(state["2.mlp.2.weight"].std(), 0.01, rtol=0.05)
+    assert not state["2.attention.qkv.bias"].any()
+    assert model(np.zeros((3, 7), np.int64)).shape == (3, 7, 50)
+
+
+def test_what_it_cannot_take() -> None:
+    model = small().initialize(0)
+    with pytest.raises(ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"):
+        model(np.zeros((2, 10), np.int64))
+    with pytest.raises(ShapeError, match=r"index 23 is outside 0\.\.22"):
+        model(np.full((2, 3), 23))
+    with pytest.raises(UsageError, match="features a multiple of the heads"):
+        models.gpt(5, 5, features=10, layers=1, heads=3)
+
+
+def test_a_token_sees_nothing_after_it() -> None:
+    """So the logits of a beginning are those of the whole."""
+    model = small().initialize(0, "float64")
+    tokens = np.random.default_rng(0).integers(0, TOKENS, (2, 9))
+    assert np.allclose(model(tokens).data[:, :4], model(tokens[:, :4]).data, rtol=0, atol=1e-15)
+
+
+def test_the_tied_table_gets_both_gradients() -> None:
+    """A change of the table moves the loss as its gradient says, which the two uses added up to."""
+    model = small(0.0).initialize(0, "float64")
+    draw = np.random.default_rng(1)
+    x, y = (draw.integers(0, TOKENS, (3, TIME)) for _ in range(2))
+    model.zero_grad()
+    ops.cross_entropy(model(x), y).backward()
+    table = dict(model.named_parameters())["0.tokens.weight"]
+    assert table.grad is not None
+    way = draw.standard_normal(table.shape)
+    slope = float((table.grad * way).sum())
+    losses = []
+    for step in (1e-5, -2e-5):
+        table.data += step * way
+        losses.append(ops.cross_entropy(model(x), y).item())
+    assert np.isclose((losses[0] - losses[1]) / 2e-5, slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_layout_is_the_serial_run(ranks: int) -> None:
+    """With dropout, in float64, with batches and sizes that do not divide; one stage for each link too."""
+    for layout in LAYOUTS[ranks]:
+        relative, absolute = differences(small, ranks, layout)
+        assert relative < 1e-12, layout
+        assert absolute < 1e-11, layout
