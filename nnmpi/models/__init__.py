@@ -2,7 +2,8 @@
 
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
+from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
 
-__all__ = ["cnn", "gpt", "mlp", "resnet"]
+__all__ = ["cnn", "gpt", "lstm", "mlp", "resnet"]

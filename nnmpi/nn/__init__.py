@@ -14,6 +14,7 @@ from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
@@ -23,6 +24,7 @@ from nnmpi.nn.transformer import TransformerBlock
 
 __all__ = [
     "GELU",
+    "LSTM",
     "AvgPool2d",
     "BatchNorm",
     "Buffer",

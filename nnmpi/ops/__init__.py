@@ -6,8 +6,9 @@ from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gelu import gelu, linear_gelu
-from nnmpi.ops.linear import linear, linear_relu
+from nnmpi.ops.linear import linear, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
+from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.ops.softmax import log_softmax, softmax
@@ -29,7 +30,9 @@ __all__ = [
     "linear",
     "linear_gelu",
     "linear_relu",
+    "linear_transposed",
     "log_softmax",
+    "lstm",
     "max_pool2d",
     "mse",
     "relu",

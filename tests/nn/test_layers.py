@@ -57,6 +57,11 @@ LAYERS = {
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
     "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
     "Embedding": (lambda: nn.Embedding(7, 3), np.array([[0, 6], [3, 3]]), lambda m, x: ops.embedding(m.weight, x)),
+    "LSTM": (
+        lambda: nn.LSTM(4, 3),
+        SEQUENCES,
+        lambda m, x: ops.lstm(x, m.layers[0].weight, m.layers[0].recurrent, m.layers[0].bias),
+    ),
     "TiedLinear": (
         lambda: nn.TiedLinear(nn.Embedding(7, 4)),
         SEQUENCES,

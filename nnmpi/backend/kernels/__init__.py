@@ -45,6 +45,7 @@ who computes when: `lookup`.
     norm        normalization of rows, and the sums of columns
     softmax     softmax along an axis, and the cross-entropy with it
     attention   scaled dot-product attention of many heads
+    recurrent   long short-term memory, step after step
     tables      embeddings and dropout
     pooling     the largest or the mean of windows of images; `planes` is how NumPy finds the largest
     updates     optimizers' updates, where compiled code computes them

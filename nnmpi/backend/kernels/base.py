@@ -8,12 +8,13 @@ from __future__ import annotations
 from nnmpi.backend.kernels.attention import AttentionKernels
 from nnmpi.backend.kernels.norm import NormKernels
 from nnmpi.backend.kernels.pooling import PoolingKernels
+from nnmpi.backend.kernels.recurrent import RecurrentKernels
 from nnmpi.backend.kernels.softmax import SoftmaxKernels
 from nnmpi.backend.kernels.tables import TableKernels
 from nnmpi.backend.kernels.updates import UpdateKernels
 
 
-class Kernels(TableKernels, NormKernels, SoftmaxKernels, AttentionKernels, PoolingKernels):
+class Kernels(TableKernels, NormKernels, SoftmaxKernels, AttentionKernels, PoolingKernels, RecurrentKernels):
     """All kernels, for arrays of any library.
 
     Attributes:

@@ -15,6 +15,7 @@ from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, S
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
@@ -28,6 +29,14 @@ from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features
 
 Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
+
+def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
+    """Return the layer as it is, on whole sequences: each step needs all of h."""
+    if context.sharding not in (None, Sharding.REPLICATED):
+        raise context.refuse("is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED")
+    return context.on_replicated(layer, layer.layers[0].weight.shape[0])
+
+
 RULES: Mapping[type[Module], Rule] = MappingProxyType(
     {
         **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
@@ -38,6 +47,7 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
         Embedding: place_embedding,
         Flatten: place_flatten,
         GlobalAvgPool2d: place_global_pool,
+        LSTM: place_lstm,
         LayerNorm: place_layer_norm,
         Linear: place_linear,
         MaxPool2d: place_pool,
@@ -70,6 +80,8 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
         return None
     if isinstance(layer, Linear):
         return (*shape[:-1], layer.weight.shape[1])
+    if isinstance(layer, LSTM):
+        return (*shape[:-1], layer.directions * layer.features)
     if isinstance(layer, TiedLinear):
         return (*shape[:-1], layer.weight.shape[0])
     if isinstance(layer, Embedding):

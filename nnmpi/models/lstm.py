@@ -1,0 +1,49 @@
+"""The recurrent language model: long short-term memory that predicts the next token."""
+
+from __future__ import annotations
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.init import Uniform
+from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.lstm import LSTM
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+
+BOUND = 0.1  # of the first values of embeddings and outputs
+
+
+def lstm(vocabulary: int, features: int = 512, layers: int = 2, dropout: float = 0.0, tied: bool = True) -> Sequential:
+    """Return layers of long short-term memory between an embedding and an output, for tokens (batch, time).
+
+        tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output, logits of the next token
+
+    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is a link of its own, so that the chain
+    can be cut between any two. A sequence that is padded behind its end has the same logits as without padding.
+
+    Its table cuts the vocabulary; the recurrent layers are whole on each rank.
+
+    Args:
+        vocabulary: how many tokens there are.
+        features: of the embedding and of each layer.
+        layers: how many.
+        dropout: the probability with which an element is dropped in training.
+        tied: whether the output is the embedding's table, transposed, instead of a linear layer.
+
+    Raises:
+        UsageError: for sizes below 1.
+    """
+    if min(vocabulary, features, layers) < 1:
+        raise UsageError(
+            f"lstm of {layers} layers, {features} features and {vocabulary} tokens does not work; "
+            "all must be at least 1"
+        )
+    embedding = Embedding(vocabulary, features, Uniform(BOUND))
+    body: list[Module] = [embedding]
+    for _ in range(layers):
+        body += [Dropout(dropout), LSTM(features, features)]
+    output = TiedLinear(embedding) if tied else Linear(features, vocabulary, init=Uniform(BOUND))
+    model = Sequential(*body, Dropout(dropout), output)
+    model.sharding = {"0": Sharding.VOCAB, str(len(model) - 1): Sharding.VOCAB}
+    return model

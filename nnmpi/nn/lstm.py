@@ -1,0 +1,100 @@
+"""Long short-term memory: layers that read sequences step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnmpi.errors import UsageError
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.init import fan_in
+from nnmpi.nn.module import Module
+from nnmpi.ops.lstm import lstm
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.shape import concatenate, stack
+from nnmpi.tensor.tensor import Tensor
+
+State = tuple[Any, Any]
+
+
+class LSTMDirection(Module):
+    """One layer in one direction. See `ops.lstm`.
+
+    Args:
+        inputs, features: lengths of x and of h.
+        reverse: whether it reads each sequence from its end.
+    """
+
+    def __init__(self, inputs: int, features: int, reverse: bool) -> None:
+        self.reverse = reverse
+        self.weight = Parameter((inputs, 4 * features), fan_in(features))
+        self.recurrent = Parameter((features, 4 * features), fan_in(features))
+        self.bias = Parameter((4 * features,), fan_in(features))
+
+    def forward(self, x: Tensor, state: State | None = None, lengths: Any = None, ends: bool = False) -> Tensor:
+        """Return h of each time, and with `ends` the last h and c behind them. See `ops.lstm`."""
+        return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
+
+
+class LSTM(Module):
+    """Layers of long short-term memory on one another: (batch, time, inputs) -> (batch, time, features).
+
+    Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the order i, f, o, g, and
+    have one bias.
+
+    Args:
+        inputs: the length of x's last axis.
+        features: that of h and c.
+        layers: how many.
+        bidirectional: whether each layer reads the sequences from both ends (Schuster and Paliwal, 1997), with weights
+            for each direction; its result has both h side by side, 2 * features.
+        dropout: the probability with which an element between two layers is dropped in training.
+    """
+
+    def __init__(
+        self, inputs: int, features: int, layers: int = 1, bidirectional: bool = False, dropout: float = 0.0
+    ) -> None:
+        if min(inputs, features, layers) < 1:
+            raise UsageError(
+                f"an LSTM needs at least 1 input, feature and layer, not {inputs}, {features} and {layers}"
+            )
+        self.features = features
+        self.directions = 2 if bidirectional else 1
+        self.layers = [
+            LSTMDirection(inputs if number == 0 else self.directions * features, features, reverse)
+            for number in range(layers)
+            for reverse in (False, True)[: self.directions]
+        ]
+        self.drops = [Dropout(dropout) for _ in range(layers - 1)]
+
+    def forward(self, x: Tensor, lengths: Any = None) -> Tensor:
+        """Return h of each time of the last layer.
+
+        Args:
+            x: (batch, time, inputs), with padding behind shorter sequences.
+            lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind them.
+        """
+        return self._run(x, None, lengths, ends=False)[0]
+
+    def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:
+        """Return the result, and the state in which each layer and direction ends.
+
+        Args:
+            x, lengths: as for `forward`.
+            state: in which they begin, h and c, each (layers * directions, batch, features); None for 0.
+        """
+        y, ends = self._run(x, state, lengths, ends=True)
+        return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))
+
+    def _run(self, x: Tensor, state: State | None, lengths: Any, ends: bool) -> tuple[Tensor, list[Tensor]]:
+        """Return the result, and of each layer and direction (batch, 2, features), its last h and c, if wanted."""
+        time, found = x.shape[1], list[Tensor]()
+        for number, layer in enumerate(range(0, len(self.layers), self.directions)):
+            results = []
+            for i in range(layer, layer + self.directions):
+                own = None if state is None else (state[0][i], state[1][i])
+                y = self.layers[i](x, own, lengths, ends)
+                results.append(y[:, :time] if ends else y)
+                found += [y[:, time:]] if ends else []
+            x = results[0] if self.directions == 1 else concatenate(results, 2)
+            x = self.drops[number](x) if number < len(self.drops) else x
+        return x, found

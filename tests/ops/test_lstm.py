@@ -1,0 +1,126 @@
+"""Long short-term memory: gradients against differences; packed, padded and one by one; the state passed on."""
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import Tensor, nn, ops
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.tensor import check_gradients
+from nnmpi.tensor.shape import concatenate
+from tests.device.here import here
+
+BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
+LENGTHS = np.array([3, 7, 1, 7, 5])
+DRAW = np.random.default_rng(0)
+X = DRAW.standard_normal((BATCH, TIME, INPUTS))
+WEIGHTS = [DRAW.standard_normal(shape) for shape in ((INPUTS, 16), (FEATURES, 16), (16,))]
+STATE = [DRAW.standard_normal((BATCH, FEATURES)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_gradients(reverse: bool, lengths: np.ndarray | None) -> None:
+    """Of x, the weights and the first state, through all results."""
+
+    def all_results(x: Tensor, w: Tensor, r: Tensor, b: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return ops.lstm(x, w, r, b, (h, c), lengths, reverse, ends=True)
+
+    check_gradients(all_results, [here(each) for each in (X, *WEIGHTS, *STATE)])
+
+
+def layer(**options: bool) -> nn.LSTM:
+    return nn.LSTM(INPUTS, FEATURES, layers=2, **options).initialize(1, "float64")
+
+
+def run(model: nn.LSTM, x: np.ndarray, lengths: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the result, and the gradients of some function of what is real of it."""
+    model.zero_grad()
+    y = model(Tensor(here(x)), lengths)
+    weights = np.random.default_rng(3).standard_normal((TIME, y.shape[2]))[: x.shape[1]]
+    (y * Tensor(here(np.broadcast_to(weights, y.shape).copy()))).sum().backward()
+    return y.numpy(), [Tensor(p.grad).numpy().copy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_packed_and_one_by_one_are_the_same(bidirectional: bool) -> None:
+    """Results and gradients; NaN as padding is never read."""
+    model, padded = layer(bidirectional=bidirectional), X.copy()
+    for row, length in enumerate(LENGTHS):
+        padded[row, length:] = np.nan
+    y, grads = run(model, padded, LENGTHS)
+    sums = [np.zeros_like(grad) for grad in grads]
+    for row, length in enumerate(LENGTHS):
+        alone, own = run(model, X[row : row + 1, :length], None)
+        np.testing.assert_allclose(y[row, :length], alone[0], rtol=0, atol=1e-14)
+        assert not y[row, length:].any()
+        for total, grad in zip(sums, own, strict=True):
+            total += grad
+    for grad, total in zip(grads, sums, strict=True):
+        np.testing.assert_allclose(grad, total, rtol=0, atol=1e-12)
+
+
+def test_padding_behind_the_end_changes_nothing_forwards() -> None:
+    """Without lengths: what comes later is not seen."""
+    model = layer()
+    assert np.array_equal(run(model, X, None)[0][:, :4], run(model, X[:, :4], None)[0])
+
+
+def test_the_state_goes_on() -> None:
+    """Two halves, the second from where the first one ended, are the whole."""
+    model = layer()
+    whole, (h, c) = model.with_state(Tensor(here(X)))
+    first, state = model.with_state(Tensor(here(X[:, :3])))
+    second, (last_h, last_c) = model.with_state(Tensor(here(X[:, 3:])), state)
+    for found, expected in ((concatenate([first, second], 1), whole), (last_h, h), (last_c, c)):
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-15)
+    assert h.shape == (2, BATCH, FEATURES)
+
+
+def test_halves_and_twice() -> None:
+    """A graph that is kept gives the same gradients again."""
+    model = layer()
+    model.zero_grad()
+    loss = model(Tensor(here(X)), LENGTHS).sum()
+    loss.backward(retain_graph=True)
+    once = [Tensor(p.grad).numpy().copy() for p in model.parameters()]
+    loss.backward()
+    for one, parameter in zip(once, model.parameters(), strict=True):
+        np.testing.assert_allclose(Tensor(parameter.grad).numpy(), 2 * one, rtol=1e-14)
+
+
+def test_compiled() -> None:
+    """A recorded step replays with other values and other lengths."""
+    model = layer(bidirectional=True)
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = (model(x) ** 2).sum()
+        loss.backward()
+        return loss
+
+    for scale in (1.0, 0.5, 2.0):
+        found = step(Tensor(here(scale * X))).item()
+        grads = [Tensor(p.grad).numpy().copy() for p in model.parameters()]
+        model.zero_grad()
+        loss = (model(Tensor(here(scale * X))) ** 2).sum()
+        loss.backward()
+        assert found == loss.item()
+        assert all(np.array_equal(a, Tensor(p.grad).numpy()) for a, p in zip(grads, model.parameters(), strict=True))
+
+
+def test_what_does_not_work() -> None:
+    x, weights = Tensor(here(X)), [Tensor(here(each)) for each in WEIGHTS]
+    with pytest.raises(ShapeError, match="needs 5 lengths, not"):
+        ops.lstm(x, *weights, lengths=[1, 2])
+    with pytest.raises(ShapeError, match=r"length 8 of sequence 1 is outside 1\.\.7"):
+        ops.lstm(x, *weights, lengths=[1, 8, 0, 1, 1])
+    with pytest.raises(DtypeError, match="integer lengths"):
+        ops.lstm(x, *weights, lengths=[1.0] * 5)
+    with pytest.raises(ShapeError, match=r"two of shape \(5, 4\)"):
+        ops.lstm(x, *weights, state=(STATE[0][:2], STATE[1]))
+    with pytest.raises(ShapeError, match="4 features"):
+        ops.lstm(x, weights[1], *weights[1:])
+    with pytest.raises(UsageError, match="at least 1 input, feature and layer, not 3, 0 and 1"):
+        nn.LSTM(3, 0)
