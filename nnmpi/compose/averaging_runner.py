@@ -89,7 +89,7 @@ class AveragingRunner:
                 staleness.add(self.group.rank, averaging.steps_since_average(step))
                 waiting = clock.now()
                 with timeline.span("average", "average", timeline.REDUCE):
-                    averaging.after_step(step, len(batch.y))
+                    averaging.after_step(step, batch.own_targets)
                 done += 1
                 step_s = clock.now() - entered
                 # After the last batch all ranks meet anyway, and exchange signals and errors with their tallies.
@@ -126,8 +126,8 @@ class AveragingRunner:
         if not gradient.is_finite:
             who = f"rank {self.group.rank}"
             tally.broken = tally.broken or self._gradient.explain(gradient, batch, number, who)
-        elif gradient.rows:
-            scale(self.model.storage.grads, batch.global_rows / gradient.rows)
+        elif gradient.targets:
+            scale(self.model.storage.grads, batch.global_targets / gradient.targets)
             self.optimizer.lr = lr
             with timeline.span("update", "update"):
                 self.optimizer.step()

@@ -151,8 +151,8 @@ class Pipelined:
         if self.fixed is not None:
             traffic = Traffic(clock.now() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
         self._keep(report, running.staleness)
-        rows = len(batch.y) if self._counts else 0
-        return Outcome(partial(self._sums, batch), rows, traffic, report, tuple(running.staleness))
+        targets = batch.own_targets if self._counts else 0
+        return Outcome(partial(self._sums, batch), targets, traffic, report, tuple(running.staleness))
 
     def _sums(self, batch: Batch, values: Values) -> tuple[float, float]:
         """See `Outcome.sums`."""
@@ -164,14 +164,14 @@ class Pipelined:
             total = total if self.arrangement.mesh.world.is_root else 0.0
         return total, sum(values[CORRECT, m] for m in range(len(cuts)))
 
-    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `Runner.evaluate`."""
         device_batch = to_device(batch, self.model, self.backend)
         parts = [(part.start, part.stop) for part in split(len(batch.y), max(1, min(len(batch.y), self._last + 1)))]
         self._batch = _Running(batch, device_batch, 0, self._losses[1], scalars, parts, trains=False)
         with no_grad():
             self.pipeline.infer(self._batch.inputs)
-        return len(batch.y) if self._counts else 0
+        return self._counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""
@@ -258,13 +258,12 @@ class Pipelined:
         return running is not None and self.arrangement.layout.recomputes(microbatch, len(running.inputs))
 
     def _seeds(self, running: _Running, scale: float) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: scale / the samples that an update's mean is over.
+        """Return the gradients of the microbatches' loss sums: scale / the targets that an update's mean is over.
 
         The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
         """
         batch = running.batch
-        rows = [len(part) for part in split(batch.global_rows, batch.microbatches)]
-        counts = [rows[cut.number] if self.updates else batch.global_rows for cut in batch.cuts]
+        counts = [batch.targets[cut.number] if self.updates else batch.global_targets for cut in batch.cuts]
         xp = self.backend.xp
         seeds = {count: xp.full((), scale / max(count, 1), "float64") for count in set(counts)}
         return [seeds[count] for count in counts]  # `backward` converts them to the loss's dtype

@@ -53,23 +53,25 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def evaluate_all(
-    group: Group, batches: Iterable[Batch], evaluate: Callable[[Batch, DeferredScalars], int], backend: Backend
+    group: Group, batches: Iterable[Batch], evaluate: Callable[[Batch, DeferredScalars], bool], backend: Backend
 ) -> EvalReport:
     """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective.
 
     On a device the sums are read once, at the end.
 
     Args:
-        evaluate: adds loss and right answers to what is to be read, and returns the samples that this rank counts.
+        evaluate: adds loss and right answers to what is to be read, and returns whether this rank's count.
     """
     begin = clock.now()
-    scalars, rows = DeferredScalars(backend), 0
+    scalars, rows, own_targets = DeferredScalars(backend), 0, 0
     for batch in batches:
-        rows += evaluate(batch, scalars)
+        if evaluate(batch, scalars):
+            rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
-    loss_sum, correct, samples = group.sum_floats([values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows])
-    count = max(samples, 1)
-    return EvalReport(loss_sum / count, correct / count, int(samples), clock.now() - begin)
+    sums = group.sum_floats([values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, own_targets])
+    loss_sum, correct, samples, targets = sums
+    count = max(targets, 1)
+    return EvalReport(loss_sum / count, correct / count, int(samples), int(targets), clock.now() - begin)
 
 
 class ForwardBackward:
@@ -128,8 +130,8 @@ class ForwardBackward:
             self.scalars.add(LOSS if self.fixed is None else cut.number, loss.data)
             self.scalars.add(CORRECT, self._correct(logits, device_batch.rows(slice(cut.start, cut.stop))))
 
-    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
-        """Add LOSS and CORRECT of the samples that this rank counts, in evaluation mode; return their number."""
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
+        """Add LOSS and CORRECT of a batch, in evaluation mode; return whether they count."""
         device_batch = to_device(batch, self.model, self.backend)
         with no_grad(), evaluation():
             logits = self.model(Tensor(device_batch.x))
@@ -137,10 +139,10 @@ class ForwardBackward:
             loss_sum = self._evaluation_loss(logits, device_batch.y).data
             hits = self._correct(logits, device_batch)
         if not self.counts:  # it takes part for the others
-            return 0
+            return False
         scalars.add(LOSS, loss_sum)
         scalars.add(CORRECT, hits)
-        return len(batch.y)
+        return True
 
     def suspect(
         self, batch: Batch, step: int, is_finite: Callable[[float], bool]
@@ -172,7 +174,8 @@ class Gradient:
     """What computing a gradient gave; the gradient itself is in the model's storage.
 
     Attributes:
-        loss_sum, correct, rows: over the samples of the part.
+        loss_sum, correct: over the part.
+        rows, targets: of the part: its samples, and how many of its labels count.
         norm: the length of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
         compute_s: seconds.
     """
@@ -180,6 +183,7 @@ class Gradient:
     loss_sum: float
     correct: float
     rows: int
+    targets: int
     norm: float
     compute_s: float
 
@@ -190,7 +194,7 @@ class Gradient:
 
     def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0, wall_s: float = 0.0) -> Totals:
         """Return the sums of the step that it was, which took its worker so many seconds in all."""
-        return Totals(1, self.rows, self.loss_sum, self.correct, compute_s, wait_s, input_s, wall_s)
+        return Totals(1, self.rows, self.targets, self.loss_sum, self.correct, compute_s, wait_s, input_s, wall_s)
 
 
 class LocalGradient:
@@ -235,7 +239,7 @@ class LocalGradient:
             parameter.hook = lambda _: poll()
 
     def run(self, batch: Batch, step: int) -> Gradient:
-        """Compute the gradient of the part's losses, divided by the rows of the whole batch, into `storage.grads`.
+        """Compute the gradient of the part's losses, divided by the targets of the whole batch, into `storage.grads`.
 
         The gradients of all parts of a batch add up to that of its mean loss.
 
@@ -254,17 +258,18 @@ class LocalGradient:
                 self._poll()
             with timeline.span(f"B{step}", "backward"):
                 # as `DataParallel.backward` divides, but the parts' gradients are added up elsewhere
-                loss.backward(np.full(loss.shape, 1 / max(batch.global_rows, 1)))
+                loss.backward(np.full(loss.shape, 1 / max(batch.global_targets, 1)))
         self.model.storage.finish_gradients()
-        rows, norm = len(batch.y), 0.0
-        if rows and self.backend.is_device:
+        targets, norm = batch.own_targets, 0.0
+        if targets and self.backend.is_device:
             note_squares(scalars, self.model.storage)
         values = scalars.read()
-        if rows:
-            norm = self._clip(values, batch.global_rows / rows)
-        return Gradient(values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, norm, clock.now() - begin)
+        if targets:
+            norm = self._clip(values, batch.global_targets / targets)
+        loss_sum, correct = values.get(LOSS, 0.0), values.get(CORRECT, 0.0)
+        return Gradient(loss_sum, correct, len(batch.y), targets, norm, clock.now() - begin)
 
-    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `ForwardBackward.evaluate`."""
         with use_precision(self._precision):
             return self._passes.evaluate(batch, scalars)
@@ -277,7 +282,7 @@ class LocalGradient:
         """
         with use_precision(self._precision):
             place = locate_nonfinite(self.model, *self._passes.suspect(batch, step, isfinite))
-            return nonfinite_message(step + 1, gradient.loss_sum / max(gradient.rows, 1), place, who)
+            return nonfinite_message(step + 1, gradient.loss_sum / max(gradient.targets, 1), place, who)
 
     def release(self) -> None:
         """Take everything off the model again."""
@@ -288,8 +293,8 @@ class LocalGradient:
     def _clip(self, values: Values, ratio: float) -> float:
         """Return the length of the gradient of this part's mean loss, and clip the gradient by it.
 
-        The stored gradient is divided by the whole batch's rows, so its length is multiplied by the batch's rows / the
-        part's.
+        The stored gradient is divided by the whole batch's targets, so its length is multiplied by the batch's
+        targets / the part's.
         """
         grads = self.model.storage.grads
         norm = (read_norm(values, self.model.storage) if self.backend.is_device else global_norm(grads)) * ratio
@@ -353,15 +358,15 @@ class Replicas:
         for cut, loss in self._passes.microbatches(batch, step):
             last = fixed is None and cut is batch.cuts[-1]
             with timeline.span(f"B{cut.number}", "backward"):
-                self.parallel.backward(loss, batch.global_rows, last, scale)
+                self.parallel.backward(loss, batch.global_targets, last, scale)
             if fixed is not None:
                 fixed.add(0, cut.number)
         if fixed is None:
-            return Outcome(self._sums, len(batch.y) if self._passes.counts else 0, self.parallel.traffic)
+            return Outcome(self._sums, batch.own_targets if self._passes.counts else 0, self.parallel.traffic)
         begin = clock.now()
         fixed.finish()
         traffic = Traffic(clock.now() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
-        return Outcome(partial(self._sums_fixed, fixed, batch.cuts), len(batch.y), traffic)
+        return Outcome(partial(self._sums_fixed, fixed, batch.cuts), batch.own_targets, traffic)
 
     def _sums(self, values: Values) -> tuple[float, float]:
         return (values.get(LOSS, 0.0), values.get(CORRECT, 0.0)) if self._passes.counts else (0.0, 0.0)

@@ -33,6 +33,7 @@ from nnmpi.backend.casting import to_float32
 from nnmpi.backend.record import Backend
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.linear import Embedding
@@ -162,9 +163,8 @@ def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
     Args:
         classes: where they are shared out over ranks; else 0, and there are as many as logits in a row.
     """
-    function, words = getattr(loss, "func", loss), getattr(loss, "keywords", {})
-    known = function in (cross_entropy, sharded_cross_entropy)
-    ignored = words.get("ignore_index")
+    function = getattr(loss, "func", loss)
+    known = isinstance(loss, SumCrossEntropy) or function in (cross_entropy, sharded_cross_entropy)
 
     def check(device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
         labels = device_batch.labels
@@ -173,6 +173,7 @@ def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
         if labels.dtype.kind not in "iu" or not labels.size:
             return
         count = classes or logits.shape[-1]
+        ignored = _ignored(loss, labels)
         if labels.min() >= 0 and labels.max() < count:
             return
         wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
@@ -199,9 +200,9 @@ class StepReport:
     """One update, the same on all ranks but for the times.
 
     Attributes:
-        loss: the mean over the samples of all ranks.
-        accuracy: the share of samples whose largest logit is their label's.
-        count: the samples of the global batch.
+        loss: the mean over the targets of all ranks.
+        accuracy: the share of targets whose largest logit is their label's.
+        samples, targets: of the global batch; the labels that count are targets.
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         compute_s: seconds in which this rank computed.
         traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
@@ -214,7 +215,8 @@ class StepReport:
 
     loss: float
     accuracy: float
-    count: int
+    samples: int
+    targets: int
     grad_norm: float
     compute_s: float
     traffic: Traffic
@@ -227,7 +229,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation: mean loss and accuracy over `samples` samples of all ranks, in `seconds`.
+    """One evaluation: mean loss and accuracy over the targets in the samples of all ranks, in `seconds`.
 
     In virtual time `virtual_s` says when; else it is None.
     """
@@ -235,6 +237,7 @@ class EvalReport:
     loss: float
     accuracy: float
     samples: int
+    targets: int
     seconds: float
     virtual_s: float | None = None
 
@@ -253,9 +256,9 @@ class Outcome:
 
     Attributes:
         sums: to be called with what `scalars.read()` returned; returns what this rank contributes: the sum of its
-            samples' losses, and how many were classified correctly (NaN where there are no class labels). Ranks that
+            targets' losses, and how many were predicted correctly (NaN where there are no class labels). Ranks that
             duplicate another's work return zeros. It may communicate, so call it on all ranks.
-        rows: how many samples this rank contributes.
+        targets: how many labels that count this rank contributes.
         traffic: what was communicated for it.
         report: of the pass through the pipeline; None without one.
         staleness: by how many updates the weights of each microbatch's forward were older than those that its
@@ -263,7 +266,7 @@ class Outcome:
     """
 
     sums: Sums
-    rows: int
+    targets: int
     traffic: Traffic = Traffic()
     report: PassReport | None = None
     staleness: tuple[int, ...] = ()
@@ -290,8 +293,8 @@ class Runner(Protocol):
             scale: what the gradients are multiplied by (see `optim.loss_scale`).
         """
 
-    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> int:
-        """Add LOSS and CORRECT of the samples that this rank counts, in evaluation mode; return their number."""
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
+        """Add LOSS and CORRECT of a batch in evaluation mode, if this rank's count; return whether they do."""
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
@@ -322,15 +325,44 @@ def check_cuts(batch: Batch, fixed: bool) -> None:
         )
 
 
-def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumLoss:
-    """Return the sum of the samples' cross-entropies for logits as an arrangement's model gives them.
+class SumCrossEntropy:
+    """The sum of the labels' cross-entropies. Called with logits and labels.
+
+    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one, it counts: looking
+    for what does not would take a sixth of a small model's step.
+
+    Args:
+        function: `ops.cross_entropy`, or the one for classes that are shared out, with its options.
+
+    Attributes:
+        shared: whether it is for classes that are shared out over ranks.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], shared: bool) -> None:
+        self._function, self.shared = function, shared
+
+    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
+        return self._function(logits, labels, reduction="sum", ignore_index=_ignored(self, labels))
+
+
+def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumCrossEntropy:
+    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives them.
 
     That is of this rank's classes alone, where they are shared out: no rank gathers them.
     """
-    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {"label_smoothing": label_smoothing}
     if arrangement is None or not arrangement.classes:
-        return partial(cross_entropy, **options)
-    return partial(sharded_cross_entropy, group=arrangement.mesh.tp, classes=arrangement.classes, **options)
+        return SumCrossEntropy(partial(cross_entropy, **options), shared=False)
+    options |= {"group": arrangement.mesh.tp, "classes": arrangement.classes}
+    return SumCrossEntropy(partial(sharded_cross_entropy, **options), shared=True)
+
+
+def _ignored(loss: Callable[..., Tensor], labels: Array) -> int | None:
+    """Return which label counts for nothing in a cross-entropy; None for none."""
+    if isinstance(loss, SumCrossEntropy):
+        return IGNORED if labels.ndim > 1 else None
+    ignored: int | None = getattr(loss, "keywords", {}).get("ignore_index")
+    return ignored
 
 
 def check_optimizer(model: Module, optimizer: Optimizer) -> None:
@@ -347,15 +379,22 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
 
 
 def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
-    """Refuse a loss that is a mean, or would see this rank's classes alone and take them for all.
+    """Refuse a loss that is a mean, ignores what is counted, or would take this rank's classes alone for all.
 
     Raises:
         UsageError: naming what to do.
     """
     _refuse_mean(loss)
+    ignored = getattr(loss, "keywords", {}).get("ignore_index")
+    if ignored is not None and ignored >= 0:
+        raise UsageError(
+            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0 on; give what does "
+            f"not count the label {IGNORED}, and the loss ignore_index={IGNORED}"
+        )
     if arrangement is None or not arrangement.classes:
         return
-    if getattr(loss, "func", None) is not sharded_cross_entropy:
+    is_shared = isinstance(loss, SumCrossEntropy) and loss.shared
+    if not is_shared and getattr(loss, "func", None) is not sharded_cross_entropy:
         raise UsageError(
             f"the {arrangement.classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so "
             "this loss would see a part of them alone; take compose.runner.sum_cross_entropy(arrangement), or "
@@ -390,7 +429,7 @@ def correct_of(arrangement: Arrangement | None) -> Correct:
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return how many rows have their largest logit at their label; NaN where there are no class labels.
+    """Return how many labels have their row's largest logit; NaN where there are no class labels.
 
     On a device that is an array of one number, for which nobody has waited.
     """

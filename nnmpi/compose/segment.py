@@ -27,7 +27,7 @@ class Tally:
 
     Attributes:
         totals: of the gradients that it computed; each is a step.
-        seen: how many of them were of any rows.
+        seen: how many of them were of any targets.
         broken: the sentence about a loss or gradient that was not finite; else empty.
         signal: that it got, else 0.
         messages, bytes: that it sent.
@@ -45,7 +45,7 @@ class Tally:
     def add(self, totals: Totals) -> None:
         """Count one more gradient."""
         self.totals = self.totals.plus(totals)
-        self.seen += totals.samples > 0
+        self.seen += totals.targets > 0
 
     def wait(self, seconds: float) -> None:
         """Count seconds of waiting for others."""

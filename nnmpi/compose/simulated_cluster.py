@@ -492,7 +492,8 @@ class _ServerSegment:
         push = Push(
             task,
             gradient.rows,
-            batch.global_rows,
+            gradient.targets,
+            batch.global_targets,
             segment.lr(step),
             0,
             gradient.loss_sum,
@@ -524,7 +525,7 @@ class _ServerSegment:
 
     def _note(self, worker: int, push: Push) -> None:
         """Count a gradient that will be used, and tell of it."""
-        totals = Totals(1, push.rows, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+        totals = Totals(1, push.rows, push.targets, push.loss_sum, push.correct, push.compute_s, push.wait_s)
         self._used = self._used.plus(totals)
         self._segment.progress(Progress(push.task.batch, worker, totals, push.norm, self._events.now_s))
 
@@ -595,7 +596,7 @@ class _AveragingSegment:
         self._local = segment.bsp or cluster.sync.mode == "local"
         self._clocks = [segment.begin_s] * cluster.workers
         self._waited = [0.0] * cluster.workers  # since each worker's last step
-        self._rows = [0] * cluster.workers  # since the last average
+        self._targets = [0] * cluster.workers  # since the last average
         self._apart = False  # whether somebody has done a step since
         self._tally, self._staleness = Tally(), Staleness(cluster.workers)
         self._messages = self._bytes = self._done = self._age = 0
@@ -648,13 +649,13 @@ class _AveragingSegment:
         batch = segment.parts(number, worker, cluster.workers)
         self._copies.load(worker)
         gradient = cluster.compute(worker, batch, step)
-        if gradient.rows:
-            # of the mean loss over its own rows, and not a part of the whole batch's
-            scale(cluster.model.storage.grads, batch.global_rows / gradient.rows)
+        if gradient.targets:
+            # of the mean loss over its own targets, and not a part of the whole batch's
+            scale(cluster.model.storage.grads, batch.global_targets / gradient.targets)
             self._copies.step(worker, segment.lr(step))
         else:
             self._copies.skip(worker)
-        self._rows[worker] += gradient.rows
+        self._targets[worker] += gradient.targets
         self._tally.add(gradient.totals(gradient.compute_s))
         self._staleness.add(worker, self._age)
         done_s = self._clocks[worker] + gradient.compute_s
@@ -663,11 +664,11 @@ class _AveragingSegment:
         return done_s
 
     def _shares(self) -> list[float]:
-        """Return each worker's share in the mean: by its rows since the last average; with gossip all count alike."""
-        total, workers = sum(self._rows), self._cluster.workers
+        """Return each worker's share in the mean: by its targets since the last average; gossip counts all alike."""
+        total, workers = sum(self._targets), self._cluster.workers
         if not self._local or not total:
             return [1 / workers] * workers
-        return [rows / total for rows in self._rows]
+        return [own / total for own in self._targets]
 
     def _average(self) -> None:
         """Give everybody the mean, when the slowest has come and the sum has gone round."""
@@ -681,7 +682,7 @@ class _AveragingSegment:
         self._clocks = [end_s] * workers
         self._messages += 2 * workers * (workers - 1)
         self._bytes += 2 * (workers - 1) * nbytes
-        self._rows = [0] * workers
+        self._targets = [0] * workers
         self._apart, self._age = False, 0
 
     def _gossip(self, number: int, computed: list[float]) -> None:

@@ -101,7 +101,8 @@ class Totals:
 
     Attributes:
         steps, samples: counts.
-        loss_sum, correct: sums over samples.
+        targets: the labels that count: the tokens that were to be predicted; elsewhere the samples.
+        loss_sum, correct: sums over targets.
         compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
         hidden_s: seconds of computing while messages were under way.
         comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
@@ -113,6 +114,7 @@ class Totals:
 
     steps: int = 0
     samples: int = 0
+    targets: int = 0
     loss_sum: float = 0.0
     correct: float = 0.0
     compute_s: float = 0.0
@@ -131,6 +133,7 @@ class Totals:
         return Totals(  # spelled out, as a loop over the fields takes ten times as long
             self.steps + other.steps,
             self.samples + other.samples,
+            self.targets + other.targets,
             self.loss_sum + other.loss_sum,
             self.correct + other.correct,
             self.compute_s + other.compute_s,
@@ -169,18 +172,23 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss of a sample."""
-        return self.loss_sum / self.samples if self.samples else 0.0
+        """Return the mean loss of a target."""
+        return self.loss_sum / self.targets if self.targets else 0.0
 
     @property
     def accuracy(self) -> float:
-        """Return the share of samples that were classified rightly, 0 to 1."""
-        return self.correct / self.samples if self.samples else 0.0
+        """Return the share of targets that were predicted, 0 to 1."""
+        return self.correct / self.targets if self.targets else 0.0
 
     @property
     def samples_per_second(self) -> float:
         """Return samples per second of wall time."""
         return self.samples / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def targets_per_second(self) -> float:
+        """Return targets per second of wall time."""
+        return self.targets / self.wall_s if self.wall_s > 0 else 0.0
 
     def per_step(self, seconds: float) -> float:
         """Return a sum of seconds divided by the number of steps."""

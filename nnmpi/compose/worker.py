@@ -184,7 +184,7 @@ def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParam
     return SharedParameters(fused, model.storage, memory, range(first, memory.allocations)), ""
 
 
-NUMBERS_BYTES = 3 * 8  # loss, right answers and rows, in float64
+NUMBERS_BYTES = 3 * 8  # loss, right answers and targets, in float64
 
 
 class Worker(Trainer):
@@ -194,9 +194,10 @@ class Worker(Trainer):
         model: initialized; `arrangement.model` where there is an arrangement.
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
-        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default. It is divided by the
-            rows of the global batch, whatever the loss leaves out (`ignore_index`) or sums within a row. Where
-            `arrangement.classes` are shared out, it must be `compose.runner.sum_cross_entropy(arrangement)`.
+        loss: (logits, labels) -> the *sum* of the labels' losses; cross-entropy by default. It is divided by the
+            labels of the global batch that count, once: those of whole numbers that are not negative (with labels of
+            another kind, by its samples). Where `arrangement.classes` are shared out, it must be
+            `compose.runner.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with that.
         numerics: the precision, and the largest length of the gradient.
@@ -281,7 +282,7 @@ class Worker(Trainer):
     def _predict(self) -> float:
         """Return the seconds that a step's last sum is predicted to take, NaN without a fit.
 
-        That is the one of loss, right answers and rows; in a fused update they are added up with the gradients, as a
+        That is the one of loss, right answers and targets; in a fused update they are added up with the gradients, as a
         shared all-reduce does it, which writes more, and reads as much.
         """
         if self.fused is not None:
@@ -331,12 +332,13 @@ class Worker(Trainer):
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         with self._deterministic(), self._meter.running():
             outcome = self.runner.run(batch, step, factor)
-        (loss_sum, correct, rows), norm, traffic = self._meet(outcome)
+        (loss_sum, correct, targets), norm, traffic = self._meet(outcome)
         norm /= factor
-        if rows != batch.global_rows:
+        if targets != batch.global_targets:
             raise UsageError(
-                f"the ranks' parts of this batch have {rows:.0f} rows together, but the global batch "
-                f"{batch.global_rows}; give Loader the rank and world of the replica ({self._replica()})"
+                f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
+                f"{batch.global_targets}; give Loader the rank and world of the replica ({self._replica()}), or a "
+                "Batch of your own the targets of each microbatch"
             )
         skipped = False
         # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole gradient. Loss and
@@ -346,7 +348,7 @@ class Worker(Trainer):
             skipped = isfinite(loss_sum) and self.scaling is not None and self.scaling.shrink()
             if not skipped:  # divergence: the runner computes the step again, to find where it began
                 with self._deterministic():
-                    raise self.runner.explain(batch, step, loss_sum / max(batch.global_rows, 1))
+                    raise self.runner.explain(batch, step, loss_sum / max(batch.global_targets, 1))
         elif not self.runner.updates:  # else it is PipeDream's, which has updated after each microbatch
             self._update(norm, factor)
         if self.fused is not None:
@@ -357,7 +359,7 @@ class Worker(Trainer):
         return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
 
     def _meet(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
-        """Return loss, right answers and rows of all ranks, the gradient's length, and what was communicated so far."""
+        """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
         traffic = outcome.traffic
         if self._meter.needed:
             traffic = traffic.plus(self._meter.traffic)
@@ -367,7 +369,7 @@ class Worker(Trainer):
         if self.backend.is_device and not self.runner.updates:
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
-        numbers = [*outcome.sums(values), outcome.rows]
+        numbers = [*outcome.sums(values), outcome.targets]
         begin = clock.now()
         if self.fused is not None:
             norm, sums = self.fused.reduce(numbers)
@@ -392,12 +394,13 @@ class Worker(Trainer):
         total_s: float,
     ) -> StepReport:
         # The loss is divided here as its gradient is in `DataParallel.backward`.
-        count = max(batch.global_rows, 1)
+        targets = batch.global_targets
         wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
         return StepReport(
-            loss_sum / count,
-            correct / count,
+            loss_sum / max(targets, 1),
+            correct / max(targets, 1),
             batch.global_rows,
+            targets,
             norm,
             total_s - traffic.sync_s - wait_s,
             traffic,
@@ -564,9 +567,10 @@ def _totals(report: StepReport, throttled_s: float, input_s: float, wall_s: floa
     predicted = isfinite(traffic.predicted_s)
     return Totals(
         1,
-        report.count,
-        report.loss * report.count,
-        report.accuracy * report.count,
+        report.samples,
+        report.targets,
+        report.loss * report.targets,
+        report.accuracy * report.targets,
         report.compute_s + throttled_s,
         traffic.sync_s,
         input_s,

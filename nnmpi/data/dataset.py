@@ -1,6 +1,8 @@
 """Dataset: samples and labels in memory, and how a set is cut into a training and a test part."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -9,6 +11,64 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError
 
+IGNORED = -1  # the label of what is not to be predicted, such as padding
+
+
+def count_targets(labels: Array) -> int:
+    """Return how many labels count: whole numbers that are not negative; of labels of another kind, the samples.
+
+    Args:
+        labels: (rows, ...).
+    """
+    if labels.dtype.kind == "i":
+        return int((labels >= 0).sum())
+    return int(labels.size) if labels.dtype.kind == "u" else len(labels)
+
+
+class Samples(Protocol):
+    """What a loader makes batches of: a `Dataset` in memory, or a text (see `data.text`).
+
+    Attributes:
+        name: for messages and headers.
+        classes: number of classes: what a label can be; of texts, the tokens of the vocabulary.
+        is_tokens: whether samples are whole numbers that stand for something, and not quantities.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def is_tokens(self) -> bool: ...
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of a sample, of the longest one where they differ."""
+
+    @property
+    def targets(self) -> NDArray[np.int64] | None:
+        """How many labels of each sample count, (n,); None where each has one."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """How long each sample is, (n,); None where all have the same shape."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """Return the samples at these indices as model input, with their padding: (rows, *shape), C-contiguous.
+
+        Args:
+            indices: (rows,).
+            dtype: of quantities; tokens are int64.
+            length: which samples are padded to, where their lengths differ.
+        """
+
+    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+        """Return the samples at these indices as they are stored; see `rows`."""
+
+    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
+        """Return their labels, (rows,) or (rows, ...) int64, padded with `IGNORED`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -16,9 +76,10 @@ class Dataset:
 
     Attributes:
         name: for messages and headers.
-        x: (n, *sample_shape), float32 or uint8. Images are (n, height, width, channels), grayscale with 1 channel,
-            and stay uint8 so that memory stays small: `rows` converts one batch at a time.
-        y: (n,), int64, labels in 0..classes-1.
+        x: (n, *sample_shape). float32 or uint8: quantities. Images are (n, height, width, channels), grayscale with 1
+            channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. Other whole
+            numbers: tokens, for an embedding.
+        y: (n,) or (n, ...), int64, labels in 0..classes-1. With several for each sample, `IGNORED` may be among them.
         classes: number of classes.
         scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for floats).
         class_names: one name for each class, or empty.
@@ -35,23 +96,23 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.x.dtype not in (np.float32, np.uint8) or self.y.dtype != np.int64:
+        if (self.x.dtype != np.float32 and self.x.dtype.kind not in "iu") or self.y.dtype != np.int64:
             raise DataError(
                 f"{self.name}: samples are {self.x.dtype} and labels {self.y.dtype}; "
-                "give float32 or uint8 samples and int64 labels"
+                "give float32 or whole numbers as samples and int64 labels"
             )
-        if self.x.ndim < 2 or self.y.ndim != 1 or len(self.x) != len(self.y):
+        if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(
                 f"{self.name}: samples of shape {self.x.shape} and labels of shape {self.y.shape}; "
-                "give (n, ...) samples and n labels"
+                "give (n, ...) samples and as many labels"
             )
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
-        wrong = np.flatnonzero((self.y < 0) | (self.y >= self.classes))
+        least = IGNORED if self.y.ndim > 1 else 0
+        wrong = np.argwhere((self.y < least) | (self.y >= self.classes))
         if wrong.size:
-            raise DataError(
-                f"{self.name}: label {self.y[wrong[0]]} of sample {wrong[0]} is not in 0..{self.classes - 1}"
-            )
+            place = tuple(wrong[0])
+            raise DataError(f"{self.name}: label {self.y[place]} of sample {place[0]} is not in 0..{self.classes - 1}")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -61,9 +122,36 @@ class Dataset:
         """Return the shape of one sample: (features,) or (height, width, channels)."""
         return tuple(self.x.shape[1:])
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32") -> Array:
-        """Return the samples at these indices as new floats, scaled: (rows, *sample_shape), C-contiguous."""
+    @property
+    def is_tokens(self) -> bool:
+        """Whether samples are tokens, and not quantities."""
+        return self.x.dtype.kind in "iu" and self.x.dtype != np.uint8
+
+    @cached_property
+    def targets(self) -> NDArray[np.int64] | None:
+        """How many labels of each sample count, (n,); None where each has one."""
+        return None if self.y.ndim == 1 else (self.y >= 0).sum(axis=tuple(range(1, self.y.ndim)), dtype=np.int64)
+
+    @property
+    def lengths(self) -> None:
+        """All samples have the same shape."""
+
+    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+        """Return the samples at these indices as they are stored; see `Samples`."""
+        return np.take(self.x, indices, axis=0)
+
+    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
+        """Return the labels at these indices."""
+        return self.y[indices]
+
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """Return the samples at these indices as new floats, scaled: (rows, *sample_shape), C-contiguous.
+
+        Tokens are int64.
+        """
         taken = np.take(self.x, indices, axis=0)
+        if self.is_tokens:
+            return taken.astype(np.int64, copy=False)
         kind = np.dtype(dtype)
         if self.scale == 1.0:
             return taken.astype(kind, copy=False)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.data.sampler import batches_per_epoch, order, rows
 from nnmpi.data.transform import Transform, split_transform
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.shard import split
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,15 @@ class Batch:
 
     Attributes:
         x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
-        y: (rows,), int64.
+        y: (rows, ...), int64, one label or several for each sample; a negative one does not count (see
+            `dataset.IGNORED`).
         indices: (rows,), int64, the samples' places in the data set.
         cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no microbatches.
-        global_rows: rows of the global batch: what losses are divided by.
+        global_rows: rows of the global batch.
         microbatches: how many there are of the global batch, over all ranks.
         epoch, number: which batch of which epoch this is.
+        targets: of each microbatch of the global batch, how many labels count; by default those of full rows. Losses
+            are divided by `global_targets`, their sum.
         host_y: the labels on the host, where x and y are on a device; else None.
     """
 
@@ -55,6 +61,24 @@ class Batch:
     number: int
     microbatches: int = 1
     host_y: NDArray[np.int64] | None = None
+    targets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for full ones."""
+        if not self.targets:
+            each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
+            rows = split(self.global_rows, self.microbatches)
+            object.__setattr__(self, "targets", tuple(each * len(part) for part in rows))
+
+    @property
+    def global_targets(self) -> int:
+        """How many labels of the global batch count: its real tokens, or its samples."""
+        return sum(self.targets)
+
+    @cached_property
+    def own_targets(self) -> int:
+        """How many labels of this rank's rows count."""
+        return count_targets(self.y if self.labels is None else self.labels)
 
     @property
     def labels(self) -> NDArray[np.int64] | None:
@@ -88,7 +112,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Samples,
         batch_size: int,
         *,
         seed: int = 0,
@@ -197,13 +221,55 @@ class Loader:
                 taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
             count = sum(map(len, ranges.values()))
             indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
-        x = self._samples(indices, epoch, stored)
+        targets, length = self._extent(epoch_order, epoch, number, world, indices)
+        x, y = self._samples(indices, epoch, stored, length), self.dataset.labels(indices, length)
         cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
-        return Batch(x, self.dataset.y[indices], indices, cuts, global_rows, epoch, number, microbatches)
+        return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
-    def _samples(self, indices: NDArray[np.int64], epoch: int, stored: bool) -> Array:
+    def _extent(
+        self, epoch_order: NDArray[np.int64], epoch: int, number: int, world: int, own: NDArray[np.int64]
+    ) -> tuple[tuple[int, ...], int | None]:
+        """Return the targets of each microbatch of a global batch, and the length that its samples are padded to.
+
+        Both are the global batch's, so that no layout changes them, and every rank finds them without a message. The
+        targets are empty where every sample has one, and the length None where all have the same.
+
+        Args:
+            epoch_order, epoch, number, world: see `part`.
+            own: this rank's samples.
+        """
+        targets, lengths = self.dataset.targets, self.dataset.lengths
+        if targets is None and lengths is None:
+            return (), None
+        cuts = self._everyones(epoch_order, epoch, number, world)
+        counts = () if targets is None else tuple(int(targets[indices].sum()) for indices in cuts)
+        if lengths is None:
+            return counts, None
+        return counts, max(int(lengths[indices].max()) for indices in (*cuts, own) if len(indices))
+
+    def _everyones(
+        self, epoch_order: NDArray[np.int64], epoch: int, number: int, world: int
+    ) -> list[NDArray[np.int64]]:
+        """Return the samples of each microbatch of a global batch; with a partition, those of workers in step."""
+        n, step = len(self.dataset), epoch * self.batches_per_epoch + number
+        if self.partition == "none":
+            whole, _ = rows(n, self.batch_size, number, microbatches=self.microbatches)
+            return [epoch_order[mine.start : mine.stop] for mine in whole.values()]
+        found: dict[int, list[NDArray[np.int64]]] = {}
+        for rank in range(world):
+            ranges, _ = rows(n, self.batch_size, number, rank, world, self.microbatches)
+            lengths = [len(mine) for mine in ranges.values()]
+            first = self.rows_before(step, rank, world)
+            indices = own_rows(self._owned(rank, world), self.seed, rank, first, sum(lengths))
+            for i, part in zip(ranges, np.split(indices, np.cumsum(lengths)[:-1]), strict=True):
+                found.setdefault(i, []).append(part)
+        return [np.concatenate(parts) for parts in found.values()]
+
+    def _samples(self, indices: NDArray[np.int64], epoch: int, stored: bool, length: int | None) -> Array:
+        if self.dataset.is_tokens:
+            return self.dataset.rows(indices, length=length)
         if stored:
-            x = np.take(self.dataset.x, indices, axis=0)
+            x = self.dataset.stored(indices)
             for transform in split_transform(self.transform)[0]:
                 x = transform(x, indices, epoch, self.seed)
             return np.ascontiguousarray(x)
@@ -229,8 +295,19 @@ class Loader:
     def _owned(self, rank: int, world: int) -> NDArray[np.int64]:
         """Return the samples that a rank has for the whole run."""
         if (rank, world) not in self._own:
-            self._own[rank, world] = own_samples(self.dataset.y, self.partition, self.seed, rank, world)
+            self._own[rank, world] = own_samples(self._classes(), self.partition, self.seed, rank, world)
         return self._own[rank, world]
+
+    def _classes(self) -> NDArray[np.int64]:
+        """Return each sample's class; without one each, zeros."""
+        if self.dataset.targets is None:
+            return self.dataset.labels(np.arange(len(self.dataset)))
+        if self.partition == "label":
+            raise UsageError(
+                f"the partition 'label' sorts samples by class, but those of {self.dataset.name} have several labels "
+                "each; take iid"
+            )
+        return np.zeros(len(self.dataset), np.int64)
 
     def _cuts(self, ranges: dict[int, range], number: int) -> tuple[Cut, ...]:
         """Return where each microbatch's rows stand among this rank's, and in the global batch."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
 from nnmpi.errors import DataError
 
 MOST_CLASSES = 10**6  # a model has an output for each; a label beyond is a number that is no class
@@ -18,7 +18,11 @@ def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple
 
     The file holds x and y (split by `dataset.split`), x_train and y_train (split likewise), or these and x_test and
     y_test. x: (n, ...), any real dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x
-    is grayscale images (n, height, width) and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on.
+    is grayscale images (n, height, width) and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on; or
+    (n, ...), several labels for each sample, where -1 is what is not to be predicted.
+
+    x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of whole numbers (n, time) with several
+    labels for each sample.
 
     Args:
         path: the file.
@@ -72,18 +76,32 @@ def _read(path: Path) -> dict[str, Array]:
 
 def _part(path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: str, *, classes: int) -> Dataset:
     x, y = arrays[x_name], arrays[y_name]
-    if len(x.shape) < 2 or len(x) == 0 or y.shape not in ((len(x),), (len(x), 1)):
-        raise DataError(f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) labels")
+    if len(x.shape) < 2 or len(x) == 0 or len(y.shape) < 1 or len(y) != len(x) or y.size == 0:
+        raise DataError(
+            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or (n, ...) labels"
+        )
     if y.dtype.kind not in "iu":
         raise DataError(f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype)")
-    y = y.reshape(-1)
+    y = y.reshape(-1) if y.size == len(x) else y
     classes = classes or min(int(y.max()) + 1, MOST_CLASSES)
-    wrong = np.flatnonzero((y < 0) | (y >= classes))  # before the conversion, in which a large number turns negative
+    least = IGNORED if y.ndim > 1 else 0
+    wrong = np.argwhere((y < least) | (y >= classes))  # before the conversion, in which a large number turns negative
     if wrong.size:
-        raise DataError(f"{path}: {y_name}[{wrong[0]}] is {y[wrong[0]]}, not a label in 0..{max(classes - 1, 0)}")
+        place = tuple(int(i) for i in wrong[0])
+        where = ", ".join(map(str, place))
+        raise DataError(f"{path}: {y_name}[{where}] is {y[place]}, not a label in 0..{max(classes - 1, 0)}")
     labels = y.astype(np.int64)
+    if x.dtype in (np.uint16, np.uint32) or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1):
+        return Dataset(name, _tokens(path, x_name, x), labels, classes)
     samples = _samples(path, x_name, x)
     return Dataset(name, samples, labels, classes, 1 / 255 if samples.dtype == np.uint8 else 1.0)
+
+
+def _tokens(path: Path, x_name: str, x: Array) -> Array:
+    if x.min() < 0:
+        row = int(np.argwhere(x < 0)[0][0])
+        raise DataError(f"{path}: {x_name}[{row}] has the token {x[row].min()}; tokens are whole numbers from 0 on")
+    return np.ascontiguousarray(x.astype(np.uint16) if x.dtype == np.uint8 else x)
 
 
 def _samples(path: Path, x_name: str, x: Array) -> Array:

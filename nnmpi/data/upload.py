@@ -32,7 +32,8 @@ ALIGNMENT_BYTES = 256
 def batches(loader: Loader, epoch: int, backend: Backend, start: int = 0) -> Prefetch[Batch] | Uploads:
     """Return a loader's batches of an epoch where a backend has its arrays; see `Loader.epoch`.
 
-    With a transform of the user's own the host does all arithmetic, and floats are copied in the place of bytes.
+    Tokens are copied as they are. With a transform of the user's own the host does all arithmetic, and floats are
+    copied in the place of bytes.
 
     Args:
         loader: makes the batches on the host.
@@ -42,9 +43,10 @@ def batches(loader: Loader, epoch: int, backend: Backend, start: int = 0) -> Pre
     """
     if not backend.is_device:
         return loader.epoch(epoch, start)
-    if not can_split(loader.transform):
+    dataset = loader.dataset
+    if not isinstance(dataset, Dataset) or dataset.is_tokens or not can_split(loader.transform):
         return Uploads(loader.epoch(epoch, start), backend)
-    finish = Finish(backend, loader.dataset, loader.dtype, split_transform(loader.transform)[1])
+    finish = Finish(backend, dataset, loader.dtype, split_transform(loader.transform)[1])
     return Uploads(loader.epoch(epoch, start, stored=True), backend, finish)
 
 

@@ -124,7 +124,8 @@ class DataParallel:
 
         Args:
             loss_sum: the sum of the losses of this rank's samples.
-            samples: the number of samples of all ranks (and of all microbatches) together.
+            samples: what the mean is over: the number of samples of all ranks (and of all microbatches) together; of
+                sequences, of all tokens that are to be predicted (`Batch.global_targets`).
             last: whether the step's sum over the ranks begins with this pass; False for all but the last of several
                 microbatches, whose gradients are only added up on this rank.
             scale: what all gradients are multiplied by (see `optim.loss_scale`).

@@ -66,7 +66,7 @@ def load_inputs(
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
         parts = count_microbatches(config, stages, batch_size)
-        after = [Normalize.fit(train)] if data.normalize else []
+        after = [Normalize.fit(train)] if data.normalize and not train.is_tokens else []
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Dataset, training: bool, transforms: list[Transform]) -> Loader:

@@ -82,7 +82,7 @@ def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
     for epoch in range(2):
         for number, batch in enumerate(loader_of(group, other.model).epoch(epoch)):
             report = other.step(batch, rate(epoch * BATCHES + number))
-            losses += report.loss * report.count if epoch == 0 else 0.0
+            losses += report.loss * report.targets if epoch == 0 else 0.0
     assert np.array_equal(weights(one.model), weights(other.model))
     assert totals.loss_sum == losses
     for each in (one, other):

@@ -51,7 +51,7 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     if group.size == 1:
         assert told == [""]
     else:
-        wanted = "rows together, but the global batch 32; give Loader the rank and world of the replica"
+        wanted = "labels that count together, but the global batch 32; give Loader the rank and world of the replica"
         assert all(wanted in each and "arrangement.data_rank" in each for each in told), told
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
 from nnmpi.errors import DataError, UsageError
 
 
@@ -41,7 +41,7 @@ def test_label_out_of_range_is_named(label: int) -> None:
         (np.zeros((3, 2), np.float32), np.zeros(3, np.int32)),
         (np.zeros((3, 2), np.float32), np.zeros(2, np.int64)),
         (np.zeros(3, np.float32), np.zeros(3, np.int64)),
-        (np.zeros((3, 2), np.float32), np.zeros((3, 1), np.int64)),
+        (np.zeros((3, 2), np.float32), np.zeros((4, 1), np.int64)),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray) -> None:
@@ -86,3 +86,16 @@ def test_pair_must_have_samples_of_one_shape() -> None:
         check_pair(table(3), wide)
     with pytest.raises(DataError, match="test part has no samples"):
         check_pair(table(3), table(3).take(np.array([], np.int64)))
+
+
+def test_tokens_stay_whole_numbers_and_labels_may_be_several() -> None:
+    x = np.array([[3, 1, 2], [0, 2, 1]], np.uint16)
+    y = np.array([[1, 2, IGNORED], [2, 1, 0]])
+    found = Dataset("tokens", x, y, 4)
+    assert found.is_tokens and found.rows(np.array([1, 0])).tolist() == [[0, 2, 1], [3, 1, 2]]
+    assert found.rows(np.array([1]), "float64").dtype == np.int64
+    assert found.targets is not None and found.targets.tolist() == [2, 3]
+    assert found.labels(np.array([0])).tolist() == [[1, 2, -1]]
+    with pytest.raises(DataError, match="label -2 of sample 1 is not in 0..3"):
+        Dataset("tokens", x, np.array([[0], [-2]]), 4)
+    assert Dataset("images", np.zeros((2, 4), np.uint8), np.zeros(2, np.int64), 1).targets is None

@@ -98,3 +98,16 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pickled objects"):
         load(tmp_path, x=np.array([Trap()], object), y=np.array([0]))
     assert not (tmp_path / "sprung").exists()
+
+
+def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
+    tokens, labels = np.arange(40).reshape(20, 2) % 7, np.arange(40).reshape(20, 2) % 5 - 1
+    train, test = load(tmp_path, x=tokens, y=labels)
+    assert train.is_tokens and (train.classes, train.sample_shape, train.y.shape) == (4, (2,), (16, 2))
+    assert sorted(map(tuple, np.concatenate([train.y, test.y]))) == sorted(map(tuple, labels))
+    classified, _ = load(tmp_path, x=tokens.astype(np.uint16), y=Y)
+    assert classified.is_tokens and classified.targets is None
+    with pytest.raises(DataError, match=r"x\[3\] has the token -4; tokens are whole numbers from 0 on"):
+        load(tmp_path, x=np.where(tokens == 6, -4, tokens), y=labels)
+    with pytest.raises(DataError, match=r"y\[2, 1\] is -2, not a label"):
+        load(tmp_path, x=tokens, y=np.where(np.arange(40).reshape(20, 2) == 5, -2, labels))

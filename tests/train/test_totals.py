@@ -8,14 +8,14 @@ from nnmpi.compose.trainer import Totals
 
 
 def test_a_mean_weighs_samples_not_steps() -> None:
-    full = Totals(steps=1, samples=60, loss_sum=60 * 1.0, correct=30)
-    short = Totals(steps=1, samples=20, loss_sum=20 * 3.0, correct=20)
+    full = Totals(steps=1, samples=60, targets=60, loss_sum=60 * 1.0, correct=30)
+    short = Totals(steps=1, samples=20, targets=20, loss_sum=20 * 3.0, correct=20)
     both = full.plus(short)
     assert (both.steps, both.samples, both.loss, both.accuracy) == (2, 80, 1.5, 0.625)
 
 
 def test_json_keeps_every_bit() -> None:
-    totals = Totals(3, 7, 0.1 + 0.2, 1 / 3, 1e-9, 2**-40, 0.7, 1.1)
+    totals = Totals(3, 7, 9, 0.1 + 0.2, 1 / 3, 1e-9, 2**-40, 0.7, 1.1)
     assert Totals.from_json(json.loads(json.dumps(totals.to_json()))) == totals
 
 

@@ -54,10 +54,11 @@ class Push:
 
     Attributes:
         task: what it was computed on.
-        rows: of the task, maybe 0; global_rows: of the whole batch.
+        rows: of the task, maybe 0.
+        targets: how many of its labels count, maybe 0; global_targets: of the whole batch.
         lr: the learning rate of that batch.
         version: of this server's weights that it was computed on.
-        loss_sum: the sum of its rows' losses; correct: how many rows were classified correctly.
+        loss_sum: the sum of the targets' losses; correct: how many of them were predicted.
         norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports it.
         compute_s, wait_s: how long the worker computed, and waited before.
         signal: the number of the signal that the worker got, 0 for none: the segment ends with whole batches.
@@ -66,7 +67,8 @@ class Push:
 
     task: Task
     rows: int
-    global_rows: int
+    targets: int
+    global_targets: int
     lr: float
     version: int
     loss_sum: float
@@ -233,7 +235,7 @@ class ParameterServer:
             self._update(share, _rate(pushes, weights))
 
     def _add(self, grads: Sequence[Sequence[Array]], pushes: Sequence[Push], weights: Sequence[float]) -> None:
-        """Set the sums to the gradients times their weights; gradients without rows are left out.
+        """Set the sums to the gradients times their weights; gradients without targets are left out.
 
         Args:
             grads: for each worker, one array per flat buffer.
@@ -241,7 +243,7 @@ class ParameterServer:
         """
         is_first = True
         for arrays, push, weight in zip(grads, pushes, weights, strict=True):
-            if not push.rows:
+            if not push.targets:
                 continue
             for i, (total, array) in enumerate(zip(self._sums, arrays, strict=True)):
                 xp = namespace(total)
@@ -290,21 +292,21 @@ class ParameterServer:
 
 def _share(pushes: Sequence[Push], weights: Sequence[float]) -> float:
     """Return for how much of a batch the gradients stand: exactly 1.0 for a whole one."""
-    # Rows are whole numbers, whose sum is exact; weighted shares are rounded.
+    # Targets are whole numbers, whose sum is exact; weighted shares are rounded.
     if all(weight == 1.0 for weight in weights):
-        rows = Counter[int]()
+        targets = Counter[int]()
         for push in pushes:
-            rows[push.global_rows] += push.rows
-        return float(sum(count / max(1, whole) for whole, count in rows.items()))
-    return float(sum(w * push.rows / max(1, push.global_rows) for push, w in zip(pushes, weights, strict=True)))
+            targets[push.global_targets] += push.targets
+        return float(sum(count / max(1, whole) for whole, count in targets.items()))
+    return float(sum(w * push.targets / max(1, push.global_targets) for push, w in zip(pushes, weights, strict=True)))
 
 
 def _rate(pushes: Sequence[Push], weights: Sequence[float]) -> float:
     """Return the mean of the learning rates, each weighted by its gradient's share; bit for bit theirs if equal."""
-    rates = {push.lr for push in pushes if push.rows}
+    rates = {push.lr for push in pushes if push.targets}
     if len(rates) == 1:
         return rates.pop()
-    shares = [w * push.rows / max(1, push.global_rows) for push, w in zip(pushes, weights, strict=True)]
+    shares = [w * push.targets / max(1, push.global_targets) for push, w in zip(pushes, weights, strict=True)]
     return sum(push.lr * share for push, share in zip(pushes, shares, strict=True)) / sum(shares)
 
 

@@ -180,7 +180,7 @@ class PushPull:
         """
         if self._roles.worker is None or self._asked or self._over:
             raise CommError("there is nothing to push; a worker pulls first, and stops when the result says over")
-        self._sequence, self._must_rise = self._sequence + 1, push.rows > 0 and not push.broken and not self._drops
+        self._sequence, self._must_rise = self._sequence + 1, push.targets > 0 and not push.broken and not self._drops
         self._expect()
         for number, message in self._pushes.items():
             if number in self._going:
