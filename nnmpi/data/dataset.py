@@ -26,20 +26,20 @@ def count_targets(labels: Array) -> int:
 
 
 class Samples(Protocol):
-    """What a loader makes batches of: a `Dataset` in memory, or a text (see `data.text`).
-
-    Attributes:
-        name: for messages and headers.
-        classes: number of classes: what a label can be; of texts, the tokens of the vocabulary.
-        is_tokens: whether samples are whole numbers that stand for something, and not quantities.
-    """
+    """What a loader makes batches of: a `Dataset` in memory, or a text."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For messages and headers."""
+
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        """How many classes there are; of texts, the tokens of the vocabulary."""
+
     @property
-    def is_tokens(self) -> bool: ...
+    def is_tokens(self) -> bool:
+        """Whether samples are whole numbers that stand for something, and not quantities."""
+
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of a sample, of the longest one where they differ."""
