@@ -29,7 +29,10 @@ from nnmpi.compose.worker import Worker
 from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
 from nnmpi.models.cnn import cnn
+from nnmpi.models.gpt import gpt
+from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
+from nnmpi.models.pretrained import load_pretrained, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.module import Module
 from nnmpi.optim import names
@@ -91,7 +94,29 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         return mlp(sample_shape, classes, config.hidden, config.activation, config.dropout)
     if config.model == "cnn":
         return cnn(sample_shape, classes, config.hidden, config.dropout)
-    return resnet(sample_shape, classes)
+    if config.model == "resnet":
+        return resnet(sample_shape, classes)
+    return _build_sequence_model(config, sample_shape, classes)
+
+
+def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], tokens: int) -> Module:
+    """Return a language model, uninitialized. See `build_model`; the classes are the tokens of the vocabulary."""
+    if len(sample_shape) != 1:
+        raise UsageError(
+            f"model {config.model} needs sequences of tokens, not samples of shape {sample_shape}; give a text, or try "
+            "model cnn or mlp"
+        )
+    if config.model == "lstm":
+        return lstm(tokens, config.features, config.layers, config.dropout, decided(config.tied) is not False)
+    if config.pretrained is None:
+        return gpt(tokens, sample_shape[0], config.features, config.layers, config.heads, config.dropout)
+    size = read_size(config.pretrained)
+    if size.vocabulary < tokens or size.context < sample_shape[0]:
+        raise UsageError(
+            f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of {size.context}, but the "
+            f"data {tokens} and {sample_shape[0]}; give its own tokenizer, and a --context of at most {size.context}"
+        )
+    return gpt(**vars(size), dropout=config.dropout)
 
 
 def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
@@ -196,6 +221,8 @@ def build_trainer(
         model = where.model
     with agreed(group), explained(backend, TOO_LARGE):
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+        if config.model.pretrained is not None:
+            load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage)
     common: dict[str, Any] = {
         "loss": sum_cross_entropy(where, options.label_smoothing),

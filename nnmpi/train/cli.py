@@ -37,7 +37,21 @@ Without options: a small convolutional network on the bundled digits."""
 
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = (
-    *("model", "hidden", "activation", "dropout", "dataset", "test_fraction", "normalize", "partition"),
+    *(
+        "model",
+        "hidden",
+        "activation",
+        "dropout",
+        "layers",
+        "features",
+        "heads",
+        "context",
+        "tied",
+        "dataset",
+        "test_fraction",
+        "normalize",
+        "partition",
+    ),
     *("batch_size", "optimizer", "dtype", "seed"),
 )
 

@@ -311,19 +311,49 @@ class SyncConfig:
             require(not given, f"{option} does not go with {what}: {why}; leave it out")
 
 
+# Which models know an option.
+MODELS_WITH = {
+    "hidden": ("mlp", "cnn"),
+    "activation": ("mlp",),
+    "dropout": ("mlp", "cnn", "lstm", "gpt"),
+    "layers": ("lstm", "gpt"),
+    "features": ("lstm", "gpt"),
+    "heads": ("gpt",),
+    "context": ("lstm", "gpt"),
+    "tied": ("lstm",),
+    "pretrained": ("gpt",),
+}
+SEQUENCE_MODELS = MODELS_WITH["context"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""
 
     model: str = "cnn"
-    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network; or one of your
-    own, a function of (sample_shape, classes), as FILE.py:NAME or package.module:NAME."""
+    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network; lstm and gpt:
+    language models, for texts; or one of your own, a function of (sample_shape, classes), as FILE.py:NAME or
+    package.module:NAME."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is linear."""
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
     """Activation of the hidden layers of mlp."""
     dropout: float = 0.0
-    """Share of the hidden dense layers' values set to zero while training, for mlp and cnn."""
+    """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between lstm's layers, and of
+    what gpt's blocks add."""
+    layers: int = 2
+    """Layers of lstm, blocks of gpt."""
+    features: int = 128
+    """Width of lstm and gpt."""
+    heads: int = 4
+    """Heads of each attention of gpt; they divide --features."""
+    context: int | None = None
+    """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64; with --pretrained,
+    what that has)."""
+    tied: Switch = "auto"
+    """The output of lstm is its embedding's table (auto: yes; gpt's always is)."""
+    pretrained: Path | None = None
+    """Folder with a GPT-2 to begin with, as Hugging Face writes it: config.json and model.safetensors."""
 
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
@@ -332,13 +362,28 @@ class ModelConfig:
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         fraction("--dropout", self.dropout)
-        for option, given, models in (
-            ("--hidden", self.hidden != (128, 64), ("mlp", "cnn")),
-            ("--activation", self.activation != "relu", ("mlp",)),
-            ("--dropout", self.dropout != 0, ("mlp", "cnn")),
-        ):
-            known = " or ".join(models)
-            require(not given or self.model in models, f"{option} is for --model {known}, not for {self.model}")
+        plain = {each.name: each.default for each in fields(self)}
+        for name, models in MODELS_WITH.items():
+            known, given = " or ".join(models), getattr(self, name) != plain[name]
+            require(
+                not given or self.model in models,
+                f"--{name} is for --model {known}, not for {self.model}; leave it out",
+            )
+            is_size = name in ("layers", "features", "heads")
+            require(
+                not (given and is_size and self.pretrained),
+                f"--{name} does not go with --pretrained, whose config.json says it; leave it out",
+            )
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        for name in ("layers", "features", "heads"):
+            at_least_one(f"--{name}", getattr(self, name))
+        if self.context is not None:
+            at_least_one("--context", self.context)
+        if self.model == "gpt" and self.pretrained is None:
+            fits = self.features % self.heads == 0
+            require(fits, f"--features {self.features} is not a multiple of --heads {self.heads}; choose other numbers")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 
-MODELS = ("mlp", "cnn", "resnet")
+MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 
 
 def is_custom(name: str) -> bool:

@@ -1,0 +1,186 @@
+"""GPT-2 as Hugging Face's transformers reads and writes it: config.json and model.safetensors in a folder.
+
+    transformer.wte.weight            0.tokens.weight          the output, which is tied to it, is not stored
+    transformer.wpe.weight            0.positions.weight
+    transformer.h.0.attn.c_attn.*     2.attention.qkv.*        weights are (in, out) in both
+    ...                               ...
+    transformer.ln_f.*                L+2.*
+
+The files that OpenAI's weights are published in leave "transformer." out, and hold the masks of attention, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.errors import DataError
+from nnmpi.nn.module import Module
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PREFIX = "transformer."
+BLOCK = {
+    "norm1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.proj": "attn.c_proj",
+    "norm2": "ln_2",
+    "mlp.0": "mlp.c_fc",
+    "mlp.2": "mlp.c_proj",
+}
+IDLE = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # constants, and the tied output
+DTYPES = ("F16", "F32", "F64")
+
+# What config.json may say of the architecture, and the one value that `models.gpt` is.
+FIXED: Mapping[str, Any] = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The arguments of `models.gpt` that say how large a model is."""
+
+    vocabulary: int
+    context: int
+    features: int
+    layers: int
+    heads: int
+
+
+def read_size(folder: Path) -> GPTSize:
+    """Return how large the model in a folder is.
+
+    Raises:
+        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not.
+    """
+    file = folder / CONFIG
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
+        ) from None
+    if not isinstance(found, dict) or found.get("model_type") != "gpt2":
+        kind = found.get("model_type") if isinstance(found, dict) else None
+        raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
+    for name, value in FIXED.items():
+        if found.get(name, value) != value:
+            raise DataError(f"{file}: {name} is {found[name]!r}; only {value!r} can be read")
+    names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+    sizes: list[int] = []
+    for name in names:
+        size = found.get(name)
+        if not isinstance(size, int) or size < 1:
+            raise DataError(f"{file}: {name} is {size!r}; it must be a whole number, 1 or more")
+        sizes.append(size)
+    inner = found.get("n_inner")
+    if inner not in (None, 4 * sizes[2]):
+        raise DataError(f"{file}: n_inner is {inner}; only 4 n_embd, {4 * sizes[2]}, can be read")
+    return GPTSize(*sizes)
+
+
+def load_pretrained(model: Module, folder: Path) -> None:
+    """Give a model the weights in a folder.
+
+    Args:
+        model: `models.gpt` of the folder's size, or what a layout made of it, initialized; a rank reads its own part.
+        folder: that transformers, or `save_pretrained`, wrote.
+
+    Raises:
+        DataError: when the file cannot be read, or names or shapes differ; the sentence says which. Nothing is changed.
+    """
+    file = folder / WEIGHTS
+    layers = read_size(folder).layers
+    try:
+        with safe_open(file, "numpy") as stored:
+            names = _check_names(file, set(stored.keys()), layers)
+            parameters = list(model.named_parameters())
+            for name, parameter in parameters:
+                source = stored.get_slice(names[name])
+                shape = tuple(source.get_shape())
+                wanted = parameter.shape if parameter.region is None else parameter.region.shape
+                if shape != wanted or source.get_dtype() not in DTYPES:
+                    raise DataError(
+                        f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
+                        f"one of {', '.join(DTYPES)}"
+                    )
+            for name, parameter in parameters:
+                whole = stored.get_tensor(names[name])
+                part = whole if parameter.region is None else parameter.region.take(whole)
+                parameter.data[...] = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{file} cannot be read ({error})") from None
+
+
+def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int) -> None:
+    """Write a GPT-2 as transformers reads it.
+
+    Args:
+        folder: where config.json and model.safetensors go; it is made if it is not there.
+        weights: the whole model's, by name, as `model.state()` gives them.
+        heads: of each attention.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    (vocabulary, features), context = weights["0.tokens.weight"].shape, len(weights["0.positions.weight"])
+    layers = max(int(name.partition(".")[0]) for name in weights) - 2
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocabulary,
+        "n_positions": context,
+        "n_ctx": context,
+        "n_embd": features,
+        "n_layer": layers,
+        "n_head": heads,
+        "dtype": str(weights["0.tokens.weight"].dtype),
+        **FIXED,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    arrays = {PREFIX + theirs: np.ascontiguousarray(weights[ours]) for ours, theirs in _names(layers)}
+    save_file(arrays, folder / WEIGHTS, {"format": "pt"})
+
+
+def _names(layers: int) -> Iterator[tuple[str, str]]:
+    """Yield each parameter's name here, and in the file without its prefix."""
+    yield "0.tokens.weight", "wte.weight"
+    yield "0.positions.weight", "wpe.weight"
+    for number in range(layers):
+        for ours, theirs in BLOCK.items():
+            for kind in ("weight", "bias"):
+                yield f"{number + 2}.{ours}.{kind}", f"h.{number}.{theirs}.{kind}"
+    for kind in ("weight", "bias"):
+        yield f"{layers + 2}.{kind}", f"ln_f.{kind}"
+
+
+def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:
+    """Return the file's name of each parameter.
+
+    Raises:
+        DataError: for names that are missing, or unknown.
+    """
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
+    names = {ours: prefix + theirs for ours, theirs in _names(layers)}
+    missing = sorted(set(names.values()) - found)
+    unknown = sorted(name for name in found - set(names.values()) if not name.endswith(IDLE))
+    if missing or unknown:
+        lists = (
+            f"{', '.join(each[:4])}{' ...' * (len(each) > 4)}" if each else "nothing" for each in (missing, unknown)
+        )
+        raise DataError("{} does not fit a GPT-2 of {} layers: missing {}, unknown {}".format(file, layers, *lists))
+    return names

@@ -1,0 +1,102 @@
+"""GPT-2 in Hugging Face's files: what is written is read again, by every layout; what does not fit is said."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from nnmpi import models, nn
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.errors import DataError
+from nnmpi.models.pretrained import GPTSize, load_pretrained, read_size, save_pretrained
+
+SIZE = GPTSize(vocabulary=23, context=9, features=12, layers=3, heads=3)
+
+
+def small(seed: int = 1) -> nn.Module:
+    return models.gpt(**vars(SIZE)).initialize(seed, "float64")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a small model's files."""
+    save_pretrained(tmp_path / "model", small().state(), SIZE.heads)
+    return tmp_path / "model"
+
+
+def change(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    """With all names under "transformer." or without, and with the masks that the published files hold."""
+    assert read_size(folder) == SIZE
+    arrays = load_file(folder / "model.safetensors")
+    assert len(arrays) == 2 + 3 * 12 + 2
+    assert arrays["transformer.h.2.mlp.c_fc.weight"].shape == (12, 48)
+    for bare in (False, True):
+        if bare:
+            plain = {name.removeprefix("transformer."): array for name, array in arrays.items()}
+            save_file(plain | {"h.0.attn.bias": np.ones((9, 9))}, folder / "model.safetensors")
+        model = small(seed=2)
+        load_pretrained(model, folder)
+        expected = small().state()
+        assert all(np.array_equal(array, expected[name]) for name, array in model.state().items())
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=1), Layout(tp=2, dp=1), Layout(pp=2, tp=2, dp=1)])
+def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
+    expected = small().state()
+
+    def main(group: Group) -> int:
+        where = arrange(models.gpt(**vars(SIZE)), group, layout, np.zeros((2, 7), np.int64), "float64")
+        where.model.initialize(2, "float64")
+        load_pretrained(where.model, folder)
+        for name, parameter in where.model.named_parameters():
+            whole = expected[name]
+            assert np.array_equal(parameter.data, whole if parameter.region is None else parameter.region.take(whole))
+        return len(where.model.parameters())
+
+    assert min(simulate(main, (layout.pp or 1) * (layout.tp or 1))) > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "llama"}, "is of a model of type 'llama'; only gpt2 can be read"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'; only 'gelu_new' can be read"),
+        ({"n_head": 0}, "n_head is 0; it must be a whole number, 1 or more"),
+        ({"n_inner": 7}, "n_inner is 7; only 4 n_embd, 48, can be read"),
+    ],
+)
+def test_other_models_are_refused(folder: Path, values: dict[str, object], words: str) -> None:
+    change(folder, **values)
+    with pytest.raises(DataError, match=words):
+        read_size(folder)
+
+
+def test_names_and_shapes_that_differ_are_said(folder: Path) -> None:
+    """And nothing is changed."""
+    file = folder / "model.safetensors"
+    arrays = load_file(file)
+    model = small(seed=2)
+    save_file(arrays | {"transformer.ln_f.bias": np.zeros(13)}, file)
+    with pytest.raises(DataError, match=r"ln_f.bias is F64 \(13,\), but the model needs \(12,\)"):
+        load_pretrained(model, folder)
+    del arrays["transformer.wpe.weight"]
+    save_file(arrays | {"transformer.h.7.x": np.zeros(1)}, file)
+    with pytest.raises(DataError, match=r"missing transformer\.wpe\.weight, unknown transformer\.h\.7\.x"):
+        load_pretrained(model, folder)
+    file.write_bytes(b"nothing")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_pretrained(model, folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(DataError, match=r"config\.json cannot be read"):
+        read_size(folder)
+    assert all(np.array_equal(array, small(seed=2).state()[name]) for name, array in model.state().items())
