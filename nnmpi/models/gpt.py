@@ -11,6 +11,7 @@ from nnmpi.nn.container import Sequential
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal
 from nnmpi.nn.linear import Embedding, TiedLinear
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.sharding import Sharding
@@ -41,10 +42,16 @@ class GPTEmbedding(Module):
         Raises:
             ShapeError: when the tokens are more than there are places, or no (batch, time).
         """
-        shape, context = tokens.shape, self.positions.entries
-        if len(shape) != 2 or shape[1] > context:
-            raise ShapeError(f"gpt with a context of {context} needs tokens (batch, at most {context}), not {shape}")
-        x: Tensor = self.tokens(tokens) + self.positions.weight[: shape[1]]
+        shape, context, memory = tokens.shape, self.positions.entries, current().memory
+        start = 0 if memory is None else memory.get(self.path, 0)
+        if len(shape) != 2 or start + shape[1] > context:
+            behind = f" behind {start} others" if start else ""
+            raise ShapeError(
+                f"gpt with a context of {context} needs tokens (batch, at most {context}), not {shape}{behind}"
+            )
+        if memory is not None:
+            memory[self.path] = start + shape[1]
+        x: Tensor = self.tokens(tokens) + self.positions.weight[start : start + shape[1]]
         return x
 
 

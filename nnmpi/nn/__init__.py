@@ -15,7 +15,7 @@ from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
-from nnmpi.nn.mode import current, evaluation, observed, training, unfused
+from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
@@ -55,6 +55,7 @@ __all__ = [
     "TransformerBlock",
     "Uniform",
     "activation",
+    "continued",
     "current",
     "evaluation",
     "fan_in",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nnmpi.errors import UsageError
 from nnmpi.nn.linear import Linear
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
-from nnmpi.ops.attention import attention
+from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.parameter import Initializer
 from nnmpi.tensor.tensor import Tensor
 
@@ -45,5 +46,7 @@ class CausalSelfAttention(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention's result, of the shape of x. See `ops.attention`."""
-        y: Tensor = self.proj(attention(self.qkv(x), self.heads, causal=True))
+        memory = current().memory
+        before = None if memory is None else memory.setdefault(self.path, KeyValues())
+        y: Tensor = self.proj(attention(self.qkv(x), self.heads, True, before))
         return y

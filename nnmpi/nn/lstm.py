@@ -7,6 +7,7 @@ from typing import Any
 from nnmpi.errors import UsageError
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import fan_in
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
@@ -73,7 +74,11 @@ class LSTM(Module):
             x: (batch, time, inputs), with padding behind shorter sequences.
             lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind them.
         """
-        return self._run(x, None, lengths, ends=False)[0]
+        memory = current().memory
+        if memory is None:
+            return self._run(x, None, lengths, ends=False)[0]
+        y, memory[self.path] = self.with_state(x, memory.get(self.path), lengths)
+        return y
 
     def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:
         """Return the result, and the state in which each layer and direction ends.

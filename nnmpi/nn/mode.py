@@ -28,6 +28,8 @@ class Mode(NamedTuple):
             (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
         fused: whether layers that can be computed as one operation are (see `nn.fuse`).
+        memory: what layers keep of the tokens that came in earlier passes, by their full names; None where each pass
+            is for itself.
     """
 
     training: bool = False
@@ -37,6 +39,7 @@ class Mode(NamedTuple):
     again: bool = False
     observe: Callable[[Any, Any], None] | None = None
     fused: bool = True
+    memory: dict[str, Any] | None = None
 
     @property
     def joins(self) -> bool:
@@ -93,6 +96,19 @@ def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = Fal
 def evaluation() -> AbstractContextManager[None]:
     """Run models in evaluation mode, also inside a `training` block."""
     return _Within(training=False)
+
+
+def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
+    """Take each pass for the continuation of the one before, of sequences that are written token by token.
+
+    The first pass is of the sequences' beginnings, (batch, time), and each later one of the next token, (batch, 1).
+    Attention keeps its keys and values, recurrent layers keep their state, and positions are counted on; layers that
+    work on each token by itself need nothing. Values are no part of the graph: there is no backward pass.
+
+    Args:
+        memory: where they keep it, by full name; an empty dictionary for new sequences.
+    """
+    return _Within(training=False, memory=memory)
 
 
 def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None]:

@@ -9,6 +9,8 @@ causal mask does to NaN is told in `backend.kernels.attention`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.attention import Heads
 from nnmpi.backend.kernels.base import Kernels
@@ -49,27 +51,70 @@ class Attention(Function):
         return tuple(each if needed else None for each, needed in zip((to_q, to_k, to_v), self.needs, strict=True))
 
 
+class KeyValues:
+    """The keys and values of the tokens that an attention has seen, of sequences that are written token by token.
+
+        | k0 k1 k2 | k3 |  room  |        the room is doubled when it is used up, so that nothing is copied each time
+
+    Attributes:
+        count: how many tokens.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._room: list[Array] = []
+
+    def extend(self, xp: Any, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+        """Add the keys and values of new tokens, and return all.
+
+        Args:
+            xp: the arrays' module.
+            k, v: (batch, heads, new tokens, features).
+
+        Raises:
+            UsageError: for several tokens behind others.
+        """
+        if self.count and k.shape[2] != 1:
+            raise UsageError(
+                f"{k.shape[2]} tokens come behind {self.count} others; after the first pass, give one each"
+            )
+        start, self.count = self.count, self.count + k.shape[2]
+        if not self._room or self.count > self._room[0].shape[2]:
+            old = self._room
+            self._room = [xp.empty((*each.shape[:2], 2 * self.count, each.shape[3]), each.dtype) for each in (k, v)]
+            for room, before in zip(self._room, old, strict=False):
+                room[:, :, :start] = before[:, :, :start]
+        for room, new in zip(self._room, (k, v), strict=True):
+            room[:, :, start : self.count] = new
+        return self._room[0][:, :, : self.count], self._room[1][:, :, : self.count]
+
+
 class PackedAttention(Function):
     """The same for (batch, time, 3 features): queries, keys and values side by side, each the heads side by side.
 
     Args:
         heads: their number.
         causal, kernels: as for `Attention`.
+        before: the tokens before these, which are added to them; None for none.
     """
 
-    __slots__ = ("causal", "heads", "kernels")
+    __slots__ = ("before", "causal", "heads", "kernels")
 
     replayable = True
 
-    def __init__(self, heads: int, causal: bool, kernels: Kernels) -> None:
-        self.heads, self.causal, self.kernels = heads, causal, kernels
+    def __init__(self, heads: int, causal: bool, kernels: Kernels, before: KeyValues | None = None) -> None:
+        self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
 
     def forward(self, qkv: Array) -> Array:
         batch, time, width = qkv.shape
         y: Array = self.xp.empty((batch, time, width // 3), qkv.dtype)
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
-        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, self.causal, True in self.needs),)
+        causal = self.causal
+        if self.before is not None:
+            causal = causal and not self.before.count  # one token behind others sees all
+            k, v = self.before.extend(self.xp, k, v)
+        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, causal, True in self.needs),)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -87,7 +132,7 @@ class PackedAttention(Function):
         return tuple(heads[i] for i in range(parts))
 
 
-def attention(qkv: Tensor, heads: int, causal: bool = False) -> Tensor:
+def attention(qkv: Tensor, heads: int, causal: bool = False, before: KeyValues | None = None) -> Tensor:
     """Return multi-head attention of a packed projection, the heads side by side.
 
     Args:
@@ -95,6 +140,7 @@ def attention(qkv: Tensor, heads: int, causal: bool = False) -> Tensor:
         heads: their number; `features` is a multiple of it.
         causal: whether each position sees only itself and those before it; NaN in a later value may still be seen (see
             the module), in a later query or key not.
+        before: keys and values of the tokens before, to which these are added; there is no backward pass then.
 
     Returns:
         (batch, time, features), in the dtype of qkv; in a mode of mixed precision in the lower one.
@@ -113,7 +159,7 @@ def attention(qkv: Tensor, heads: int, causal: bool = False) -> Tensor:
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kernels = kernels_for(packed.data)
-    return with_kernels(kernels, PackedAttention(heads, causal, kernels), packed)
+    return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

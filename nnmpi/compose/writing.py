@@ -1,0 +1,177 @@
+"""Writing token by token with a model, wherever its parts lie: every rank takes part in every token.
+
+    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need
+    t3                --> all stages       -->  logits of t3  --> t4               (see `nn.continued`)
+
+When the context is full, the last half of it is read again as a new beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.casting import to_float32
+from nnmpi.backend.record import Backend
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.errors import UsageError
+from nnmpi.nn.mode import continued
+from nnmpi.parallel.pipeline.executor import Pipeline
+from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.shard import part
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+
+class Writer:
+    """Gives the logits of the next token, again and again. Making one is collective.
+
+    Args:
+        where: the arrangement of a model that has its values.
+        backend: where it computes.
+    """
+
+    def __init__(self, where: Arrangement, backend: Backend) -> None:
+        self._where, self._backend = where, backend
+        self._memory: dict[str, Any] = {}
+        self._logits: Array | None = None
+        self._pipeline: Pipeline | None = None
+        if where.stages:
+            last = len(where.cuts) - 1
+            stages = {
+                number: Stage(number, links, where.starts[number], self._scope, self._keep if number == last else None)
+                for number, links in where.stages.items()
+            }
+            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, _NoGradients(), backend)
+
+    def begin(self, tokens: Sequence[int]) -> Array:
+        """Forget what was, read the beginning of a text, and return the logits of the token after it. Collective.
+
+        Args:
+            tokens: at least one.
+
+        Returns:
+            (vocabulary,), in host memory, the same on all ranks.
+        """
+        self._memory.clear()
+        return self._read(tokens)
+
+    def go_on(self, token: int) -> Array:
+        """Read one more token, and return the logits of the one after it. Collective."""
+        return self._read([token])
+
+    def release(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        if self._pipeline is not None:
+            self._pipeline.free()
+
+    def _read(self, tokens: Sequence[int]) -> Array:
+        batch, mesh = self._backend.asarray(np.array([tokens], np.int64)), self._where.mesh
+        self._logits = None
+        with no_grad():
+            if self._pipeline is None:
+                with self._scope(0, again=False):
+                    self._keep(self._where.model(Tensor(batch)), 0)
+            else:
+                self._pipeline.infer([batch])
+        found: list[Any] = mesh.pp.gather(None if self._logits is None else len(self._logits))
+        root = next(rank for rank, count in enumerate(found) if count is not None)
+        logits = np.empty(found[root], np.float64) if self._logits is None else self._logits
+        mesh.pp.broadcast(logits, root)
+        return self._whole(logits)
+
+    def _whole(self, logits: Array) -> Array:
+        """Return the logits of all classes, where ranks have some of them."""
+        classes, tp = self._where.classes, self._where.mesh.tp
+        if not classes:
+            return logits
+        whole = np.zeros(classes)
+        own = part(classes, tp.size, tp.rank)
+        whole[own.start : own.stop] = logits
+        tp.all_reduce(whole)
+        return whole
+
+    @contextmanager
+    def _scope(self, microbatch: int, again: bool) -> Iterator[None]:
+        with continued(self._memory):
+            yield
+
+    def _keep(self, result: Tensor, microbatch: int) -> Tensor:
+        last = Tensor(to_float32(self._backend.xp, result.data[0, -1]))
+        self._logits = np.ascontiguousarray(last.numpy(), np.float64)
+        return result
+
+
+class _NoGradients:
+    """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
+
+    def added(self, stage: int, microbatch: int) -> None:
+        """Nothing was added."""
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """Nothing is summed."""
+
+    def progress(self) -> None:
+        """Nothing is under way."""
+
+    def step(self, stage: int, microbatch: int | None) -> None:
+        """Nothing is updated."""
+
+
+def write(writer: Writer, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]) -> Iterator[int]:
+    """Yield one token after another, for ever. Collective.
+
+    Args:
+        writer: whose model writes.
+        prompt: what the text begins with.
+        context: the most tokens that the model sees; None for any number.
+        choose: (logits) -> token; the same on all ranks.
+
+    Raises:
+        UsageError: for an empty prompt, or one that is longer than the context.
+    """
+    if not prompt:
+        raise UsageError("the prompt is empty; give at least one token")
+    if context is not None and len(prompt) > context:
+        raise UsageError(f"the prompt has {len(prompt)} tokens, but the model sees at most {context}; shorten it")
+    seen = list(prompt)
+    logits = writer.begin(seen)
+    while True:
+        token = choose(logits)
+        yield token
+        seen.append(token)
+        if context is not None and len(seen) > context:
+            seen = seen[-max(1, context // 2) :]
+            logits = writer.begin(seen)
+        else:
+            logits = writer.go_on(token)
+
+
+def choose_token(
+    logits: Array, draw: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """Return a token, drawn by its probability under softmax(logits / temperature).
+
+    Args:
+        logits: (vocabulary,).
+        draw: draws one number.
+        temperature: below 1 likely tokens become likelier; with 0 it is the likeliest.
+        top_k: only so many of the likeliest can be drawn; 0 for all.
+        top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et al., "The curious
+            case of neural text degeneration", 2020); 1 for all.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")
+    scaled = (logits[order] - logits[order[0]]) / temperature
+    weights = np.exp(scaled)
+    if top_k:
+        weights[top_k:] = 0
+    before = np.cumsum(weights) - weights  # of the likelier ones
+    weights[before >= top_p * weights.sum()] = 0
+    sums = np.cumsum(weights)
+    return int(order[min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(order) - 1)])

@@ -1,0 +1,120 @@
+"""Writing token by token: with what layers keep, under any layout, it is what whole passes would write."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from nnmpi import Tensor, models, nn
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.writing import Writer, choose_token, write
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.nn.module import Module
+
+TOKENS, CONTEXT, COUNT = 23, 9, 14
+PROMPT = [3, 1, 4, 1]
+
+
+def build(kind: str) -> Module:
+    if kind == "gpt":
+        return models.gpt(TOKENS, CONTEXT, features=12, layers=2, heads=3)
+    return models.lstm(TOKENS, features=10, layers=2)
+
+
+def likeliest(logits: np.ndarray) -> int:
+    return int(logits.argmax())
+
+
+def by_whole_passes(kind: str) -> list[int]:
+    """Return what the model writes, by a pass over all that it sees for each token."""
+    model, seen, written = build(kind).initialize(1, "float64"), list(PROMPT), list[int]()
+    for _ in range(COUNT):
+        logits = model(np.array([seen])).data[0, -1]
+        written.append(int(logits.argmax()))
+        seen.append(written[-1])
+        if kind == "gpt" and len(seen) > CONTEXT:
+            seen = seen[-(CONTEXT // 2) :]
+    return written
+
+
+def main(group: Group, kind: str, layout: Layout) -> list[int]:
+    where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
+    where.model.initialize(1, "float64")
+    writer = Writer(where, numpy_backend())
+    written = list(islice(write(writer, PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
+    writer.release()
+    return written
+
+
+@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, Layout()), (2, Layout(pp=2, dp=1)), (3, Layout(tp=3, dp=1)), (4, Layout(pp=2, tp=2, dp=1)), (2, Layout(dp=2))],
+)
+def test_every_layout_writes_what_whole_passes_do(kind: str, ranks: int, layout: Layout) -> None:
+    """On all ranks the same; past the context too, where the last half is read again."""
+    assert simulate(lambda group: main(group, kind, layout), ranks) == [by_whole_passes(kind)] * ranks
+
+
+@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+def test_logits_are_those_of_whole_passes(kind: str) -> None:
+    """For several sequences at once; outside of the block nothing is kept."""
+    model = build(kind).initialize(1, "float64")
+    tokens = np.random.default_rng(0).integers(0, TOKENS, (3, CONTEXT))
+    whole, memory = model(tokens).data, dict[str, object]()
+    parts = [tokens[:, :4], *(tokens[:, i : i + 1] for i in range(4, CONTEXT))]
+    with nn.continued(memory):
+        found = np.concatenate([model(each).data for each in parts], axis=1)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-14)
+    assert np.array_equal(model(tokens).data, whole)
+
+
+def test_what_cannot_be_written() -> None:
+    model = build("gpt").initialize(1, "float64")
+    with nn.continued({}):
+        model(np.zeros((1, 4), np.int64))
+        with pytest.raises(UsageError, match="2 tokens come behind 4 others; after the first pass, give one each"):
+            model(np.zeros((1, 2), np.int64))
+    with nn.continued({}):
+        model(np.zeros((1, CONTEXT), np.int64))
+        with pytest.raises(ShapeError, match=r"at most 9\), not \(1, 1\) behind 9 others"):
+            model(np.zeros((1, 1), np.int64))
+
+    def prompts(group: Group) -> None:
+        where = arrange(build("gpt"), group, Layout(), None, "float64")
+        where.model.initialize(1, "float64")
+        writer = Writer(where, numpy_backend())
+        with pytest.raises(UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"):
+            next(write(writer, [0] * 10, CONTEXT, likeliest))
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            next(write(writer, [], CONTEXT, likeliest))
+
+    simulate(prompts, 1)
+
+
+def test_tokens_are_drawn_by_their_probability() -> None:
+    """All of them, the likeliest k, and the likeliest that make up p."""
+    logits = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
+    draw = np.random.default_rng(0)
+
+    def shares(**options: float) -> np.ndarray:
+        drawn = [choose_token(logits, draw, **options) for _ in range(4000)]  # type: ignore[arg-type]
+        return np.bincount(drawn, minlength=4) / len(drawn)
+
+    np.testing.assert_allclose(shares(), [0.1, 0.5, 0.15, 0.25], atol=0.03)
+    np.testing.assert_allclose(shares(top_k=2), [0, 2 / 3, 0, 1 / 3], atol=0.03)
+    np.testing.assert_allclose(shares(top_p=0.8), [0, 5 / 9, 1.5 / 9, 2.5 / 9], atol=0.03)
+    squares = np.array([0.01, 0.25, 0.0225, 0.0625])
+    np.testing.assert_allclose(shares(temperature=0.5), squares / squares.sum(), atol=0.03)
+    assert shares(temperature=0)[1] == 1
+    assert shares(top_p=0.01)[1] == 1
+
+
+def test_a_tensor_of_tokens_is_fine_too() -> None:
+    model = build("gpt").initialize(1, "float64")
+    tokens = np.array([PROMPT])
+    assert np.array_equal(model(Tensor(tokens)).data, model(tokens).data)
