@@ -33,10 +33,11 @@ class Writer:
     Args:
         where: the arrangement of a model that has its values.
         backend: where it computes.
+        vocabulary: how many tokens there are.
     """
 
-    def __init__(self, where: Arrangement, backend: Backend) -> None:
-        self._where, self._backend = where, backend
+    def __init__(self, where: Arrangement, backend: Backend, vocabulary: int) -> None:
+        self._where, self._backend, self.vocabulary = where, backend, vocabulary
         self._memory: dict[str, Any] = {}
         self._logits: Array | None = None
         self._pipeline: Pipeline | None = None
@@ -78,22 +79,15 @@ class Writer:
                     self._keep(self._where.model(Tensor(batch)), 0)
             else:
                 self._pipeline.infer([batch])
-        found: list[Any] = mesh.pp.gather(None if self._logits is None else len(self._logits))
-        root = next(rank for rank, count in enumerate(found) if count is not None)
-        logits = np.empty(found[root], np.float64) if self._logits is None else self._logits
-        mesh.pp.broadcast(logits, root)
-        return self._whole(logits)
-
-    def _whole(self, logits: Array) -> Array:
-        """Return the logits of all classes, where ranks have some of them."""
-        classes, tp = self._where.classes, self._where.mesh.tp
-        if not classes:
-            return logits
-        whole = np.zeros(classes)
-        own = part(classes, tp.size, tp.rank)
-        whole[own.start : own.stop] = logits
-        tp.all_reduce(whole)
-        return whole
+        logits = np.zeros(self.vocabulary)
+        if self._logits is not None:  # on the last stage; where ranks share the classes out, each has some
+            shared = self._where.classes > 0
+            own = part(self.vocabulary, mesh.tp.size, mesh.tp.rank) if shared else range(self.vocabulary)
+            logits[own.start : own.stop] = self._logits
+            if shared:
+                mesh.tp.all_reduce(logits)
+        mesh.pp.broadcast(logits, max(len(self._where.cuts) - 1, 0) % mesh.pp.size)
+        return logits
 
     @contextmanager
     def _scope(self, microbatch: int, again: bool) -> Iterator[None]:

@@ -40,7 +40,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
-from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
+from nnmpi.train.config import SEQUENCE_MODELS, Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
 from nnmpi.train.custom_model import build_custom_model, is_custom
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
@@ -211,6 +211,11 @@ def build_trainer(
     """
     options, sync = config.optimization, config.sync
     with agreed(group), explained(backend, TOO_LARGE):
+        if config.model.model in SEQUENCE_MODELS and not inputs.train.is_tokens:
+            raise UsageError(
+                f"--model {config.model.model} reads tokens, but the samples of {inputs.train.name} are quantities; "
+                "give a text, or tokens"
+            )
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     where = None
     if layout is not None:

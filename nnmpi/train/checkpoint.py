@@ -19,9 +19,12 @@ from typing import Any, TypeVar
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Coordinates, Mesh
+from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.train.checkpoint_files import (
     MODEL_FILE,
@@ -175,6 +178,22 @@ def restore(
         each.scatter(*source)
     trainer.load_scalars({**last.values["optimizer"], "virtual": last.values["virtual"]})
     return state, [*last.notices, *_moved(last, trainer)]
+
+
+def load_weights(model: Module, group: Group, where: Arrangement, last: LastCheckpoint) -> None:
+    """Give a model the weights that `find` found. Collective.
+
+    Args:
+        model: this rank's part, initialized.
+        group: all ranks.
+        where: how the model lies on them.
+        last: what was found.
+
+    Raises:
+        CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
+    """
+    file = None if last.checkpoint is None else last.checkpoint.model
+    model_state(model, group, where).scatter(*_source(file))
 
 
 def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:

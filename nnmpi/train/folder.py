@@ -4,6 +4,7 @@ runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
   checkpoints/        see checkpoint_files.py
+  model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   curves/             PNG files, with the plot extra
   tensorboard/        event files, with the tensorboard extra
 """

@@ -1,6 +1,7 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
-from nnmpi.train.build import set_up, settle
+from nnmpi.models.pretrained import read_size, save_pretrained
+from nnmpi.train.build import RunContext, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
@@ -88,10 +90,21 @@ def _run(
         reporter = Reporter(context.extent, console, recorder, config.run.print_every)
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
+    _write_model(context)
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, report, loop.state, folder, backend)
     if group.is_root:
         _draw_curves(console, folder)
+
+
+def _write_model(context: RunContext) -> None:
+    """Write a GPT as Hugging Face's transformers reads it, into the folder "model" of the run. Collective."""
+    options = context.config.model
+    if options.model != "gpt":
+        return
+    weights = context.trainer.state()[0].to_dict()
+    heads = options.heads if options.pretrained is None else read_size(options.pretrained).heads
+    on_root(context.group, partial(save_pretrained, context.folder.path / "model", weights, heads))
 
 
 def _print_result(console: Console, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend) -> None:

@@ -44,7 +44,7 @@ def by_whole_passes(kind: str) -> list[int]:
 def main(group: Group, kind: str, layout: Layout) -> list[int]:
     where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
     where.model.initialize(1, "float64")
-    writer = Writer(where, numpy_backend())
+    writer = Writer(where, numpy_backend(), TOKENS)
     written = list(islice(write(writer, PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
     writer.release()
     return written
@@ -87,7 +87,7 @@ def test_what_cannot_be_written() -> None:
     def prompts(group: Group) -> None:
         where = arrange(build("gpt"), group, Layout(), None, "float64")
         where.model.initialize(1, "float64")
-        writer = Writer(where, numpy_backend())
+        writer = Writer(where, numpy_backend(), TOKENS)
         with pytest.raises(UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"):
             next(write(writer, [0] * 10, CONTEXT, likeliest))
         with pytest.raises(UsageError, match="the prompt is empty"):

@@ -11,7 +11,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"parallel"}),
     frozenset({"compose", "plan"}),
     frozenset({"train"}),
-    frozenset({"verify"}),
+    frozenset({"generate", "verify"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -56,7 +56,7 @@ LATE_IMPORTS = {
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
-TALKERS = frozenset({"command", "train", "verify"})
+TALKERS = frozenset({"command", "generate", "train", "verify"})
 LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 

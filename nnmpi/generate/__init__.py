@@ -1,0 +1,1 @@
+"""`python -m nnmpi.generate`: what a trained language model writes after a prompt, on any number of ranks."""

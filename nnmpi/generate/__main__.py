@@ -1,0 +1,8 @@
+"""`python -m nnmpi.generate`: see `--help`."""
+
+import sys
+
+from nnmpi.generate.cli import launch
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

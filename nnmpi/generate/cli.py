@@ -1,0 +1,184 @@
+"""The command: a run's model and tokenizer, a prompt, and what comes after it. Every rank calls `main`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nnmpi import clock
+from nnmpi.backend.precision import use_precision
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.start import start, watch_alone
+from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.writing import Writer, choose_token, write
+from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.train.build import build_model
+from nnmpi.train.checkpoint import find, load_weights
+from nnmpi.train.cli import read_run
+from nnmpi.train.config import SEQUENCE_MODELS, assemble, at_least_one, flatten, not_negative, require
+from nnmpi.train.device import explained, take_backend
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.log import Console
+
+PROGRAM = "python -m nnmpi.generate"
+DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
+
+RUN is the folder of a run with --model lstm or gpt; its last checkpoint is taken. What was seen is kept, so that each
+token costs one pass of one token. mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
+
+
+@dataclass(frozen=True)
+class WritingConfig:
+    """What is written, and where."""
+
+    prompt: str = ""
+    """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17 4"."""
+    tokens: int = 200
+    """How many tokens are written, if the text does not end before."""
+    temperature: float = 1.0
+    """Below 1 likely tokens become likelier; with 0 the likeliest is taken."""
+    top_k: int = 0
+    """Take only one of this many likeliest tokens; 0: any."""
+    top_p: float = 1.0
+    """Take only one of the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of what is drawn."""
+    pp: int = 1
+    """Ranks in each pipeline, which have the layers one after the other."""
+    tp: int = 1
+    """Ranks that share out each layer."""
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    simulate: int = 0
+    """Run so many ranks in this process, without MPI."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for option, number in (("--tokens", self.tokens), ("--pp", self.pp), ("--tp", self.tp)):
+            at_least_one(option, number)
+        for option, value in (("--temperature", self.temperature), ("--top-k", self.top_k), ("--seed", self.seed)):
+            not_negative(option, value)
+        require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
+        not_negative("--simulate", self.simulate)
+
+
+def launch(words: Sequence[str]) -> None:
+    """Write on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Raises:
+        NnmpiError: see `main`.
+    """
+    if not any(word.partition("=")[0] == "--simulate" for word in words):
+        return main(words, start())
+    watch_alone()
+    try:
+        _, options = parse(words)
+    except HelpAsked as asked:
+        return Console(quiet=False).say(str(asked))
+    if not options.simulate:
+        return main(words, start())
+    simulate(partial(main, words), options.simulate)
+    return None
+
+
+def parse(words: Sequence[str]) -> tuple[Path, WritingConfig]:
+    """Return the run's folder, and what the words ask for.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and without a folder.
+    """
+    has_run = bool(words) and not words[0].startswith("-")
+    given = read_words(words[has_run:], options_of(WritingConfig), PROGRAM, DESCRIPTION)
+    if not has_run:
+        raise UsageError(f"give the folder of a run first, such as {PROGRAM} runs/mine --prompt Once")
+    return Path(words[0]), WritingConfig(**given)
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print the prompt and what the model writes after it. Collective.
+
+    Raises:
+        UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does not fit.
+        NnmpiError: for everything else that has a sentence.
+    """
+    console = Console(quiet=not group.is_root)
+    with agreed(group):
+        try:
+            folder, options = parse(words)
+        except HelpAsked as asked:
+            return console.say(str(asked))
+    begin = clock.now()
+    writer, context, precision = open_run(folder, options, group)
+    prompt = on_root(group, partial(_tokens, options.prompt, writer.vocabulary))
+    draw = np.random.default_rng(options.seed)
+    choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    ready = clock.now()
+    with use_precision(precision):
+        written = list(
+            islice(write(writer, prompt, context, lambda logits: group.share(choose(logits))), options.tokens)
+        )
+    seconds = clock.now() - ready
+    console.say(" ".join(map(str, [*prompt, *written])))
+    console.say(
+        f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a second; "
+        f"loading took {ready - begin:.2f} s"
+    )
+    writer.release()
+    return None
+
+
+def open_run(folder: Path, options: WritingConfig, group: Group) -> tuple[Writer, int | None, str]:
+    """Return what writes with a run's model, the most tokens that it sees, and its precision. Collective.
+
+    Raises:
+        UsageError: on all ranks, when there is no such run, or it is of another model, or the layout does not fit.
+        CheckpointError: on all ranks, when it has no checkpoint.
+    """
+    config = assemble(on_root(group, lambda: flatten(assemble(read_run(folder)))))
+    model, dtype = config.model, config.run.dtype
+    with agreed(group):
+        known = " or ".join(SEQUENCE_MODELS)
+        require(model.model in SEQUENCE_MODELS, f"{folder} is a run of model {model.model}; only {known} can write")
+    last = find(RunFolder(folder), group)
+    if last is None:
+        raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
+    shapes: dict[str, Any] = group.share(
+        None if last.checkpoint is None else {name: spec.shape for name, spec in last.checkpoint.model.specs.items()}
+    )
+    tokens = shapes["0.weight" if model.model == "lstm" else "0.tokens.weight"][0]
+    context = None if model.model == "lstm" else int(shapes["0.positions.weight"][0])
+    node = group.node()
+    backend = take_backend(options.backend, group, node.rank)
+    node.free()
+    with explained(backend):
+        with agreed(group):
+            built = build_model(replace(model, dropout=0.0), (context or 1,), tokens)
+        layout = Layout(None, options.pp, options.tp)
+        where = arrange(built, group, layout, np.zeros((1, 1), np.int64), dtype, backend)
+        with agreed(group):
+            where.model.initialize(dtype=dtype, backend=backend)
+        load_weights(where.model, group, where, last)
+    return Writer(where, backend, tokens), context, config.run.precision
+
+
+def _tokens(prompt: str, vocabulary: int) -> list[int]:
+    """Return a prompt's tokens."""
+    try:
+        tokens = [int(word) for word in prompt.split()]
+    except ValueError:
+        raise UsageError(f"--prompt is {prompt!r}, but the run has no tokenizer; give numbers of tokens") from None
+    for token in tokens:
+        require(
+            0 <= token < vocabulary,
+            f"--prompt: token {token} is not in the model's vocabulary, 0..{vocabulary - 1}",
+        )
+    return tokens

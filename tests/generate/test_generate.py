@@ -1,0 +1,117 @@
+"""The command that writes: from a run's folder, under every layout the same; and what it cannot do, in a sentence."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.generate.cli import main, parse
+from nnmpi.models.pretrained import GPTSize, read_size
+from nnmpi.train.cli import main as train
+
+TOKENS, CONTEXT = 17, 12
+
+
+def text(folder: Path) -> Path:
+    """Return a data set of tokens that count on."""
+    steps = np.random.default_rng(0).integers(1, 3, (60, CONTEXT + 1))
+    tokens = np.cumsum(steps, 1) % TOKENS
+    np.savez(folder / "tokens.npz", x=tokens[:, :-1].astype(np.uint16), y=tokens[:, 1:])
+    return folder / "tokens.npz"
+
+
+def run(folder: Path, model: str, *more: str) -> Path:
+    """Return the folder of a short run."""
+    out = folder / f"run-{model}-{len(more)}"
+    words = f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out {out}".split()
+    simulate(lambda group: train([*words, *more], group), 1)
+    return out
+
+
+def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the first line that the command prints."""
+    capfd.readouterr()
+    simulate(lambda group: main(words.split(), group), ranks)
+    return capfd.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("model", ["gpt", "lstm"])
+def test_every_layout_writes_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str) -> None:
+    """Past the context, too."""
+    folder = run(tmp_path, model)
+    words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
+    found = [
+        _with_prompt(words + layout, ranks, capfd)
+        for ranks, layout in ((1, ""), (2, " --pp 2"), (2, " --tp 2"), (4, " --pp 2 --tp 2"), (2, ""))
+    ]
+    assert len(found[0].split()) == 22
+    assert found[0].startswith("3 4 ")
+    assert found == found[:1] * 5
+
+
+def _with_prompt(words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
+    capfd.readouterr()
+    simulate(lambda group: main([*words.split(), "--prompt", "3 4"], group), ranks)
+    return capfd.readouterr().out.splitlines()[0]
+
+
+def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path) -> None:
+    """What one run wrote is where another begins."""
+    folder = run(tmp_path, "gpt", "--context", "12")
+    assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
+    out = tmp_path / "next"
+    words = [
+        "--model",
+        "gpt",
+        "--pretrained",
+        str(folder / "model"),
+        "--dataset",
+        str(text(tmp_path)),
+        "--out",
+        str(out),
+    ]
+    simulate(lambda group: train([*words, "--epochs", "1", "--dtype", "float64"], group), 1)
+
+    def first(run_folder: Path) -> float:
+        lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+        return float(next(line["loss"] for line in lines if "loss" in line))
+
+    assert first(out) < first(folder)
+
+
+def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sentence each."""
+    folder = run(tmp_path, "gpt")
+    for words, sentence in (
+        (f"{folder}", "the prompt is empty"),
+        (f"{folder} --prompt one", "but the run has no tokenizer; give numbers of tokens"),
+        (f"{folder} --prompt 17", r"token 17 is not in the model's vocabulary, 0\.\.16"),
+        (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
+        (f"{folder} --tokens 0", "--tokens is 0"),
+        (f"{tmp_path} --prompt 1", "there is no run"),
+        ("--prompt 1", "give the folder of a run first"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            written(words, 1, capfd)
+    (folder / "checkpoints").rename(folder / "gone")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        written(f"{folder} --prompt 1", 1, capfd)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model": "cnn", "features": 128}))
+    with pytest.raises(UsageError, match="is a run of model cnn; only lstm or gpt can write"):
+        written(f"{folder} --prompt 1", 1, capfd)
+
+
+def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
+    folder = run(tmp_path, "gpt")
+    words = [str(folder), "--prompt", " ".join(["1"] * 13)]
+    with pytest.raises(UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"):
+        simulate(lambda group: main(words, group), 1)
+
+
+def test_options() -> None:
+    folder, options = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5"])
+    assert (folder, options.prompt, options.top_k) == (Path("runs/x"), "Once upon", 5)
