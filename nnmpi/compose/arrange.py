@@ -29,10 +29,10 @@ from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.pipeline.profile import LinkCost, profile
-from nnmpi.parallel.sharded.placement import REPLICATED
 from nnmpi.parallel.tensor import shard
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.placement import REPLICATED
 
 
 @dataclass(frozen=True, eq=False)

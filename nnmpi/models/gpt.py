@@ -68,7 +68,7 @@ def gpt(
     after each branch (of attention's probabilities none is dropped). The chain can be cut before and after each
     block; the table of tokens then stands in the first and the last stage, which add up its gradients.
 
-    Its table cuts the vocabulary, and each mlp by its inner features.
+    Its table cuts the vocabulary, each attention by heads, and each mlp by its inner features.
 
     Args:
         vocabulary: how many tokens there are.
@@ -101,6 +101,8 @@ def gpt(
     model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
     model.sharding = {
         "0.tokens": Sharding.VOCAB,
+        "*.attention.qkv": Sharding.COLUMN,
+        "*.attention.proj": Sharding.ROW,
         "*.mlp.0": Sharding.COLUMN,
         "*.mlp.2": Sharding.ROW,
         str(layers + 3): Sharding.VOCAB,

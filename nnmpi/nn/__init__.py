@@ -18,7 +18,7 @@ from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.nn.transformer import TransformerBlock
 
@@ -53,6 +53,7 @@ __all__ = [
     "Tanh",
     "TiedLinear",
     "TransformerBlock",
+    "Units",
     "Uniform",
     "activation",
     "continued",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from nnmpi.errors import UsageError
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.parameter import Initializer
 from nnmpi.tensor.tensor import Tensor
@@ -15,7 +18,11 @@ class CausalSelfAttention(Module):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
     Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and values, side by side
-    in its outputs; `proj` mixes the heads' results.
+    in its outputs; `proj` mixes the heads' results. Ranks share out the heads: each has queries, keys and values of its
+    own ones, and the rows of `proj` that read them; so one all-reduce forward and one backward are all (Shoeybi et al.,
+    "Megatron-LM", 2019). With more ranks than heads some have none.
+
+        2 ranks, 3 heads     qkv  q0 q1 | q2   k0 k1 | k2   v0 v1 | v2     attention  y0 y1 | y2     proj  add up
 
     Args:
         features: of x; a multiple of `heads`.
@@ -25,6 +32,8 @@ class CausalSelfAttention(Module):
         proj_init: draws the second one, if it is another way.
         bias_init: draws the biases; by default as `Linear` does.
     """
+
+    sharding = MappingProxyType({"qkv": Sharding.COLUMN, "proj": Sharding.ROW})
 
     def __init__(
         self,
@@ -41,6 +50,7 @@ class CausalSelfAttention(Module):
                 "and the features a multiple of the heads"
             )
         self.heads = heads
+        self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads)}
         self.qkv = Linear(features, 3 * features, bias, init, bias_init)
         self.proj = Linear(features, features, bias, proj_init or init, bias_init)
 

@@ -30,7 +30,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import active
 from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
-from nnmpi.nn.sharding import NO_TABLE, Table
+from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
@@ -78,10 +78,13 @@ class Module:
         path: the full name in the model that was initialized ("" for the model itself).
         storage: of the model on which `initialize` was called, its flat storage.
         sharding: the table that says how the model's layers are shared out over ranks, where it brings one.
+        units: by the name of a linear layer directly below, what its features are made of that ranks share out: the
+            outputs under COLUMN, the inputs under ROW. Each feature may go anywhere by default.
     """
 
     path: str = ""
     sharding: Table = NO_TABLE
+    units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
 
     def forward(self, *inputs: Any) -> Any:

@@ -11,6 +11,7 @@ no entry: they work on whatever lies before them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -44,9 +45,25 @@ class Sharding(Enum):
     REPLICATED = "replicated"
 
 
+@dataclass(frozen=True)
+class Units:
+    """What the features of a layer are made of that are shared out: units that no rank gets a piece of.
+
+        Units(3, repeats=2) of 12 features over 2 ranks        0 0 0 0 1 1  0 0 0 0 1 1
+
+    Attributes:
+        count: how many are shared out, such as the heads of an attention.
+        repeats: how often all of them come, one after another: 3 times in queries, keys and values side by side.
+    """
+
+    count: int
+    repeats: int = 1
+
+
 Table: TypeAlias = Mapping[str, Sharding]
 
 NO_TABLE: Table = MappingProxyType({})
+NO_UNITS: Mapping[str, Units] = MappingProxyType({})
 
 
 def find(table: Table, name: str) -> tuple[str, Sharding] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import GELU
 from nnmpi.nn.attention import CausalSelfAttention
@@ -10,6 +12,7 @@ from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
+from nnmpi.nn.sharding import Sharding
 from nnmpi.tensor.parameter import Initializer
 from nnmpi.tensor.tensor import Tensor
 
@@ -33,6 +36,15 @@ class TransformerBlock(Module):
         proj_init: draws the weights of the branches' last layers, if it is another way than `init`.
         bias_init: draws the biases; by default as `Linear` does.
     """
+
+    sharding = MappingProxyType(
+        {
+            "attention.qkv": Sharding.COLUMN,
+            "attention.proj": Sharding.ROW,
+            "mlp.0": Sharding.COLUMN,
+            "mlp.2": Sharding.ROW,
+        }
+    )
 
     def __init__(
         self,

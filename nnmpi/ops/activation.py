@@ -8,12 +8,12 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.constants import zero
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.elementwise import tanh as tanh
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class Relu(Function):
+class Relu(Elementwise):
     """max(x, 0); the derivative at 0 is 0."""
 
     replayable = True
@@ -31,7 +31,7 @@ class Relu(Function):
         return (xp.multiply(grad, to_x, out=to_x),)
 
 
-class LeakyRelu(Function):
+class LeakyRelu(Elementwise):
     """x where positive, slope * x elsewhere."""
 
     __slots__ = ("slope",)
@@ -55,7 +55,7 @@ class LeakyRelu(Function):
         return result
 
 
-class SigmoidFunction(Function):
+class SigmoidFunction(Elementwise):
     """1 / (1 + e^-x)"""
 
     replayable = True
@@ -72,7 +72,7 @@ class SigmoidFunction(Function):
         return (xp.multiply(to_x, grad, out=to_x),)
 
 
-class Silu(Function):
+class Silu(Elementwise):
     """x * sigmoid(x)"""
 
     replayable = True

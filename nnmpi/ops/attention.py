@@ -9,6 +9,7 @@ causal mask does to NaN is told in `backend.kernels.attention`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nnmpi.backend.array import Array
@@ -19,6 +20,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.convert import converted, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -37,17 +39,26 @@ class Attention(Function):
     def __init__(self, causal: bool, kernels: Kernels) -> None:
         self.causal, self.kernels = causal, kernels
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as queries, keys and values, where each rank has whole heads."""
+        first = next(x for x in inputs if is_cut(x))
+        if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
+            raise first.cut.refuse(self, "needs queries, keys and values of the same heads")
+        return uncut(self, first, (2, 3), "needs whole heads")
+
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         xp = self.xp
         y: Array = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        residuals = self.kernels.attend(xp, q, k, v, y, self.causal, True in self.needs)
+        # with more ranks than heads some have none
+        residuals = self.kernels.attend(xp, q, k, v, y, self.causal, True in self.needs) if q.shape[1] else None
         self.saved = (residuals, [each.shape for each in (q, k, v)])
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         residuals, shapes = self.saved
         to_q, to_k, to_v = (self.xp.empty(shape, grad.dtype) for shape in shapes)
-        self.kernels.attend_grad(self.xp, grad, residuals, to_q, to_k, to_v, self.causal)
+        if residuals is not None:
+            self.kernels.attend_grad(self.xp, grad, residuals, to_q, to_k, to_v, self.causal)
         return tuple(each if needed else None for each, needed in zip((to_q, to_k, to_v), self.needs, strict=True))
 
 
@@ -105,9 +116,28 @@ class PackedAttention(Function):
     def __init__(self, heads: int, causal: bool, kernels: Kernels, before: KeyValues | None = None) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: by heads, where queries, keys and values are each cut by heads.
+
+        q0 q1 q2 k0 k1 k2 v0 v1 v2   over 2 ranks:   rank 0  q0 q1 k0 k1 v0 v1      rank 1  q2 k2 v2
+        """
+        (qkv,) = inputs
+        cut, (batch, time, width) = qkv.cut, qkv.shape
+        if cut.axis == 0:
+            return uncut(self, qkv, (), "")
+        apart = (batch, time, 3, self.heads, width // (3 * self.heads))
+        by_heads: Placement | None = None if cut.axis != 2 else cut.placement.reshaped(qkv.shape, apart, cut.group.size)
+        if by_heads is None or by_heads.axis != 3:
+            raise cut.refuse(self, "needs queries, keys and values of whole heads on each rank")
+        self.heads = cut.own(by_heads)
+        return replace(by_heads, unit=width // (3 * by_heads.units), axis=2)
+
     def forward(self, qkv: Array) -> Array:
         batch, time, width = qkv.shape
         y: Array = self.xp.empty((batch, time, width // 3), qkv.dtype)
+        if not self.heads:  # more ranks than heads
+            self.saved = (None,)
+            return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         causal = self.causal
@@ -120,6 +150,8 @@ class PackedAttention(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (residuals,), (batch, time, features) = self.saved, grad.shape
         to_qkv: Array = self.xp.empty((batch, time, 3 * features), grad.dtype)
+        if residuals is None:
+            return (to_qkv,)
         (heads,), (to_q, to_k, to_v) = self._split(grad, 1), self._split(to_qkv, 3)
         self.kernels.attend_grad(self.xp, heads, residuals, to_q, to_k, to_v, self.causal)
         return (to_qkv,)

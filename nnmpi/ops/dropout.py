@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
@@ -13,6 +15,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 Key: TypeAlias = tuple[int, int]
@@ -33,6 +36,17 @@ class DropoutFunction(Function):
 
     def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None, kernels: Kernels) -> None:
         self.rate, self.place, self.columns, self.kernels = rate, place, columns, kernels
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before; elements have their places in the whole row."""
+        (x,) = inputs
+        cut, row = x.cut, x.shape[1:]
+        uncut(self, x, (0,), "needs whole rows")
+        if self.columns is not None:
+            raise cut.refuse(self, "has the places of the elements already")
+        own = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
+        self.columns = own.take(np.arange(prod(row), dtype=np.uint32).reshape(row)).reshape(-1)
+        return uncut(self, x, (), "")
 
     def forward(self, x: Array) -> Array:
         xp = namespace(x)

@@ -12,9 +12,8 @@ from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.operand import read_as, whole_values
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.tensor.variable import Variable
 
 
 class EmbeddingFunction(Function):
@@ -50,7 +49,7 @@ def embedding(table: Tensor, indices: Any) -> Tensor:
         DtypeError: when the indices are not integers.
         ShapeError: when an index is outside 0..entries-1 (the first such is named), or the table is no matrix.
     """
-    places = indices.data if isinstance(indices, Variable) else indices
+    places = whole_values("embedding", indices)
     if not is_array(places):
         places = np.asarray(places)  # looked at on the host, wherever the table is
     if places.dtype.kind not in "iu":

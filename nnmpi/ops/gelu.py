@@ -15,12 +15,12 @@ from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, linear_options
 from nnmpi.tensor.convert import with_kernels
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class Gelu(Function):
+class Gelu(Elementwise):
     """GELU, elementwise.
 
     Args:

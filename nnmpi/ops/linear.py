@@ -15,7 +15,8 @@ from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.operand import read_as, refuse_parts
+from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -43,6 +44,14 @@ class LinearFunction(Function):
 
     def __init__(self, kernels: Kernels, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
         self.kernels, self.reads, self.gives = kernels, reads, gives
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as the rows of x do."""
+        x, *parameters = inputs
+        for each in parameters:
+            if is_cut(each):
+                raise each.cut.refuse(self, "needs a whole weight and bias")
+        return uncut(self, x, (-1,), "adds up all of that axis")
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, shape, dtypes = self.xp, x.shape, None
@@ -216,11 +225,13 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> n
     """
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
+        refuse_parts(name, x, weight, bias)
         raise ShapeError(
             f"{name} needs (..., {weight.shape[0]}) for a weight of shape {weight.shape}, not {x.shape}; "
             "flatten images first"
         )
     if bias is not None and bias.data.shape != matrix.shape[1:]:
+        refuse_parts(name, x, weight, bias)
         raise ShapeError(
             f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs {weight.shape[1:]}"
         )

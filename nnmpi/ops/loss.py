@@ -16,7 +16,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import mixes, require_floating
+from nnmpi.tensor.operand import mixes, refuse_parts, require_floating, whole_values
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
@@ -159,11 +159,13 @@ def checked_labels(
     _check_reduction(reduction)
     if not 0 <= label_smoothing < 1:
         raise UsageError(f"label_smoothing is a share in [0, 1), not {label_smoothing}")
-    values: Array = labels.data if isinstance(labels, Variable) else namespace(logits.data).asarray(labels)
+    given = whole_values("cross_entropy", labels)
+    values: Array = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"cross_entropy needs integer labels, not {values.dtype}")
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
+        refuse_parts("cross_entropy", logits)
         raise ShapeError(f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}")
     # on a device nobody waits to see the labels: a wrong one makes the loss NaN
     if type(logits.data) is np.ndarray or not kernels_for(logits.data).is_device:
@@ -228,6 +230,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 
 def _target(name: str, x: Tensor, target: Any) -> Any:
+    refuse_parts(name, x, target)
     values = target.data if isinstance(target, Variable) else namespace(x.data).asarray(target)
     if values.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {values.shape}: they must be the same")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
@@ -19,6 +19,7 @@ from nnmpi.errors import ShapeError
 from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import may_meet, require_floating
+from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
@@ -109,6 +110,14 @@ class LayerNormFunction(Function):
 
     def __init__(self, eps: float, kernels: Kernels) -> None:
         self.eps, self.kernels = eps, kernels
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where each rank has whole rows."""
+        x, scale, shift = inputs
+        for each in (scale, shift):
+            if is_cut(each):
+                raise each.cut.refuse(self, "needs a whole scale and shift")
+        return uncut(self, x, range(-scale.ndim, 0), "takes the mean over whole rows")
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, n = self.xp, scale.size

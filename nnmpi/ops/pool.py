@@ -5,6 +5,8 @@ The operations check shapes and keep what backward needs; kernels compute (see `
 
 from __future__ import annotations
 
+from typing import Any
+
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -14,18 +16,29 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
-class MaxPool2dFunction(Function):
-    """The largest element of each window; the first of equal ones gets the gradient."""
+class _Pool2d(Function):
+    """What both share: windows over rows and columns, of each image and channel alone."""
 
     __slots__ = ("kernels", "over")
 
-    replayable = True
-
     def __init__(self, kernels: Kernels, over: PoolWindows) -> None:
         self.kernels, self.over = kernels, over
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where each rank has whole images of its channels."""
+        return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
+
+
+class MaxPool2dFunction(_Pool2d):
+    """The largest element of each window; the first of equal ones gets the gradient."""
+
+    __slots__ = ()
+
+    replayable = True
 
     def forward(self, x: Array) -> Array:
         y, residuals = self.kernels.max_pool(self.xp, x, self.over, self.needs[0])  # (n, out_h, out_w, c)
@@ -36,15 +49,12 @@ class MaxPool2dFunction(Function):
         return (self.kernels.max_pool_grad(self.xp, grad, self.saved, self.over),)
 
 
-class AvgPool2dFunction(Function):
+class AvgPool2dFunction(_Pool2d):
     """The mean of each window, the border's zeros included."""
 
-    __slots__ = ("kernels", "over")
+    __slots__ = ()
 
     replayable = True
-
-    def __init__(self, kernels: Kernels, over: PoolWindows) -> None:
-        self.kernels, self.over = kernels, over
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -9,6 +11,7 @@ from nnmpi.errors import ShapeError
 from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -26,6 +29,10 @@ class SoftmaxFunction(Function):
 
     def __init__(self, axis: int, kernels: Kernels) -> None:
         self.axis, self.kernels = axis, kernels
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the axis is another one."""
+        return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:
         y = self.kernels.softmax(self.xp, x, self.axis)
@@ -46,6 +53,10 @@ class LogSoftmax(Function):
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the axis is another one."""
+        return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:
         xp = self.xp

@@ -5,14 +5,16 @@
         x replicated -> Flatten -> ColumnLinear -> features cut -> ReLU -> RowLinear -> replicated
 
 `shard` goes through the model in the order of computation and keeps track of how the activation is spread over the
-ranks (see `sharded.placement`). Each layer's rule (see `sharded.rules`) says what replaces it and how its result is
+ranks (see `tensor.placement`). Each layer's rule (see `sharded.rules`) says what replaces it and how its result is
 spread. Where a layer needs the activation otherwise, an exchange comes before it:
 
     Sequential    layer by layer, each from what the one before it leaves
     Residual,     both branches; where they end differently, both are made whole before they are added
     Stash, Pop
     a layer       its rule
-    another       a custom module, whose forward is unknown: whole in, whole out, and inside just what the table says
+    another       a custom module, whose forward is unknown: whole in, whole out, and inside what the table says. There
+                  the tensors themselves say which parts they are (see `tensor.placement`), and an operation that does
+                  not know what to do with a part refuses it
 
 All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages afterwards, anywhere.
 An exchange before a residual block is put after the layer before the block, so that a pipeline can cut the block open.
@@ -22,24 +24,34 @@ replicated has the same bits on every rank, and so has its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.nn.activation import Softmax
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.nn.sharding import Sharding, Table, find
+from nnmpi.nn.sharding import Sharding, Table, Units, find
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.parallel.sharded.collectives import gather
-from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistributed, RedistributedPop, Redistribution
-from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement
+from nnmpi.parallel.sharded.context import (
+    LayerContext,
+    Placed,
+    Redistributed,
+    RedistributedPop,
+    Redistribution,
+    ShardedChild,
+)
+from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.parallel.sharded.rules import RULES, Shape, assumed_placement, shape_after
+from nnmpi.tensor.cut import whole
+from nnmpi.tensor.placement import REPLICATED, Placement
+
+CONTAINERS = (Sequential, Residual)  # whose forward is known
 
 
 def shard(
@@ -54,7 +66,8 @@ def shard(
             need it. In a custom module, whose forward is unknown, each layer does just what the table says: COLUMN
             takes a whole input and returns this rank's features, ROW takes features and returns a whole result.
         group: the ranks that share each layer.
-        table: full names of modules, or patterns -> `Sharding`; by default the model's own.
+        table: full names of modules, or patterns -> `Sharding`; by default the model's own, or where it has none those
+            of the modules in it.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
         classes_apart: whether the result of a last layer with Sharding.VOCAB stays cut, for a loss that can take it
             (see `sharded.cross_entropy`); otherwise the result is replicated.
@@ -65,7 +78,7 @@ def shard(
     """
     if "storage" in vars(model):
         raise UsageError("the model has its values already; shard it first, then call model.initialize()")
-    table = model.sharding if table is None else table
+    table = _own_table(model) if table is None else table
     _check_table(model, table)
     if group.size == 1:
         return REPLICATED
@@ -78,6 +91,14 @@ def shard(
     placement = ModelWalk(sharder, table).model(model, sample, classes_apart)
     sharder.check(model)
     return placement
+
+
+def _own_table(model: Module, name: str = "") -> Table:
+    """Return a model's own table, or those of the first modules below it that have one, with full names."""
+    if model.sharding:
+        return {_join(name, pattern): sharding for pattern, sharding in model.sharding.items()}
+    tables = [_own_table(child, _join(name, child_name)) for child_name, child in model.children()]
+    return {pattern: sharding for table in tables for pattern, sharding in table.items()}
 
 
 def _check_table(model: Module, table: Table) -> None:
@@ -152,11 +173,15 @@ class ModelWalk:
         if type(module) in RULES:
             placed, placement = self._layer(module, name, layout)
             return placed, ActivationLayout(placement, shape_after(module, layout.shape))
-        return self._custom(module, name, layout)
+        is_open = self._open(module, name)
+        before = None if layout.placement.is_replicated else self._gather(layout)
+        after = whole if is_open and name else None  # a model's own result is whole, or its loss refuses it
+        result = module if before is after is None else Redistributed(module, before, after)
+        return result, ActivationLayout(REPLICATED, None)
 
-    def _layer(self, module: Module, name: str, layout: ActivationLayout) -> Placed:
+    def _layer(self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None) -> Placed:
         """Return what replaces a layer; a layer used in several places has one replacement for all of them."""
-        context = LayerContext(name, layout.placement, layout.shape, self._sharding(module), self.sharder)
+        context = LayerContext(name, layout.placement, layout.shape, self._sharding(module), self.sharder, units)
         placed = RULES[type(module)](module, context)
         if placed[0] is module:
             return placed
@@ -224,23 +249,28 @@ class ModelWalk:
     ) -> tuple[Module | None, ActivationLayout]:
         return (None, layout) if module is None else self.replace(module, name, layout)
 
-    def _custom(self, module: Module, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
-        """Shard what the table names in a custom module, whose forward is unknown; whole in, whole out."""
-        _check_custom(module, name, {child: self._sharding(child) for _, child in module.children()})
+    def _open(self, module: Module, name: str) -> bool:
+        """Shard what the table names in a custom module, whose forward is unknown; return whether that is anything.
+
+        What comes out of such layers says itself which part it is, and operations on it know what to do, or refuse it.
+        """
+        found = False
         for child_name, child in list(module.children()):
-            inside = _join(name, child_name)
-            if type(child) in RULES:
-                sharding = self._sharding(child)
-                if sharding is None:
-                    continue
-                placed, _ = self._layer(child, inside, ActivationLayout(assumed_placement(child, sharding), None))
-            else:
-                placed, end = self.replace(child, inside, ActivationLayout(REPLICATED, None))
+            inside, sharding = _join(name, child_name), self._sharding(child)
+            if type(child) in RULES and sharding is not None:
+                units = module.units.get(child_name)
+                expects = assumed_placement(child, sharding, units)
+                placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
+            elif type(child) in CONTAINERS and any(self._sharding(each) for _, each in child.named_modules()):
+                expects = gives = REPLICATED
+                placed, end = self.replace(child, inside, ActivationLayout(expects, None))
                 placed = placed if end.placement.is_replicated else self._replicate_after(placed, end)
-            if placed is not child:
-                module.set_child(child_name, placed)
-        result = ActivationLayout(REPLICATED, None)
-        return module if layout.placement.is_replicated else Redistributed(module, before=self._gather(layout)), result
+            else:
+                found = self._open(child, inside) or found
+                continue
+            module.set_child(child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group))
+            found = True
+        return found
 
     def _branches_agree(self, block: Residual, name: str, layout: ActivationLayout) -> bool:
         """Return whether both branches of a block, from such an input, end with the same placement.
@@ -308,18 +338,6 @@ class ModelWalk:
     def _sharding(self, module: Module) -> Sharding | None:
         found = self.shardings.get(id(module))
         return None if found is None else found[1]
-
-
-def _check_custom(module: Module, name: str, shardings: Mapping[Module, Sharding | None]) -> None:
-    """Refuse dropout and softmax in a custom module with cut layers: they may get a part, and take it for the whole."""
-    cuts = any(sharding in (Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB) for sharding in shardings.values())
-    for child_name, child in module.children():
-        if cuts and isinstance(child, Dropout | Softmax) and shardings[child] is not Sharding.REPLICATED:
-            raise LayoutError(
-                f"layer {_join(name, child_name)!r} is a {type(child).__name__} beside layers that are cut, in a "
-                "module whose forward nobody knows; say Sharding.REPLICATED of it if what comes to it is whole, or "
-                "else put it into a Sequential with the layers before it"
-            )
 
 
 def _join(path: str, name: str) -> str:

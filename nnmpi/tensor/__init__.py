@@ -3,7 +3,8 @@
 To read, in this order: tape (how gradients travel back), function (what an operation is), tensor (what users hold),
 then any operation: elementwise, arithmetic, reduce, matmul, shape, index. parameter and flat say where a model's values
 lie, variable what of a tensor the tape knows, operand what may stand beside what, convert how half precision is raised,
-replayed how a recorded step runs again.
+replayed how a recorded step runs again. placement and cut: what a rank's part of a tensor is, and what may be done with
+it; not needed to understand the rest.
 
 To add an operation: a `Function` with forward and backward and a function that calls it, here or in `ops`; `check`
 compares its gradient with differences.
@@ -11,6 +12,7 @@ compares its gradient with differences.
 
 from nnmpi.tensor.arithmetic import maximum, minimum, where
 from nnmpi.tensor.check import GradientError, check_gradients
+from nnmpi.tensor.cut import whole
 from nnmpi.tensor.elementwise import absolute, astype, clip, cos, exp, log, sin, sqrt, tanh
 from nnmpi.tensor.flat import FlatStorage, Span
 from nnmpi.tensor.function import Function, enable_grad, no_grad, recording
@@ -75,4 +77,5 @@ __all__ = [
     "transpose",
     "variance",
     "where",
+    "whole",
 ]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from nnmpi.backend.array import Array
 from nnmpi.errors import DtypeError
 from nnmpi.tensor.convert import in_float32
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.operand import check_broadcast, operands, require_floating, unbroadcast
+from nnmpi.tensor.placement import is_cut
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def _shape(x: Any) -> tuple[int, ...]:
     return shape
 
 
-class Add(Function):
+class Add(Elementwise):
     """a + b"""
 
     replayable = True
@@ -38,7 +39,7 @@ class Add(Function):
         )
 
 
-class Subtract(Function):
+class Subtract(Elementwise):
     """a - b"""
 
     replayable = True
@@ -56,7 +57,7 @@ class Subtract(Function):
         )
 
 
-class Multiply(Function):
+class Multiply(Elementwise):
     """a * b"""
 
     replayable = True
@@ -74,7 +75,7 @@ class Multiply(Function):
         )
 
 
-class Divide(Function):
+class Divide(Elementwise):
     """a / b"""
 
     replayable = True
@@ -93,7 +94,7 @@ class Divide(Function):
         )
 
 
-class Power(Function):
+class Power(Elementwise):
     """a ** b; the derivative in b needs a > 0 (at a = 0 it is taken as 0)."""
 
     def forward(self, a: Any, b: Any) -> Array:
@@ -122,7 +123,7 @@ class Power(Function):
         return xp.where(zero, xp.zeros_like(result), b * lowered)
 
 
-class Extremum(Function):
+class Extremum(Elementwise):
     """The larger (or smaller) of a and b; where they are equal each gets half of the gradient."""
 
     __slots__ = ("largest",)
@@ -149,7 +150,7 @@ class Extremum(Function):
         )
 
 
-class Where(Function):
+class Where(Elementwise):
     """a where the condition holds, b elsewhere."""
 
     replayable = True
@@ -232,5 +233,7 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     if not hasattr(values, "dtype") or values.dtype.kind != "b":
         raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
     a, b = operands("where", a, b)
+    if any(map(is_cut, (condition, a, b))):  # the operation says what lies alike
+        return in_float32(Where(), condition, a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
     return in_float32(Where(), values, a, b)

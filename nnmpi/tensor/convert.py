@@ -10,14 +10,14 @@ from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.casting import FLOAT32, cast, to_float32
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.precision import is_low
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
 
 
-class AsType(Function):
+class AsType(Elementwise):
     """x in another dtype; the gradient goes back in the dtype of x."""
 
     __slots__ = ("wanted",)

@@ -10,14 +10,14 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import dtype_named, is_floating
 from nnmpi.errors import DtypeError, UsageError
 from nnmpi.tensor.convert import AsType, in_float32
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.operand import operands, require_floating
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
 
 
-class Negate(Function):
+class Negate(Elementwise):
     """-x"""
 
     replayable = True
@@ -30,7 +30,7 @@ class Negate(Function):
         return (self.xp.negative(grad),)
 
 
-class Exp(Function):
+class Exp(Elementwise):
     """e ** x"""
 
     replayable = True
@@ -44,7 +44,7 @@ class Exp(Function):
         return (self.xp.multiply(grad, self.saved[0]),)
 
 
-class Log(Function):
+class Log(Elementwise):
     """The natural logarithm."""
 
     replayable = True
@@ -58,7 +58,7 @@ class Log(Function):
         return (self.xp.divide(grad, self.saved[0]),)
 
 
-class Sqrt(Function):
+class Sqrt(Elementwise):
     """The square root."""
 
     replayable = True
@@ -72,7 +72,7 @@ class Sqrt(Function):
         return (self.xp.divide(grad, self.xp.multiply(2, self.saved[0])),)
 
 
-class Absolute(Function):
+class Absolute(Elementwise):
     """|x|; the derivative at 0 is taken as 0."""
 
     replayable = True
@@ -86,7 +86,7 @@ class Absolute(Function):
         return (self.xp.multiply(grad, self.xp.sign(self.saved[0])),)
 
 
-class Sin(Function):
+class Sin(Elementwise):
     """sin x"""
 
     replayable = True
@@ -100,7 +100,7 @@ class Sin(Function):
         return (self.xp.multiply(grad, self.xp.cos(self.saved[0])),)
 
 
-class Cos(Function):
+class Cos(Elementwise):
     """cos x"""
 
     replayable = True
@@ -114,7 +114,7 @@ class Cos(Function):
         return (self.xp.multiply(self.xp.negative(grad), self.xp.sin(self.saved[0])),)
 
 
-class TanhFunction(Function):
+class TanhFunction(Elementwise):
     """tanh x"""
 
     replayable = True
@@ -129,7 +129,7 @@ class TanhFunction(Function):
         return (xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),)
 
 
-class Clip(Function):
+class Clip(Elementwise):
     """x kept between two bounds; outside them the derivative is 0."""
 
     __slots__ = ("high", "low")

@@ -38,6 +38,7 @@ import numpy as np
 from nnmpi.backend.array import Array, mixed_error, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError
+from nnmpi.tensor.placement import Placement, aligned, is_cut
 from nnmpi.tensor.replayed import play
 from nnmpi.tensor.tape import Tape, join
 from nnmpi.tensor.variable import Variable
@@ -109,16 +110,29 @@ class Function:
         """Return one gradient per input, None where there is none. Do not write to `grad`, which may be shared."""
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks, given inputs of which some are parts (see `cut.CutTensor`).
+
+        Called before `forward`, which then gets the parts' arrays. Options that speak of the whole tensor, such as a
+        shape, are to be set to those of the part here. By default nothing is known, and parts are refused.
+
+        Raises:
+            LayoutError: where the operation on parts would not give parts of the result.
+        """
+        part = next(x for x in inputs if is_cut(x))
+        raise part.cut.refuse(self, "works on whole tensors")
+
     def __call__(self, *inputs: Any) -> Tensor:
         """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a gradient.
 
         Raises:
             GraphError: when no input is a tensor, or this object stands in a graph already.
+            LayoutError: for a rank's part of a tensor (see `placed`).
             DeviceError: when some inputs are in the host's memory, and others on a device.
         """
         # This runs once per operation of every step, so it is one loop without helpers: what a small network's step
         # takes beside the arithmetic is spent here.
-        recording, first, recorded = _recording.get(), None, False
+        recording, first, recorded, part = _recording.get(), None, False, None
         values: list[Any] = []
         needs: list[bool] = []
         for x in inputs:
@@ -128,11 +142,15 @@ class Function:
                     first = x
                 if recording and x.requires_grad:
                     needed = recorded = True
+                if x.cut is not None:
+                    part = x
                 x = x.data
             values.append(x)
             needs.append(needed)
         if first is None:
             raise GraphError("an operation needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor")
+        if part is not None:
+            return part.apply(self, inputs)  # type: ignore[attr-defined,no-any-return]
         self.needs, self.saved = tuple(needs), ()
         self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
         recorder = active()
@@ -231,3 +249,13 @@ class Function:
         data = result.data
         self.shape, self.dtype = data.shape, data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape
+
+
+class Elementwise(Function):
+    """An operation on each element alone, with broadcasting: of parts that lie alike it gives such a part."""
+
+    __slots__ = ()
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks, see `placement.aligned`."""
+        return aligned(self, inputs)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import refuse
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.errors import DtypeError, LayoutError, ShapeError
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import whole_values
+from nnmpi.tensor.placement import Placement, aligned, uncut
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -24,6 +27,33 @@ class GetItem(Function):
         parts = key if isinstance(key, tuple) else (key,)
         self.key = key
         self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: the key takes all of the cut axis, or some of its repeats."""
+        (x,) = inputs
+        cut, key = x.cut, self._expanded(x.ndim)
+        if key is None:
+            raise cut.refuse(self, "picks elements by an array")
+        places = [i for i, each in enumerate(key) if each is not None]  # of x's axes
+        own = key[places[cut.axis]]
+        start, stop, step = own.indices(cut.whole) if isinstance(own, slice) else (0, 0, 1)
+        placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
+        if placement is None:
+            raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts,")
+        repeat = cut.own() // (cut.placement.repeats or 1)
+        key[places[cut.axis]] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
+        self.key = tuple(key)
+        gone = sum(isinstance(each, int) for each in key[: places[cut.axis]])
+        return replace(placement, axis=places[cut.axis] - gone)
+
+    def _expanded(self, ndim: int) -> list[Any] | None:
+        """Return the key as slices, integers and None alone; None for one with arrays."""
+        parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
+        if not self.basic or any(isinstance(part, bool) for part in parts):
+            return None
+        missing = [slice(None)] * (ndim - sum(part is not None and part is not Ellipsis for part in parts))
+        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+        return [*parts[:at], *missing, *parts[at + 1 :]]
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape, x.dtype)
@@ -48,6 +78,12 @@ class TakeAlongAxis(Function):
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the indices are the same all along the cut axis."""
+        x, _ = inputs
+        uncut(self, x, (self.axis,), "picks from all of that axis")
+        return aligned(self, inputs)
 
     def forward(self, x: Array, indices: Array) -> Array:
         self.saved = (x.shape, x.dtype, self._places(x, indices))
@@ -93,7 +129,8 @@ def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
         DtypeError: when the indices are not integers.
         ShapeError: when the numbers of dimensions differ or an index is out of range.
     """
-    places = indices.data if isinstance(indices, Variable) else namespace(x.data).asarray(indices)
+    given = whole_values("take_along_axis", indices)
+    places = given if isinstance(indices, Variable) else namespace(x.data).asarray(given)
     if places.dtype.kind not in "iu":
         raise DtypeError(f"take_along_axis needs integer indices, not {places.dtype}")
     ndim = x.data.ndim
@@ -101,12 +138,14 @@ def take_along_axis(x: Tensor, indices: Any, axis: int) -> Tensor:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} by {places.shape} along axis {axis} does not fit")
     try:
         return in_float32(TakeAlongAxis(axis % ndim), x, places)
+    except LayoutError:
+        raise
     except (IndexError, ValueError) as error:
         raise ShapeError(f"take_along_axis of shape {x.data.shape} along axis {axis}: {error}") from None
 
 
 def _plain(part: Any) -> Any:
-    values = part.data if isinstance(part, Variable) else part
+    values = whole_values("an index", part)
     if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
         if isinstance(part, Variable):
             refuse("an index that is a tensor's number")

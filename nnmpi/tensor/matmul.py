@@ -10,10 +10,11 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import cast
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_floating, is_low
-from nnmpi.errors import ShapeError
+from nnmpi.errors import LayoutError, ShapeError
 from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as, unbroadcast
+from nnmpi.tensor.operand import read_as, refuse_parts, unbroadcast
+from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -24,6 +25,23 @@ class MatMul(Function):
     """a @ b for operands of one, two or more dimensions."""
 
     replayable = True
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as the stacks, the rows of a, or the columns of b do.
+
+        (..., n, k) @ (..., k, m) -> (..., n, m)       what is cut along k would have to be added up
+        """
+        a, b = inputs
+        for x, inner in ((a, -1), (b, -2 if b.ndim > 1 else -1)):
+            if is_cut(x):
+                uncut(self, x, (inner,), "adds up along all of that axis")
+        x = a if is_cut(a) else b
+        behind = x.ndim - x.cut.axis
+        if behind > 2:  # an axis of the stacks
+            return aligned(self, inputs)
+        if is_cut(a) and is_cut(b):
+            raise x.cut.refuse(self, "multiplies all parts with all parts")
+        return moved(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (a, b)
@@ -85,6 +103,7 @@ def matmul(a: Any, b: Any) -> Tensor:
         raise ShapeError("matmul needs arrays of at least one dimension; use * for numbers")
     inner = y.shape[0] if y.ndim == 1 else y.shape[-2]
     if x.shape[-1] != inner:
+        refuse_parts("matmul", a, b)
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner} differ")
     reads = read_as("matmul", a, b)
     plain = not is_low(reads) if type(x) is np.ndarray else not is_floating(reads)
@@ -92,6 +111,8 @@ def matmul(a: Any, b: Any) -> Tensor:
         a, b = (converted(each, reads) if isinstance(each, Variable) else _read(each, reads) for each in (a, b))
     try:
         return MatMul()(a, b) if plain else Product()(a, b)
+    except LayoutError:
+        raise
     except ValueError as error:
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: {error}") from None
 

@@ -9,6 +9,7 @@ from nnmpi.backend.casting import FLOAT32, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.convert import converted
+from nnmpi.tensor.placement import is_cut
 from nnmpi.tensor.variable import Variable
 
 
@@ -33,7 +34,11 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
             if not mixes(dtype_a, dtype_b):
                 raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
             a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
-        check_broadcast(name, _values(a).shape, _values(b).shape)
+        try:
+            check_broadcast(name, _values(a).shape, _values(b).shape)
+        except ShapeError:
+            refuse_parts(name, a, b)
+            raise
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
     kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"
@@ -53,6 +58,33 @@ def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
             np.broadcast_shapes(*shapes)
         except ValueError:
             raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
+
+
+def refuse_parts(name: str, *inputs: Any) -> None:
+    """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does not fit.
+
+    Raises:
+        LayoutError: naming the layer that left it.
+    """
+    for x in inputs:
+        if is_cut(x):
+            raise x.cut.refuse(name, "meets a whole tensor") from None
+
+
+def whole_values(name: str, x: Any) -> Any:
+    """Return a tensor's array, anything else as it is.
+
+    Args:
+        name: of the operation, for errors.
+
+    Raises:
+        LayoutError: for a rank's part of a tensor: its array is not the tensor's.
+    """
+    if not isinstance(x, Variable):
+        return x
+    if x.cut is not None:
+        raise x.cut.refuse(name, "takes the values of a whole tensor")
+    return x.data
 
 
 def require_floating(name: str, x: Variable) -> Variable:

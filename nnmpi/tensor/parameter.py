@@ -46,7 +46,7 @@ class Parameter(Tensor):
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
         self.declared, self.init, self.name, self.region = shape, init, "", region
         self.requires_grad = True
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = None
 
     @property
     def shape(self) -> tuple[int, ...]:

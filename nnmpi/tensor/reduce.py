@@ -6,6 +6,7 @@ since a sum may be beyond what float16 holds; else they are rounded to the dtype
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +17,7 @@ from nnmpi.errors import ShapeError
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.placement import Placement, uncut
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -46,6 +48,13 @@ class _Reduction(Function):
 
     def __init__(self, axes: tuple[int, ...], keepdims: bool) -> None:
         self.axes, self.keepdims = axes, keepdims
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the cut axis stays."""
+        (x,) = inputs
+        placement = uncut(self, x, self.axes, "needs all elements of the axes that it reduces")
+        gone = 0 if self.keepdims else sum(axis < placement.axis for axis in self.axes)
+        return replace(placement, axis=placement.axis - gone)
 
 
 class Sum(_Reduction):

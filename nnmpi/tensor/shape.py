@@ -13,6 +13,7 @@ from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import mixes, unbroadcast
+from nnmpi.tensor.placement import Placement, is_cut, moved, uncut
 
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
@@ -27,6 +28,17 @@ class Reshape(Function):
 
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks, where some axis of it is cut between whole units."""
+        (x,) = inputs
+        cut, known = x.cut, prod(n for n in self.wanted if n != -1)
+        new = tuple(x.size // known if n == -1 else n for n in self.wanted)
+        placement: Placement | None = cut.placement.reshaped(x.shape, new, cut.group.size)
+        if placement is None:
+            raise cut.refuse(self, f"of {x.shape} to {new} tears the ranks' parts apart")
+        self.wanted = (*new[: placement.axis], cut.own(placement), *new[placement.axis + 1 :])
+        return placement
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
@@ -46,6 +58,11 @@ class Transpose(Function):
 
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: the cut axis goes to its new place."""
+        (x,) = inputs
+        return moved(x, self.axes.index(x.cut.axis))
 
     def forward(self, x: Array) -> Array:
         return x.transpose(self.axes)
@@ -67,6 +84,15 @@ class BroadcastTo(Function):
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: the cut axis stays as long as it is."""
+        (x,) = inputs
+        cut, axis = x.cut, x.cut.axis + len(self.wanted) - x.ndim
+        if self.wanted[axis] != cut.whole:
+            raise cut.refuse(self, f"repeats axis {cut.axis}")
+        self.wanted = (*self.wanted[:axis], cut.own(), *self.wanted[axis + 1 :])
+        return moved(x, axis)
+
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
         result: Array = self.xp.broadcast_to(x, self.wanted)
@@ -85,6 +111,13 @@ class Concatenate(Function):
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as all of the inputs, joined along another axis."""
+        first = next(x for x in inputs if is_cut(x))
+        if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
+            raise first.cut.refuse(self, "joins tensors that all lie on the ranks alike")
+        return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
@@ -110,6 +143,11 @@ class Pad(Function):
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the border is along other axes."""
+        padded = [axis for axis, widths in enumerate(self.widths) if widths != (0, 0)]
+        return uncut(self, inputs[0], padded, "puts a border around the whole")
+
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
         result: Array = self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
@@ -130,6 +168,10 @@ class FlipFunction(Function):
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where other axes are reversed."""
+        return uncut(self, inputs[0], self.axes, "reverses the whole axis")
+
     def forward(self, x: Array) -> Array:
         result: Array = self.xp.flip(x, self.axes)
         return result
@@ -144,11 +186,11 @@ def reshape(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
     Raises:
         ShapeError: when the sizes do not hold x's elements.
     """
-    wanted, size = _numbers(shape), x.data.size
+    wanted, size = _numbers(shape), x.data.size if x.cut is None else x.size
     known = prod(n for n in wanted if n != -1)
     fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
     if not fits or any(n < -1 for n in wanted):
-        raise ShapeError(f"reshape of {x.data.shape} ({size} elements) to {wanted} does not fit")
+        raise ShapeError(f"reshape of {x.shape} ({size} elements) to {wanted} does not fit")
     return Reshape(wanted)(x)
 
 
@@ -184,11 +226,9 @@ def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
         ShapeError: when x does not broadcast to it.
     """
     wanted = tuple(shape)
-    fits = len(wanted) >= x.data.ndim and all(
-        n in (1, m) for n, m in zip(x.data.shape[::-1], wanted[::-1], strict=False)
-    )
+    fits = len(wanted) >= x.data.ndim and all(n in (1, m) for n, m in zip(x.shape[::-1], wanted[::-1], strict=False))
     if not fits or any(m < 0 for m in wanted):
-        raise ShapeError(f"shape {x.data.shape} does not broadcast to {wanted}")
+        raise ShapeError(f"shape {x.shape} does not broadcast to {wanted}")
     return BroadcastTo(wanted)(x)
 
 
@@ -198,7 +238,7 @@ def expand_dims(x: Tensor, axis: int) -> Tensor:
     Raises:
         ShapeError: when the result would have no such axis.
     """
-    shape = list(x.data.shape)
+    shape = list(x.shape)
     if not -len(shape) - 1 <= axis <= len(shape):
         raise ShapeError(f"axis {axis} does not fit an array of {len(shape)} dimensions with one more")
     shape.insert(axis if axis >= 0 else axis + len(shape) + 1, 1)
@@ -211,16 +251,16 @@ def squeeze(x: Tensor, axis: int) -> Tensor:
     Raises:
         ShapeError: when the axis is longer than 1.
     """
-    shape = list(x.data.shape)
+    shape = list(x.shape)
     if not -len(shape) <= axis < len(shape) or shape[axis] != 1:
-        raise ShapeError(f"axis {axis} of shape {x.data.shape} has not length 1")
+        raise ShapeError(f"axis {axis} of shape {x.shape} has not length 1")
     del shape[axis]
     return reshape(x, shape)
 
 
 def flatten(x: Tensor, start: int = 1) -> Tensor:
     """Return x with the axes from `start` on made into one, row by row; by default all but the batch axis."""
-    shape = x.data.shape
+    shape = x.shape
     return reshape(x, (*shape[:start], prod(shape[start:])))
 
 

@@ -21,6 +21,7 @@ from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
+from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tape import Deferred, walk_back
 from nnmpi.tensor.variable import Variable
 
@@ -44,14 +45,14 @@ class Tensor(Variable):
         if requires_grad and not is_floating(self.data.dtype):
             raise DtypeError(f"a tensor of {self.data.dtype} can have no gradient; use floating point")
         self.requires_grad = requires_grad
-        self.grad = self.node = self.tape = self.buffer = self.hook = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.cut = None
 
     @staticmethod
     def blank() -> Tensor:
         """Return a tensor without data, for an operation to fill in."""
         tensor = Tensor.__new__(Tensor)
         tensor.requires_grad = False
-        tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = None
+        tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.cut = None
         return tensor
 
     def backward(self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None) -> None:
@@ -82,7 +83,7 @@ class Tensor(Variable):
                 )
             seed = ones(xp, 1, self.data.dtype).reshape(self.data.shape)
         else:
-            values = grad.data if isinstance(grad, Variable) else grad
+            values = whole_values("backward", grad)
             try:
                 seed = xp.asarray(values)
             except TypeError as error:
@@ -295,11 +296,12 @@ class Tensor(Variable):
 
 
 def _values(x: Any) -> Any:
-    return x.data if isinstance(x, Variable) else x
+    return whole_values("a comparison", x)
 
 
 def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
+        whole_values("Tensor", data)
         if dtype is not None:
             data = elementwise.astype(Tensor(data.data), dtype)  # an operation, which a recording keeps
         data, dtype = data.data, None

@@ -13,6 +13,7 @@ from nnmpi.backend.recording import active
 
 if TYPE_CHECKING:
     from nnmpi.tensor.function import Function
+    from nnmpi.tensor.placement import TensorCut
     from nnmpi.tensor.tape import Tape
 
 
@@ -25,6 +26,7 @@ class Variable:
         grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
         node: the operation that computed it; None for a leaf.
         tape: the tape that the operation stands on; None for a leaf.
+        cut: which part of a larger tensor this is, see `cut.CutTensor`; None for a whole one.
         buffer: where the first gradient of a pass is written (a view into flat storage), or None.
         hook: called with this leaf, once in every backward pass that gives it a gradient, as soon as that is final; or
             None. Set it before the forward pass: operations look for it when they are recorded.
@@ -32,7 +34,7 @@ class Variable:
             parameters have one.
     """
 
-    __slots__ = ("__weakref__", "buffer", "data", "grad", "hook", "node", "requires_grad", "tape")
+    __slots__ = ("__weakref__", "buffer", "cut", "data", "grad", "hook", "node", "requires_grad", "tape")
 
     data: Array
     requires_grad: bool
@@ -41,6 +43,7 @@ class Variable:
     tape: Tape | None
     buffer: Array | None
     hook: Callable[[Any], None] | None
+    cut: TensorCut | None
     guard: Callable[[], None] | None = None
 
     def add_grad(self, grad: Array, xp: Any) -> None:

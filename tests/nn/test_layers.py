@@ -87,7 +87,7 @@ def test_a_layer_is_its_operation(name):
 def test_every_layer_is_here():
     """A new one without a test fails."""
     classes = {name for name in nnmpi.nn.__all__ if inspect.isclass(getattr(nnmpi.nn, name))}
-    assert classes - {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding"} == {
+    assert classes - {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding", "Units"} == {
         name.split()[0] for name in LAYERS
     }
 

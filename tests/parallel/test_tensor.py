@@ -43,13 +43,6 @@ class Attention(Module):
         return x
 
 
-class Dropping(Module):
-    """A module in which nobody can tell what comes to the dropout."""
-
-    def __init__(self) -> None:
-        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
-
-
 def test_tables() -> None:
     """A name word for word counts first, then the first pattern that fits."""
     table = {"blocks.*": C, "*.out": R, "blocks.1.out": X}
@@ -324,7 +317,6 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
     (lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()), {"0": C}, "cannot tell the images' size"),
-    (lambda: nn.Sequential(Dropping()), {"0.linear": C}, "'0.drop' is a Dropout beside layers that are cut"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
 ]
 

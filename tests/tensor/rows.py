@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi.tensor.cut import whole
 from nnmpi.tensor.matmul import matmul as matmul_
 from tests.tensor.draws import (
     Case,
@@ -259,6 +260,7 @@ TENSOR: list[Row] = [
     *rows(
         "tensor.minimum", both=extremum(arithmetic.minimum), number=unary(lambda x: arithmetic.minimum(0, x), nonzero)
     ),
+    *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
     *rows("tensor.where", both=where, number=where_number),
     *rows("tensor.negate", one=unary(elementwise.negate)),
     *rows("tensor.exp", one=unary(elementwise.exp)),

@@ -27,7 +27,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.choice import choose, choose_on_device
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.convert import converted
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
@@ -178,7 +178,7 @@ def _convolve(spec: ConvSpec, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return Conv2dFunction(algorithm)(require_floating("conv_relu_pool", x) if spec.relu else x, weight, bias)
 
 
-class _Rounded(Function):
+class _Rounded(Elementwise):
     """x with what half precision keeps of it, in float32; the gradient stays as exact as it comes."""
 
     __slots__ = ("low",)

@@ -18,15 +18,17 @@ are the identity. Arrays on a device travel as `comm.device` says.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.comm.vector_collectives import all_gather_v, reduce_scatter_v
 from nnmpi.errors import ShapeError
-from nnmpi.parallel.sharded.placement import Placement
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.placement import Placement
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import REDUCE, span
 
@@ -83,8 +85,11 @@ class _Regions:
             )
         xp = namespace(part)
         whole: Array = xp.empty(self.whole, dtype=part.dtype)
+        own = xp.ascontiguousarray(part).reshape(-1)
+        if not getattr(own.flags, "writeable", True):  # a gradient that was broadcast
+            own = own.copy()
         with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
-            parts = all_gather_v(self.group, xp.ascontiguousarray(part).reshape(-1), self.counts)
+            parts = all_gather_v(self.group, own, self.counts)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(whole, values)
         return whole
@@ -146,7 +151,7 @@ class SumOverRanks(Function):
         return grad if self.needs[0] else None, namespace(grad).sum(rows, axis=0, out=self.into(1))
 
 
-class _Cut(Function):
+class _Exchange(Function):
     """What the others share: how the activation is cut."""
 
     __slots__ = ("group", "placement")
@@ -160,7 +165,7 @@ class _Cut(Function):
         return regions
 
 
-class Scatter(_Cut):
+class Scatter(_Exchange):
     """This rank's part."""
 
     def forward(self, x: Array) -> Array:
@@ -170,7 +175,7 @@ class Scatter(_Cut):
         return (self.saved[0].gather(grad),)
 
 
-class Gather(_Cut):
+class Gather(_Exchange):
     """All parts together."""
 
     def forward(self, x: Array) -> Array:
@@ -180,7 +185,7 @@ class Gather(_Cut):
         return (self.saved[0].take(grad),)
 
 
-class GatherSummingGrads(_Cut):
+class GatherSummingGrads(_Exchange):
     """All parts together, on each rank for a use of its own."""
 
     def forward(self, x: Array) -> Array:
@@ -207,6 +212,31 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None, fresh: b
     if group.size == 1 and bias is None:
         return x
     return SumOverRanks(group, fresh)(x, bias)
+
+
+@dataclass(frozen=True)
+class PartExchange:
+    """What the ranks of a tensor group exchange of tensors that say which parts they are (see `tensor.placement`)."""
+
+    group: Group
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        return self.group.rank
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return x; its gradients are summed."""
+        return copy(x, self.group)
+
+    def gather(self, x: Tensor, placement: Placement) -> Tensor:
+        """Return all ranks' parts together."""
+        return gather(x, self.group, placement)
 
 
 def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:

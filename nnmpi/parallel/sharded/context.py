@@ -10,21 +10,41 @@ A rule decides how its layer needs the activation. If it comes otherwise, the ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.skip import Pop
-from nnmpi.parallel.sharded.collectives import gather, gather_summing_grads, scatter
-from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement
+from nnmpi.parallel.sharded.collectives import PartExchange, gather, gather_summing_grads, scatter
+from nnmpi.parallel.sharded.parameters import ParameterSharder
+from nnmpi.tensor.cut import mark, whole
+from nnmpi.tensor.placement import REPLICATED, Placement, TensorCut, features, is_cut
 from nnmpi.tensor.tensor import Tensor
 
 Redistribute: TypeAlias = Callable[[Tensor], Tensor]
 Placed: TypeAlias = tuple[Module, Placement]
+
+
+def divided(length: int, units: Units | None) -> Placement:
+    """Return the placement of a last axis that is divided in units of more than one feature.
+
+    Args:
+        length: of the whole axis.
+        units: with their `count` and `repeats`; None for units of one feature each.
+
+    Raises:
+        LayoutError: when the length is no multiple of both.
+    """
+    if units is None:
+        return features(length)
+    unit, rest = divmod(length, units.count * units.repeats)
+    if rest:
+        raise LayoutError(f"{length} features are not {units.repeats} times {units.count} units of one length")
+    return Placement(units.count, unit, units.repeats)
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,7 @@ class LayerContext:
         shape: of a whole sample of that activation, without the batch; None when it is not known.
         sharding: what the table has for the layer; None when it has nothing.
         sharder: cuts parameters for this rank.
+        units: what the layer's features are made of that are shared out; None for single features.
     """
 
     name: str
@@ -44,6 +65,7 @@ class LayerContext:
     shape: tuple[int, ...] | None
     sharding: Sharding | None
     sharder: ParameterSharder
+    units: Units | None = None
 
     @property
     def group(self) -> Group:
@@ -139,6 +161,55 @@ class Redistributed(Module):
         """Return the inner module's result, exchanged."""
         y = self.inner(x if self._before is None else self._before(x))
         return y if self._after is None else self._after(y)
+
+
+class ShardedChild(Redistributed):
+    """What the forward of a custom module sees of a layer or container below it that is shared out.
+
+    It may be called, with whole tensors or parts (see `tensor.cut`): what comes is brought to lie as the layer wants
+    it. What it returns says which part it is. It cannot be taken apart: parameters, and layers in a container, are this
+    rank's parts, and do not say so.
+
+    Args:
+        inner: what it stands for.
+        name: its full name in the model.
+        expects, gives: how input and result lie on the ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, inner: Module, name: str, expects: Placement, gives: Placement, group: Group) -> None:
+        super().__init__(inner)
+        self._name, self._expects, self._gives = name, expects, gives
+        self._group = PartExchange(group)
+
+    def forward(self, x: Any) -> Any:
+        """Return the layer's result, marked as a part where it is one."""
+        y = self.inner(self._arranged(x))
+        return y if self._gives.is_replicated else mark(y, self._cut(self._gives, y))
+
+    def _arranged(self, x: Any) -> Any:
+        if self._expects.is_replicated:
+            return whole(x)
+        wanted = self._cut(self._expects, x)
+        if is_cut(x) and x.cut.placement.is_like(wanted.placement, self._group.size):
+            return x.part()
+        return scatter(whole(x), self._group.group, self._expects)
+
+    def _cut(self, placement: Placement, x: Tensor) -> TensorCut:
+        return TensorCut(replace(placement, axis=placement.axis % x.ndim), self._group, self._name)
+
+    def _closed(self, *_: Any) -> NoReturn:
+        raise LayoutError(
+            f"layer {self._name!r} is shared out over {self._group.size} ranks, and its parameters and layers cannot "
+            "be used one by one then; call the layer, or give it no entry in the table"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # reached only for what is not there
+        value = getattr(self.inner, name)
+        return self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
+
+    __getitem__ = __len__ = __iter__ = _closed
 
 
 class RedistributedPop(Pop):

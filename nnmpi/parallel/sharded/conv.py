@@ -29,8 +29,9 @@ from nnmpi.ops.pool import average, largest
 from nnmpi.parallel.sharded.collectives import copy, sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
 from nnmpi.parallel.sharded.halo import RowWindows, halo
-from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement, features, rows
+from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.placement import REPLICATED, Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
 
 

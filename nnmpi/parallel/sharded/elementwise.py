@@ -21,8 +21,8 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
 from nnmpi.parallel.sharded.context import LayerContext, Placed
-from nnmpi.parallel.sharded.placement import FEATURES, ROWS, Placement
 from nnmpi.shard import Region
+from nnmpi.tensor.placement import FEATURES, ROWS, Placement
 from nnmpi.tensor.tensor import Tensor
 
 

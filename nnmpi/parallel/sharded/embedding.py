@@ -17,9 +17,10 @@ from nnmpi.nn.linear import Embedding
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed
-from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, features
+from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.operand import read_as, whole_values
+from nnmpi.tensor.placement import REPLICATED, features
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
@@ -96,7 +97,8 @@ def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
         DtypeError: when they are not integers.
         ShapeError: when one is outside 0..entries-1.
     """
-    values: Array = indices.data if isinstance(indices, Variable) else namespace(table.data).asarray(indices)
+    given = whole_values("embedding", indices)
+    values: Array = given if isinstance(indices, Variable) else namespace(table.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
     if kernels_for(values).is_device:

@@ -17,9 +17,10 @@ from nnmpi.nn.linear import Linear, TiedLinear
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
-from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
-from nnmpi.parallel.sharded.placement import REPLICATED, ParameterSharder, Placement, features
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute, divided
+from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.placement import REPLICATED, Placement, features
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -29,11 +30,12 @@ class ColumnLinear(Linear):
     Args:
         layer: the whole layer.
         sharder: cuts its parameters.
+        result: how the outputs lie on the ranks.
         enter: makes the input whole, and sums its gradients.
     """
 
-    def __init__(self, layer: Linear, sharder: ParameterSharder, enter: Redistribute) -> None:
-        self.result = features(layer.weight.shape[1])
+    def __init__(self, layer: Linear, sharder: ParameterSharder, result: Placement, enter: Redistribute) -> None:
+        self.result = result
         self.weight = sharder.cut(layer.weight, self.result, axis=1)
         self.bias = None if layer.bias is None else sharder.cut(layer.bias, self.result, axis=0)
         self._enter = enter
@@ -99,11 +101,12 @@ def place_linear(layer: Linear, context: LayerContext) -> Placed:
     """Return the layer as the table wants it."""
     inputs = layer.weight.shape[0]
     if context.sharding in (Sharding.COLUMN, Sharding.VOCAB):
-        column = ColumnLinear(layer, context.sharder, context.to_each(inputs))
+        result = divided(layer.weight.shape[1], context.units)
+        column = ColumnLinear(layer, context.sharder, result, context.to_each(inputs))
         return column, column.result
     if context.sharding is Sharding.ROW:
         ready = not context.placement.is_replicated and not context.placement.has_rows
-        cut = context.placement if ready else features(inputs)
+        cut = context.placement if ready else divided(inputs, context.units)
         return RowLinear(layer, context.sharder, cut.resolve(inputs), context.to_parts(cut)), REPLICATED
     if context.sharding is Sharding.ROWS:
         raise context.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")

@@ -20,10 +20,11 @@ from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.norm import layer_norm
 from nnmpi.parallel.sharded.collectives import all_sum, copy, sum_in_place
 from nnmpi.parallel.sharded.context import LayerContext, Placed
-from nnmpi.parallel.sharded.placement import ParameterSharder, Placement
+from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import may_meet, require_floating
+from nnmpi.tensor.placement import Placement
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -18,14 +18,14 @@ from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.nn.sharding import Sharding
-from nnmpi.parallel.sharded.context import LayerContext, Placed
+from nnmpi.nn.sharding import Sharding, Units
+from nnmpi.parallel.sharded.context import LayerContext, Placed, divided
 from nnmpi.parallel.sharded.conv import place_conv, place_global_pool, place_pool
 from nnmpi.parallel.sharded.elementwise import place_dropout, place_elementwise, place_flatten, place_softmax
 from nnmpi.parallel.sharded.embedding import place_embedding
 from nnmpi.parallel.sharded.linear import place_linear, place_tied_linear
 from nnmpi.parallel.sharded.norm import place_batch_norm, place_layer_norm
-from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features
+from nnmpi.tensor.placement import REPLICATED, Placement, features
 
 Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
@@ -57,10 +57,10 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 )
 
 
-def assumed_placement(layer: Module, sharding: Sharding) -> Placement:
+def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
     """Return the placement of a layer's input in a custom module, whose forward is unknown, as its sharding implies."""
     if sharding is Sharding.ROW and isinstance(layer, Linear):
-        return features(layer.weight.shape[0])
+        return divided(layer.weight.shape[0], units)
     if sharding is Sharding.ROW and isinstance(layer, Conv2d):
         return features(layer.weight.shape[2] * layer.groups)
     if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm | LayerNorm):

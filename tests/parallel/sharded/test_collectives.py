@@ -11,8 +11,8 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.parallel.sharded import collectives as exchange
 from nnmpi.parallel.sharded.halo import RowWindows, halo
-from nnmpi.parallel.sharded.placement import Placement, features, rows
 from nnmpi.shard import part
+from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
 
 WHOLE, PARTS, OWN = "whole", "parts", "own"  # of a vector: the same on all ranks, cut, another one on each rank

@@ -16,8 +16,8 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.sharded.elementwise import PartDropout
-from nnmpi.parallel.sharded.placement import Placement, features, rows
 from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
 

@@ -8,8 +8,8 @@ import pytest
 from nnmpi import nn
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.sharded.placement import REPLICATED, Placement, features, rows
 from nnmpi.parallel.sharded.rules import shape_after
+from nnmpi.tensor.placement import REPLICATED, Placement, features, rows
 
 LAYERS: list[tuple[Module, tuple[int, ...]]] = [
     (nn.Conv2d(2, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2), groups=2), (9, 7, 2)),

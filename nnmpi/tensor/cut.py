@@ -1,0 +1,123 @@
+"""A rank's part of a tensor, which looks like the whole one.
+
+`shape` is the whole one's, so that what a module computes from it is what a run on one rank computes; `data` is this
+rank's part. Operations on it are those on the whole tensor, or are refused (see `placement`). Python never sees its
+values: they differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any, NoReturn
+
+from nnmpi.backend.recording import active
+from nnmpi.errors import LayoutError
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.placement import TensorCut, is_cut
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.variable import Variable
+
+
+class CutTensor(Tensor):
+    """This rank's part of a tensor; `cut` says which. Layers that are shared out make them, see `mark`."""
+
+    __slots__ = ()
+
+    cut: TensorCut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the whole tensor's axes."""
+        return self.cut.of(self.data.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of the whole tensor's elements."""
+        return prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"CutTensor(axis {self.cut.axis} of {self.shape}, left by layer {self.cut.layer!r})"
+
+    def detach(self) -> Tensor:
+        """Return a part of the same values that is no part of the graph."""
+        return mark(Tensor(self.data), self.cut)
+
+    def part(self) -> Tensor:
+        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it is."""
+        part = Tensor.blank()
+        _share(part, self)
+        return part
+
+    def apply(self, function: Function, inputs: tuple[Any, ...]) -> Tensor:
+        """Apply an operation to inputs among which this part is, if the operation knows what to do with parts.
+
+        Raises:
+            LayoutError: if not.
+        """
+        with_gradient = [isinstance(x, Variable) and x.requires_grad for x in inputs]
+        placement = function.placed(*inputs)
+        own = [
+            x.part() if is_cut(x) else self.cut.group.copy(x) if needed else x
+            for x, needed in zip(inputs, with_gradient, strict=True)
+        ]
+        return mark(function(*own), replace(self.cut, placement=placement))
+
+    def _refuse_look(self, *_: Any) -> NoReturn:
+        raise self.cut.refuse("a look at values (numpy, item, argmax, comparison)", "needs all of them")
+
+    numpy = item = argmax = __lt__ = __le__ = __gt__ = __ge__ = _refuse_look  # type: ignore[assignment]
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Refuse to begin a backward pass at a part.
+
+        Raises:
+            LayoutError: always.
+        """
+        raise self.cut.refuse("backward", "begins at a whole tensor")
+
+
+def mark(x: Tensor, cut: TensorCut) -> CutTensor:
+    """Return this rank's part of a tensor as one that says so.
+
+    Args:
+        x: the part.
+        cut: which one it is.
+
+    Raises:
+        LayoutError: when it is not that long.
+    """
+    if x.data.shape[cut.axis] != cut.own():
+        raise LayoutError(
+            f"layer {cut.layer!r} leaves a part of shape {x.data.shape}, but {cut.own()} of {cut.whole} in axis "
+            f"{cut.axis} are this rank's; the layers were sharded for other sizes"
+        )
+    part = CutTensor.__new__(CutTensor)
+    part.grad = part.buffer = part.hook = None
+    part.cut = cut
+    _share(part, x)
+    return part
+
+
+def whole(x: Any) -> Any:
+    """Return a tensor of which every rank has all: of a rank's part all parts together, anything else as it is.
+
+    The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a list, tuple or
+    dictionary each part is made whole.
+    """
+    if is_cut(x):
+        return x.cut.group.gather(x.part(), x.cut.placement)
+    if type(x) in (list, tuple):
+        return type(x)(map(whole, x))
+    return {key: whole(value) for key, value in x.items()} if type(x) is dict else x
+
+
+def _share(new: Tensor, x: Tensor) -> None:
+    """Let a new tensor have the values of another one, and its place in the graph."""
+    new.data, new.requires_grad, new.node, new.tape = x.data, x.requires_grad, x.node, x.tape
+    recorder = active()
+    if recorder is not None:
+        recorder.made.add(new)

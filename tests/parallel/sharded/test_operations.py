@@ -1,0 +1,184 @@
+"""Every operation on a rank's part of a tensor: it is the operation on the whole one, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import nnmpi
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError
+from nnmpi.parallel.sharded.collectives import PartExchange, scatter
+from nnmpi.tensor.cut import mark, whole
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.placement import Placement, TensorCut, is_cut
+from nnmpi.tensor.tensor import Tensor
+from tests.tensor.draws import Case
+from tests.tensor.test_operations import TABLE
+
+# Operations that take no parts at all.
+REFUSED = {
+    "ops.batch_norm",
+    "ops.binary_cross_entropy",
+    "ops.conv2d",
+    "ops.conv_relu",
+    "ops.conv_relu_pool",
+    "ops.cross_entropy",
+    "ops.embedding",
+    "ops.mse",
+}
+
+# (name, operation, shapes of its inputs): what takes parts, cut along some axis.
+TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
+    ("add", lambda x, y: x + y, [(3, 4), (4,)]),
+    ("where", lambda x, y: nnmpi.tensor.where(np.array([[True], [False], [True]]), x, y), [(3, 4), (3, 4)]),
+    ("astype", lambda x: (x * 2).astype("float64").exp(), [(3, 4)]),
+    ("sum", lambda x: x.sum(0), [(3, 4)]),
+    ("mean", lambda x: x.mean((0, 2), keepdims=True), [(3, 4, 2)]),
+    ("var", lambda x: x.var(-1), [(4, 3)]),
+    ("max", lambda x: x.max(1), [(4, 3)]),
+    ("heads apart", lambda x: x.reshape(2, 3, 2, -1).transpose(0, 2, 1, 3), [(2, 3, 8)]),
+    ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
+    ("flatten", lambda x: x.flatten(), [(2, 3, 4)]),
+    ("broadcast", lambda x: nnmpi.tensor.broadcast_to(x, (2, 3, 4)), [(1, 4)]),
+    ("concatenate", lambda x, y: nnmpi.tensor.concatenate([x, y], 1), [(4, 3), (4, 2)]),
+    ("pad", lambda x: nnmpi.tensor.pad(x, [(1, 0), (0, 0)]), [(3, 4)]),
+    ("flip", lambda x: nnmpi.tensor.flip(x, 0), [(3, 4)]),
+    ("queries", lambda x: x[..., None, :4] * x[1, None, 2, 4:], [(2, 3, 8)]),
+    ("take", lambda x: nnmpi.tensor.take_along_axis(x, np.array([[2], [0]]), 0), [(3, 4)]),
+    ("rows", lambda x, y: x @ y, [(4, 3), (3, 5)]),
+    ("vector", lambda x, y: x @ y, [(3,), (2, 3, 4)]),
+    ("stacks", lambda x, y: x @ y, [(2, 4, 3, 5), (4, 5, 2)]),
+    ("linear", nnmpi.ops.linear, [(4, 2, 3), (3, 2), (2,)]),
+    ("linear_gelu", nnmpi.ops.linear_gelu, [(4, 3), (3, 2), (2,)]),
+    ("softmax", lambda x: nnmpi.ops.softmax(x, 0), [(3, 4)]),
+    ("log_softmax", lambda x: nnmpi.ops.log_softmax(x, 0), [(3, 4)]),
+    ("layer_norm", nnmpi.ops.layer_norm, [(4, 3), (3,), (3,)]),
+    ("max_pool", lambda x: nnmpi.ops.max_pool2d(x, 2), [(1, 4, 4, 3)]),
+    ("avg_pool", lambda x: nnmpi.ops.avg_pool2d(x, 2), [(1, 4, 4, 3)]),
+    ("dropout", lambda x: nnmpi.ops.dropout(x, 0.5, (1, 2), 3), [(3, 4, 5)]),
+    ("attention", lambda x: nnmpi.ops.attention(x, 3, causal=True), [(2, 4, 18)]),
+    ("heads", nnmpi.ops.scaled_dot_product_attention, [(2, 3, 4, 2)] * 3),
+]
+
+
+def part_of(x: Tensor, placement: Placement, group: Group) -> Tensor:
+    """Return this rank's part of a tensor, as one that says so."""
+    return mark(scatter(x, group, placement), TensorCut(placement, PartExchange(group), "made"))
+
+
+def placements(length: int, axis: int) -> Iterator[Placement]:
+    """Yield ways to share out an axis: by elements, by pairs, and in two repeats."""
+    yield Placement(length, 1, 1, axis)
+    if length and length % 2 == 0:
+        yield Placement(length // 2, 2, 1, axis)
+        yield Placement(length // 2, 1, 2, axis)
+
+
+def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
+    """Yield by number the inputs that are cut, and how: each alone, and all of them along one axis of the last ones."""
+    for number, x in enumerate(inputs):
+        for axis, length in enumerate(x.shape):
+            for placement in placements(length, axis):
+                yield {number: placement}
+    for behind in range(1, 1 + (max(x.ndim for x in inputs) if len(inputs) > 1 else 0)):
+        there = [i for i, x in enumerate(inputs) if x.ndim >= behind]
+        axes = [list(placements(inputs[i].shape[-behind], inputs[i].ndim - behind)) for i in there]
+        for way in product(*axes):
+            yield dict(zip(there, way, strict=True))
+
+
+def run(function: Callable[..., Any], inputs: Sequence[Array], cut: Callable[[int, Tensor], Tensor]) -> list[Any]:
+    """Return an operation's result and the gradients of its inputs."""
+    leaves = [Tensor(x, requires_grad=True) for x in inputs]
+    y = whole(function(*(cut(i, leaf) for i, leaf in enumerate(leaves))))
+    y.backward(np.linspace(1, 2, y.size).reshape(y.shape))
+    return [
+        y.data,
+        *(np.zeros_like(x) if leaf.grad is None else leaf.grad for x, leaf in zip(inputs, leaves, strict=True)),
+    ]
+
+
+def try_all(case: Case, ranks: int, names: set[str] | None = None) -> int:
+    """Try a case with every way to cut its inputs; return how many were not refused.
+
+    Fails where a result or a gradient is not the serial one, or another error than a refusal comes.
+    """
+    expected = run(case.function, case.inputs, lambda i, x: x)
+
+    def main(group: Group) -> list[bool]:
+        done = []
+        for way in ways(case.inputs):
+            try:
+                ours = run(case.function, case.inputs, lambda i, x: part_of(x, way[i], group) if i in way else x)  # noqa: B023
+            except LayoutError as error:
+                assert "leaves each of" in str(error), error
+                done.append(False)
+                continue
+            for one, other in zip(expected, ours, strict=True):
+                assert one.shape == other.shape, way
+                np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11, err_msg=str(way))
+            done.append(True)
+        return done
+
+    everyone = nnmpi.simulate(main, ranks=ranks)
+    assert all(done == everyone[0] for done in everyone)
+    return sum(everyone[0])
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+def test_equal_or_refused(row: Any) -> None:
+    """Each operation of the table, each input cut along each axis, and several of them together."""
+
+    @settings(max_examples=8)
+    @given(row.cases)
+    def tried(case: Case) -> None:
+        taken = try_all(case, 2) + try_all(case, 3)
+        assert not taken or row.public not in REFUSED
+
+    tried()
+
+
+@pytest.mark.parametrize(("name", "function", "shapes"), TAKEN, ids=[name for name, *_ in TAKEN])
+def test_what_is_not_refused(name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> None:
+    """These would be equal or refused if they refused everything."""
+    rng = np.random.default_rng(0)
+    inputs = [rng.uniform(0.5, 2, shape) for shape in shapes]
+    assert try_all(Case(function, inputs), 2) > 0
+
+
+def test_functions_that_say_nothing_are_refused() -> None:
+    """A user's own Function takes whole tensors only, and says which layer left a part."""
+
+    class Reverse(Function):
+        def forward(self, x: Array) -> Array:
+            reversed_: Array = x[..., ::-1]
+            return reversed_
+
+        def backward(self, grad: Array) -> tuple[Array | None, ...]:
+            return (grad[..., ::-1],)
+
+    assert try_all(Case(lambda x: Reverse()(x), [np.ones((2, 3))]), 2) == 0
+    assert try_all(Case(lambda x: Reverse()(whole(x)), [np.random.default_rng(0).random((2, 3))]), 2) > 0
+
+
+def test_nobody_sees_values_of_a_part() -> None:
+    """Shapes are the whole tensor's; values, which differ from rank to rank, are not to be had."""
+
+    def main(group: Group) -> None:
+        x = part_of(Tensor(np.arange(12.0).reshape(3, 4)), Placement(4, axis=1), group)
+        assert (x.shape, x.size, len(x), x.ndim) == ((3, 4), 12, 3, 2)
+        assert x.data.shape == (3, 2)
+        assert is_cut(x.detach())
+        for look in (x.numpy, x.item, x.argmax, x.backward, lambda: x > 0, lambda: Tensor(x), lambda: Tensor([1.0])[x]):
+            with pytest.raises(LayoutError, match="layer 'made' leaves each of 2 ranks a part of axis 1, 4 long"):
+                look()
+        np.testing.assert_array_equal(whole({"a": [x]})["a"][0].numpy(), np.arange(12.0).reshape(3, 4))
+
+    nnmpi.simulate(main, ranks=2)

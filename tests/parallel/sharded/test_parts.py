@@ -1,0 +1,218 @@
+"""Modules whose forward nobody knows, with layers that are shared out: equal to the serial run, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import nn, ops
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
+from nnmpi.parallel.tensor import shard
+from nnmpi.tensor.cut import whole
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.shape import concatenate
+from nnmpi.tensor.tensor import Tensor
+from tests.parallel.sharded.compare import check_equal, images
+
+C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED
+HEADS = {"attention.qkv": C, "attention.proj": R}
+
+
+def blocks(features: int, heads: int, count: int = 2, **options: Any) -> Module:
+    """Return transformer blocks and a head."""
+    made = [nn.TransformerBlock(features, heads, **options) for _ in range(count)]
+    return nn.Sequential(*made, nn.Flatten(), nn.Linear(3 * features, 3))
+
+
+def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: Any) -> None:
+    """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients, weights."""
+    for ranks in (2, 3, 4):
+        nnmpi.simulate(lambda group: check_equal(group, build, shape, **options) and None, ranks=ranks)
+
+
+@pytest.mark.parametrize(("features", "heads"), [(12, 2), (15, 5), (12, 3), (5, 1)])
+@pytest.mark.parametrize("table", [HEADS, {"mlp.0": C, "mlp.2": R}, {**HEADS, "mlp.*": C}, {"attention.proj": R}])
+def test_transformer_blocks(features: int, heads: int, table: Mapping[str, Sharding]) -> None:
+    """Attention by heads, also when heads do not divide, and when some ranks have none."""
+    everywhere(lambda: blocks(features, heads), (3, features), table={f"*.{name}": s for name, s in table.items()})
+
+
+@pytest.mark.mpi
+def test_blocks_bring_their_table(group: Group) -> None:
+    """A model without a table takes those of the modules in it: all of a block's wide layers."""
+    ours = check_equal(group, lambda: blocks(12, 3, bias=False), (3, 12), sharded_at_least=8)
+    if group.size > 1:
+        parameters = dict(ours.named_parameters())
+        assert parameters["0.attention.qkv.weight"].shape[1] == 3 * parameters["0.attention.proj.weight"].shape[0]
+
+
+class Own(Module):
+    """A user's module: `compute` is its forward."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
+        self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.table = nn.Embedding(5, 4)
+        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.4)
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        self.scale = Parameter((1,), nn.Constant(0.7))
+        self.gain = Parameter((6,), nn.Constant(0.7))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Any:
+        """Return what `compute` makes of x: (batch, 3, 4)."""
+        return self.compute(self, x)
+
+
+def mean_of_parts(m: Any, x: Tensor) -> Tensor:
+    """Return a part: the module's result is made whole."""
+    y: Tensor = m.wide(x).mean(1)
+    return y
+
+
+def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
+    """Return what builds a model with such a module."""
+    features = 6 if compute is mean_of_parts else 12
+    return lambda: nn.Sequential(nn.Linear(4, 4), Own(compute), nn.Flatten(), nn.Linear(features, 3))
+
+
+def sqrt_of_width(m: Any, x: Tensor) -> Tensor:
+    """Divide by what the shape says: that of the whole."""
+    y = m.wide(x)
+    y = y / float(y.shape[-1]) ** 0.5
+    result: Tensor = m.narrow(y.transpose(0, 2, 1).reshape(len(y), 6, 3)[:, :, ::-1].transpose(0, 2, 1))
+    return result
+
+
+TABLE = {"1.wide": C, "1.narrow": R, "0": C}
+EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a pair": lambda m, x: m.narrow(ops.gelu(m.wide(x))),
+    "a whole scale": lambda m, x: m.narrow(m.wide(x) * m.scale + m.scale),
+    "dropout": lambda m, x: m.narrow(m.drop(m.wide(x))),
+    "a sum of parts": lambda m, x: m.narrow(m.wide(x) + m.wide(x * 2)),
+    "a residual sum": lambda m, x: x + m.narrow(m.wide(x).tanh()),
+    "made whole": lambda m, x: m.narrow(m.norm(whole(m.wide(x)))),
+    "whole into row": lambda m, x: m.narrow(concatenate([x, x[..., :2]], -1)),
+    "a layer's own way": lambda m, x: m.narrow(m.wide(x).transpose(1, 0, 2).transpose(1, 0, 2)),
+    "twice": lambda m, x: m.narrow(m.wide(m.narrow(m.wide(x)))),
+    "a sequence of parts": lambda m, x: m.narrow(m.wide(m.mlp(m.narrow(m.wide(x))))),
+    "a part as the result": mean_of_parts,
+    "its own way of scaling": sqrt_of_width,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(name: str) -> None:
+    """What a user's module may do with parts."""
+    everywhere(own(EQUAL[name]), (3, 4), table={**TABLE, "1.mlp.0": C})
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax adds up all of its axis, but layer '1.wide'"),
+    "layer norm": (lambda m, x: m.narrow(m.norm(m.wide(x))), "LayerNorm takes the mean over whole rows"),
+    "a whole gain": (lambda m, x: m.narrow(m.wide(x) * m.gain), "multiply meets a whole tensor"),
+    "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
+    "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
+    "a slice": (lambda m, x: m.wide(x)[..., :4], "no whole groups"),
+    "its weight": (lambda m, x: m.narrow(x @ m.wide.weight), "cannot be used one by one"),
+    "its layers": (lambda m, x: m.mlp[0](x), "cannot be used one by one"),
+    "a look": (lambda m, x: x if (m.wide(x) > 0).all() else x * 2, "a look at values"),
+    "a mask": (
+        lambda m, x: m.narrow(m.wide(x)[m.wide(x).detach().astype("int64")]),
+        "takes the values of a whole tensor",
+    ),
+    "a whole layer": (lambda m, x: m.mlp(x) + m.norm.weight * m.wide(x), "multiply meets a whole tensor"),
+    "a product": (lambda m, x: m.wide(x) @ m.wide(x).transpose(0, 2, 1), "MatMul adds up along all of that axis"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_refused(name: str, ranks: int) -> None:
+    """What it may not do: one sentence that names the operation, the layer and what would work."""
+    compute, words = REFUSED[name]
+
+    def main(group: Group) -> None:
+        model = own(compute)()
+        shard(model, group, {**TABLE, "1.mlp.0": C})
+        model.initialize(seed=0, dtype="float64")
+        with pytest.raises(LayoutError, match=words):
+            model(Tensor(images(2, (3, 4), "float64")[0]))
+
+    nnmpi.simulate(main, ranks=ranks)
+
+
+def test_a_model_of_its_own() -> None:
+    """What a custom model itself returns is a part, if it ends so: its loss refuses it, and says how to go on."""
+
+    class Net(Module):
+        def __init__(self) -> None:
+            self.head = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(x)
+            return y
+
+    def main(group: Group) -> None:
+        model = Net()
+        shard(model, group, {"head": C})
+        model.initialize(seed=0, dtype="float64")
+        x, y = images(5, (4,), "float64")
+        with pytest.raises(LayoutError, match="CrossEntropy works on whole tensors, but layer 'head' leaves"):
+            ops.cross_entropy(model(x), y)
+        serial = Net().initialize(seed=0, dtype="float64")
+        assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(ops.cross_entropy(serial(x), y).item())
+
+    nnmpi.simulate(main, ranks=2)
+
+
+def test_compiled_steps_refuse_too() -> None:
+    """A step is refused when it is recorded; one that is not replays its exchanges."""
+
+    def main(group: Group) -> None:
+        x, y = images(4, (3, 4), "float64")
+        model = own(EQUAL["dropout"])()
+        shard(model, group, TABLE)
+        model.initialize(seed=0, dtype="float64")
+
+        def loss() -> Tensor:
+            model.zero_grad()
+            value = ops.cross_entropy(model(x), y)
+            value.backward()
+            return value
+
+        step = nnmpi.compile(loss)
+        for number in range(3):
+            with training(step=number):
+                assert step().item() == loss().item()
+        refused = own(REFUSED["softmax"][0])()
+        shard(refused, group, TABLE)
+        refused.initialize(seed=0, dtype="float64")
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="Softmax"):
+                nnmpi.compile(lambda: refused(x))()
+
+    nnmpi.simulate(main, ranks=2)
+
+
+def test_what_the_issue_saw() -> None:
+    """Two blocks with attention by columns and rows under tp 2: the first loss is the serial one."""
+
+    def main(group: Group) -> float:
+        model = nn.Sequential(nn.TransformerBlock(8, 2), nn.TransformerBlock(8, 2))
+        if group.size > 1:
+            shard(model, group, {f"*.{name}": sharding for name, sharding in HEADS.items()})
+        model.initialize(seed=0, dtype="float64")
+        x = np.random.default_rng(0).standard_normal((2, 5, 8))
+        with training():
+            return (model(Tensor(x)) ** 2).sum().item()
+
+    (serial,) = nnmpi.simulate(main, ranks=1)
+    assert nnmpi.simulate(main, ranks=2) == pytest.approx([serial, serial], rel=1e-12)
