@@ -41,6 +41,10 @@ class Samples(Protocol):
         """Whether samples are whole numbers that stand for something, and not quantities."""
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens a model must know; 0 for quantities."""
+
+    @property
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of a sample, of the longest one where they differ."""
 
@@ -126,6 +130,11 @@ class Dataset:
     def is_tokens(self) -> bool:
         """Whether samples are tokens, and not quantities."""
         return self.x.dtype.kind in "iu" and self.x.dtype != np.uint8
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """One more than the largest token; 0 for quantities."""
+        return int(self.x.max(initial=0)) + 1 if self.is_tokens else 0
 
     @cached_property
     def targets(self) -> NDArray[np.int64] | None:

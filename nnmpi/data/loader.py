@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
-from nnmpi.data.sampler import batches_per_epoch, order, rows
+from nnmpi.data.sampler import batches_per_epoch, by_length, order, rows
 from nnmpi.data.transform import Transform, split_transform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.shard import split
@@ -175,13 +175,20 @@ class Loader:
             stored: give samples as the data set has them, at most moved about, and leave their arithmetic to a device;
                 see `data.upload` and `transform.split_transform`.
         """
-        epoch_order = order(len(self.dataset), self.seed, epoch, self.shuffle)
+        epoch_order = self.order(epoch)
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
             workers=self.workers,
             ahead=self.prefetch,
         )
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together."""
+        found, lengths = order(len(self.dataset), self.seed, epoch, self.shuffle), self.dataset.lengths
+        if lengths is None or not self.shuffle:
+            return found
+        return by_length(found, lengths, self.batch_size, self.seed, epoch)
 
     def parts(self, epoch: int) -> Parts:
         """Return what makes any part of any batch of an epoch, at once.
@@ -332,7 +339,7 @@ class Parts:
 
     def __init__(self, loader: Loader, epoch: int) -> None:
         self._loader, self._epoch = loader, epoch
-        self._order = order(len(loader.dataset), loader.seed, epoch, loader.shuffle)
+        self._order = loader.order(epoch)
         self.owned = loader.partition != "none"
 
     def __call__(self, number: int, part: int, parts: int) -> Batch:

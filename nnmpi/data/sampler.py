@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from nnmpi.backend.random import stream
 from nnmpi.shard import part, split
 
+POOL = 50  # batches that are sorted together: more are more alike, and less random
+
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without shuffling.
@@ -29,6 +31,31 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int
     if not shuffle:
         return np.arange(n, dtype=np.int64)
     return stream(seed, "order", epoch).permutation(n)
+
+
+def by_length(
+    epoch_order: NDArray[np.int64], lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Return an epoch's order in which the samples of a batch have about the same length.
+
+    Each POOL batches are sorted by length, and all batches but a short last one are shuffled again:
+
+        lengths    3 9 1 8 | 2 7 9 4      ->      1 2 | 3 4 | 7 8 | 9 9      ->      7 8 | 1 2 | 9 9 | 3 4
+
+    Args:
+        epoch_order: of `order`.
+        lengths: (n,), of all samples.
+        batch_size: rows of a global batch.
+        seed, epoch: as for `order`.
+    """
+    pool = POOL * batch_size
+    sorted_pools = [epoch_order[first : first + pool] for first in range(0, len(epoch_order), pool)]
+    sorted_pools = [each[np.argsort(lengths[each], kind="stable")] for each in sorted_pools]
+    found = np.concatenate([epoch_order[:0], *sorted_pools])
+    whole = len(found) // batch_size
+    shuffled = found[: whole * batch_size].reshape(whole, batch_size)
+    shuffled = shuffled[stream(seed, "batches by length", epoch).permutation(whole)]
+    return np.concatenate([shuffled.reshape(-1), found[whole * batch_size :]])
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:

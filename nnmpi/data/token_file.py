@@ -1,0 +1,178 @@
+"""A text's tokens in a file of their own, which is mapped into memory: the corpus need not fit there.
+
+    ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it: uint16, or uint32
+                              ends.npy         where each document ends in it, int64
+                              nnmpi-tokenizer.json or tokenizer.json
+
+KEY is a hash of the text, the tokenizer, and what a document is. The folder is written under another name and renamed,
+so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.data.documents import read_documents
+from nnmpi.data.files import cache_folder, locked
+from nnmpi.data.tokenizer import BYTES, CHARACTERS, ByteTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
+from nnmpi.errors import DataError
+
+FORMAT = 1  # of the files; a new one has other keys
+TOKENS, ENDS = "tokens.bin", "ends.npy"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text to be read.
+
+    Attributes:
+        path: see `documents.read_documents`.
+        tokenizer: "bytes", "characters", or where one was saved: see `tokenizer.load_tokenizer`.
+        columns: of a table.
+        sentences: whether each line of a .txt is a document.
+    """
+
+    path: Path
+    tokenizer: str = CHARACTERS
+    columns: tuple[str, ...] = ()
+    sentences: bool = False
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """Yield its documents; see `documents.read_documents`."""
+        return read_documents(self.path, self.columns, self.sentences)
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None for one that is made of the text."""
+        return None if self.tokenizer == CHARACTERS else load_tokenizer(self.tokenizer)
+
+    def key(self) -> str:
+        """Return what names its tokens: a hash of the text, the tokenizer, and what a document is.
+
+        Raises:
+            DataError: when the file cannot be read.
+        """
+        made = self.load_tokenizer()
+        try:
+            with self.path.open("rb") as stream:
+                text = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+        kind = "".join(self.path.suffixes)
+        parts = [FORMAT, text, kind, self.columns, self.sentences, CHARACTERS if made is None else made.identity]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """The tokens of a text.
+
+    Attributes:
+        tokens: all documents' tokens, each with the tokenizer's end behind it; mapped, not read.
+        ends: where each document ends.
+        tokenizer: that made them.
+    """
+
+    tokens: Array
+    ends: NDArray[np.int64]
+    tokenizer: Tokenizer
+
+
+def prepare_tokens(source: TextSource) -> Path:
+    """Return the folder with the text's tokens, after writing it if it is not there.
+
+    One rank per node calls this; several at once wait for one another.
+
+    Raises:
+        UsageError, DataError: for a text or a tokenizer that cannot be read, see `documents` and `tokenizer`; and for a
+            folder that cannot be written.
+    """
+    parent = cache_folder() / "tokens"
+    folder = parent / source.key()
+    if folder.is_dir():
+        return folder
+    with locked(parent):
+        if not folder.is_dir():
+            _write(source, folder)
+    return folder
+
+
+def open_tokens(source: TextSource) -> TokenFile:
+    """Return the tokens that `prepare_tokens` has written.
+
+    Raises:
+        UsageError, DataError: as `prepare_tokens`; for files that are damaged.
+    """
+    folder = cache_folder() / "tokens" / source.key()
+    try:
+        ends = np.load(folder / ENDS, allow_pickle=False)
+        tokenizer = load_tokenizer(BYTES if source.tokenizer == BYTES else folder)
+        kind = _kind(tokenizer)
+        tokens = np.memmap(folder / TOKENS, kind, "r")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{folder} cannot be read ({error}); remove it, and it is made again") from error
+    if not len(ends) or len(tokens) != ends[-1]:
+        raise DataError(f"{folder} is damaged: {len(tokens)} tokens; remove it, and it is made again")
+    return TokenFile(tokens, ends, tokenizer)
+
+
+def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
+
+
+def _write(source: TextSource, folder: Path) -> None:
+    """Write the folder under another name, and rename it."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        _fill(source, temporary)
+        with suppress(FileExistsError):  # on a file system without locks another may have come first, with the same
+            temporary.rename(folder)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fill(source: TextSource, folder: Path) -> None:
+    tokenizer = source.load_tokenizer()
+    if tokenizer is None:
+        tokenizer = CharacterTokenizer(_characters(source.pieces()))
+    kind, end = _kind(tokenizer), tokenizer.end
+    ends: list[int] = []
+    done = begun = 0
+    with (folder / TOKENS).open("wb") as stream:
+        for text, is_whole in source.pieces():
+            ids = tokenizer.encode(text)
+            if is_whole:
+                ids = [*ids, end]
+            stream.write(np.asarray(ids, kind).tobytes())
+            done += len(ids)
+            if is_whole:
+                if done == begun + 1:
+                    raise DataError(f"{source.path}: document {len(ends) + 1} is empty: it has no tokens")
+                ends.append(done)
+                begun = done
+        stream.flush()
+        os.fsync(stream.fileno())
+    np.save(folder / ENDS, np.array(ends, np.int64))
+    if not isinstance(tokenizer, ByteTokenizer):
+        tokenizer.save(folder)
+
+
+def _characters(pieces: Iterable[tuple[str, bool]]) -> set[str]:
+    found: set[str] = set()
+    for text, _ in pieces:
+        found.update(text)
+    return found

@@ -1,0 +1,250 @@
+"""Tokenizers: a text to numbers and back.
+
+    bytes           256 tokens, one for each byte of UTF-8                            built in
+    characters      the characters of a training text, sorted                         built in
+    FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt: Radford et al.,
+                    2019), or any tokenizer.json                                      the library `tokenizers`
+
+Every tokenizer has a token that ends a text, `end`. It stands between two documents, and where a short one is padded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from nnmpi.data.files import expand
+from nnmpi.errors import DataError, UsageError
+
+OWN_FILE = "nnmpi-tokenizer.json"
+LIBRARY_FILE = "tokenizer.json"
+PAIRS_FILES = ("vocab.json", "merges.txt")
+ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+BYTES, CHARACTERS = "bytes", "characters"
+
+
+class Tokenizer(Protocol):
+    """Turns a text into tokens and back."""
+
+    @property
+    def name(self) -> str:
+        """For headers."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are: the numbers 0..vocabulary_size-1."""
+
+    @property
+    def end(self) -> int:
+        """The token that ends a text."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that its results depend on."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without an end.
+
+        Raises:
+            UsageError: for a text that has no tokens for all of it.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens; an end is nothing.
+
+        Raises:
+            UsageError: for a number that is no token.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` reads into a folder, which exists."""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer that a folder or a file holds.
+
+    Args:
+        path: "bytes"; a folder with what `Tokenizer.save` wrote, a tokenizer.json, or vocab.json and merges.txt; or one
+            of these files.
+
+    Raises:
+        UsageError: when there is none, or the library that reads it is not installed.
+        DataError: for a file that is damaged.
+    """
+    if str(path) == BYTES:
+        return ByteTokenizer()
+    place = expand(Path(path), "tokenizer")
+    folder = place if place.is_dir() else place.parent
+    names = (OWN_FILE, LIBRARY_FILE, *PAIRS_FILES) if place.is_dir() else (place.name,)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        wanted = f"{OWN_FILE}, {LIBRARY_FILE}, or {' and '.join(PAIRS_FILES)}"
+        state = f"the folder has neither {wanted}" if place.is_dir() else "there is no such file or folder"
+        raise UsageError(f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved")
+    if found.name == OWN_FILE:
+        return _read_own(found)
+    if found.name in PAIRS_FILES:
+        return LibraryTokenizer.of_pairs(*(folder / name for name in PAIRS_FILES))
+    return LibraryTokenizer.of_file(found)
+
+
+class ByteTokenizer:
+    """A token for each byte of a text in UTF-8, and 256 for the end."""
+
+    name = BYTES
+    vocabulary_size = 257
+    end = 256
+    identity = BYTES
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text; bytes that are no UTF-8 become the replacement character."""
+        _check(ids, self.vocabulary_size)
+        return bytes(each for each in ids if each != self.end).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write `OWN_FILE`."""
+        _write_own(folder, {"kind": BYTES})
+
+
+class CharacterTokenizer:
+    """A token for each of some characters, in their order; the next one is the end.
+
+    Args:
+        characters: of the vocabulary, in any order.
+    """
+
+    name = CHARACTERS
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = "".join(sorted(set(characters)))
+        self._codes = np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)
+        self.end = len(self.characters)
+        self.vocabulary_size = self.end + 1
+        self.identity = f"{CHARACTERS} {hashlib.sha256(self.characters.encode()).hexdigest()}"
+
+    def encode(self, text: str) -> list[int]:
+        """Return each character's place in the vocabulary; see `Tokenizer`."""
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        if not self.characters:
+            raise UsageError("the tokenizer has no characters; make it of a text")
+        places = np.minimum(np.searchsorted(self._codes, codes), self.end - 1)
+        unknown = np.flatnonzero(self._codes[places] != codes)
+        if unknown.size:
+            raise UsageError(
+                f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer, which are those of "
+                "its training text; take another tokenizer, such as bytes"
+            )
+        tokens: list[int] = places.tolist()
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the characters."""
+        _check(ids, self.vocabulary_size)
+        return "".join(self.characters[each] for each in ids if each != self.end)
+
+    def save(self, folder: Path) -> None:
+        """Write `OWN_FILE`."""
+        _write_own(folder, {"kind": CHARACTERS, "characters": self.characters})
+
+
+class LibraryTokenizer:
+    """A tokenizer of the library `tokenizers`.
+
+    Args:
+        made: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is added.
+        name: for headers.
+    """
+
+    def __init__(self, made: Any, name: str) -> None:
+        self._made, self.name = made, name
+        made.no_truncation()
+        made.no_padding()
+        found = next((each for each in ENDS if made.token_to_id(each) is not None), ENDS[0])
+        if made.token_to_id(found) is None:
+            made.add_special_tokens([found])
+        self.end: int = made.token_to_id(found)
+        self.identity = hashlib.sha256(made.to_str().encode()).hexdigest()
+
+    @classmethod
+    def of_file(cls, file: Path) -> LibraryTokenizer:
+        """Return the tokenizer of a tokenizer.json."""
+        library = _library(file)
+        try:
+            return cls(library.Tokenizer.from_file(str(file)), str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(f"{file}: not a tokenizer ({error})") from error
+
+    @classmethod
+    def of_pairs(cls, vocabulary: Path, merges: Path) -> LibraryTokenizer:
+        """Return GPT-2's tokenizer: pairs of bytes, merged in order."""
+        library = _library(vocabulary)
+        try:
+            made = library.Tokenizer(library.models.BPE.from_file(str(vocabulary), str(merges)))
+        except Exception as error:  # see above
+            raise DataError(f"{vocabulary} and {merges}: not a vocabulary and its merges ({error})") from error
+        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = library.decoders.ByteLevel()
+        if made.token_to_id(ENDS[0]) is not None:
+            made.add_special_tokens([ENDS[0]])
+        return cls(made, str(vocabulary.parent))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """One more than the largest token: there may be numbers between that no text has."""
+        largest: int = max(self._made.get_vocab(with_added_tokens=True).values())
+        return largest + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens that the library finds."""
+        tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text."""
+        _check(ids, self.vocabulary_size)
+        text: str = self._made.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write a tokenizer.json."""
+        self._made.save(str(folder / LIBRARY_FILE))
+
+
+def _check(ids: Sequence[int], size: int) -> None:
+    wrong = next((each for each in ids if not 0 <= each < size), None)
+    if wrong is not None:
+        raise UsageError(f"token {wrong} is outside the vocabulary of {size}: give numbers in 0..{size - 1}")
+
+
+def _write_own(folder: Path, values: dict[str, str]) -> None:
+    (folder / OWN_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def _read_own(file: Path) -> Tokenizer:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["kind"] == BYTES:
+            return ByteTokenizer()
+        return CharacterTokenizer(values["characters"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: not a tokenizer of nnmpi ({error})") from error
+
+
+def _library(file: Path) -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError:
+        raise UsageError(
+            f"tokenizer {file} is read by the library tokenizers, which is not installed; pip install 'nnmpi[text]', "
+            f"or take {BYTES} or {CHARACTERS}"
+        ) from None
