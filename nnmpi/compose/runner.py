@@ -23,6 +23,8 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import exp, inf, log
+from sys import float_info
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -240,6 +242,16 @@ class EvalReport:
     targets: int
     seconds: float
     virtual_s: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the mean loss; see `Totals.perplexity`."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """Return e to a mean loss; inf where that is too large a number."""
+    return exp(loss) if loss < log(float_info.max) else inf
 
 
 LOSS, CORRECT = "loss", "correct"  # the names of their sums in `DeferredScalars`

@@ -35,7 +35,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.runner import EvalReport, SumLoss, sum_cross_entropy
+from nnmpi.compose.runner import EvalReport, SumLoss, perplexity, sum_cross_entropy
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
@@ -174,6 +174,11 @@ class Totals:
     def loss(self) -> float:
         """Return the mean loss of a target."""
         return self.loss_sum / self.targets if self.targets else 0.0
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the mean loss: between as many tokens a model that guesses would be as unsure."""
+        return perplexity(self.loss)
 
     @property
     def accuracy(self) -> float:

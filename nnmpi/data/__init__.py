@@ -4,6 +4,7 @@ In the order to read it:
 
     dataset         Dataset: samples and labels in memory, and the split into training and test part
     catalogue       data sets by name or path: load and prepare
+    text            texts: blocks of tokens, or sentences; tokenizer, documents, token_file: where they come from
     sampler         who sees which sample when; pure functions, with a picture
     partition       ... where every worker has samples of its own
     loader          Loader: one rank's batches, with their microbatches
@@ -19,12 +20,16 @@ transform, and `train.inputs.augmentations`.
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare
-from nnmpi.data.dataset import Dataset, split
+from nnmpi.data.dataset import IGNORED, Dataset, split
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.text import Text, load_text
+from nnmpi.data.token_file import TextSource, prepare_tokens
+from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.data.upload import Uploads, batches
 
 __all__ = [
+    "IGNORED",
     "NAMES",
     "Batch",
     "Compose",
@@ -33,10 +38,16 @@ __all__ = [
     "Loader",
     "Normalize",
     "Shift",
+    "Text",
+    "TextSource",
+    "Tokenizer",
     "Transform",
     "Uploads",
     "batches",
     "load",
+    "load_text",
+    "load_tokenizer",
     "prepare",
+    "prepare_tokens",
     "split",
 ]

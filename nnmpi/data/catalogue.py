@@ -2,12 +2,14 @@
 
 bundled                     iris, digits                      in the package, split by seed
 downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own test part
+text                        shakespeare                       in the package; see `text`
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
+                            .txt, .jsonl, .csv                texts, see `documents`
                             folder                            of IDX files, CIFAR batches, or train.csv and test.csv
 """
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
 from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.data.documents import is_text
 from nnmpi.data.files import VARIABLE, cache_folder, expand, find, locked
 from nnmpi.data.idx import has_idx, load_idx
 from nnmpi.data.npz import load_npz, load_npz_whole
@@ -26,7 +29,8 @@ Pair = tuple[Dataset, Dataset]
 
 BUNDLED = ("iris", "digits")
 DOWNLOADED = ("mnist", "fashion-mnist", "cifar10")
-NAMES = BUNDLED + DOWNLOADED
+TEXTS = ("shakespeare",)
+NAMES = BUNDLED + DOWNLOADED + TEXTS
 
 CLASS_NAMES = {
     "mnist": tuple("0123456789"),
@@ -70,9 +74,30 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
         return split(to_dataset(read_csv(_bundled("iris.csv.gz")), "iris"), test_fraction, seed)
     if name_or_path == "digits":
         return split(load_npz_whole(_bundled("digits.npz"), "digits", scale=1 / 16), test_fraction, seed)
+    if find_text(name_or_path) is not None:
+        raise UsageError(f"data set {name_or_path!r} is a text: see nnmpi.data.load_text")
     path = _existing(name_or_path)
     with _allowed(f"data set {name_or_path!r}"):
         return _load_path(path, seed, test_fraction)
+
+
+def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
+    """Return the file of a text; None for what is no text.
+
+    Args:
+        name_or_path: one of TEXTS, or a path.
+        columns: of a table that are the text.
+
+    Raises:
+        UsageError: for a file that is not there, and for columns of what is no table.
+    """
+    if name_or_path in TEXTS:
+        return _bundled(f"{name_or_path}.txt")
+    if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
+        return _existing(name_or_path)
+    if columns:
+        raise UsageError(f"data set {name_or_path!r} has no columns of text; give a .csv or .jsonl file")
+    return None
 
 
 def prepare(

@@ -46,7 +46,7 @@ class Samples(Protocol):
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of a sample, of the longest one where they differ."""
+        """The shape of a sample; where they differ, of one as long as may be."""
 
     @property
     def targets(self) -> NDArray[np.int64] | None:

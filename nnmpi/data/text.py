@@ -17,10 +17,9 @@ In x the end of a document stands for padding alone, so that the lengths can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,8 +36,8 @@ Spans = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """A part of a text.
+class Text(ABC):
+    """A part of a text: `TextBlocks` or `TextSentences`.
 
     Attributes:
         name: for messages and headers.
@@ -69,6 +68,11 @@ class Text:
         """How many tokens a model must know: the size of the vocabulary."""
         return self.classes
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of a sample of the most tokens."""
+        return (self.context,)
+
     def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
         """Return the tokens at these indices; see `dataset.Samples`."""
         return self.rows(indices, length=length)
@@ -83,35 +87,51 @@ class Text:
 
     def _filled(self, indices: NDArray[np.int64], length: int | None, padding: int, shift: int) -> NDArray[np.int64]:
         """Return each sample's targets, or what is before them, in rows of one length."""
-        runs = [self._run(int(index)) for index in indices]
-        width = max((len(run) - 1 for run in runs), default=0) if length is None else length
-        result = np.full((len(runs), width), padding, np.int64)
-        for row, run in zip(result, runs, strict=True):
-            row[: len(run) - 1] = run[shift : len(run) - 1 + shift]
+        places, counts = self._places(indices, length, shift)
+        result = self.file.tokens[places].astype(np.int64)
+        result[np.arange(places.shape[1]) >= counts[:, None]] = padding
         return result
 
-    def _run(self, index: int) -> Array:
-        """Return a sample's tokens, and the one behind them."""
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @property
+    @abstractmethod
+    def targets(self) -> NDArray[np.int64]:
+        """How many tokens of each sample are to be predicted, (n,)."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> NDArray[np.int64] | None:
+        """How many tokens each sample has, (n,); None where all have `context`."""
+
+    @abstractmethod
+    def _places(
+        self, indices: NDArray[np.int64], length: int | None, shift: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where each sample's tokens lie in the file, (rows, length), and how many of them are no padding.
+
+        Args:
+            indices, length: see `dataset.Samples`.
+            shift: by how many places what is wanted lies behind what is read.
+        """
 
 
 class TextBlocks(Text):
     """Blocks of `context` tokens; see the module."""
 
-    lengths = None
-
     def __len__(self) -> int:
         return -(-(int(self._stops[-1]) - 1) // self.context)
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of a sample."""
-        return (self.context,)
 
     @cached_property
     def _stops(self) -> NDArray[np.int64]:
         """Where each document ends in the part."""
         return np.cumsum(self.spans[:, 1] - self.spans[:, 0])
+
+    @property
+    def lengths(self) -> None:
+        """All blocks have the same length."""
 
     @cached_property
     def targets(self) -> NDArray[np.int64]:
@@ -119,22 +139,13 @@ class TextBlocks(Text):
         left = int(self._stops[-1]) - 1 - np.arange(len(self)) * self.context
         return np.asarray(np.minimum(left, self.context), np.int64)
 
-    def _filled(self, indices: NDArray[np.int64], length: int | None, padding: int, shift: int) -> NDArray[np.int64]:
-        return super()._filled(indices, self.context, padding, shift)
-
-    def _run(self, index: int) -> Array:
-        first = index * self.context
-        stop = min(first + self.context + 1, int(self._stops[-1]))
-        return np.concatenate(list(self._pieces(first, stop)))
-
-    def _pieces(self, first: int, stop: int) -> Iterator[Array]:
-        """Yield the tokens first..stop-1 of the part, document by document."""
-        number = int(np.searchsorted(self._stops, first, side="right"))
-        while first < stop:
-            end = min(int(self._stops[number]), stop)
-            behind = int(self.spans[number, 1]) - int(self._stops[number])  # to places in the file
-            yield self.file.tokens[first + behind : end + behind]
-            first, number = end, number + 1
+    def _places(
+        self, indices: NDArray[np.int64], length: int | None, shift: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        places = indices[:, None] * self.context + np.arange(shift, self.context + shift)  # in the part
+        places = np.minimum(places, self._stops[-1] - 1)
+        document = np.searchsorted(self._stops, places, side="right")
+        return places + (self.spans[:, 1] - self._stops)[document], self.targets[indices]
 
 
 class TextSentences(Text):
@@ -142,11 +153,6 @@ class TextSentences(Text):
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of the longest sample."""
-        return (int(self.lengths.max()),)
 
     @cached_property
     def _samples(self) -> Spans:
@@ -167,9 +173,13 @@ class TextSentences(Text):
         """How many of them are to be predicted, (n,): all."""
         return self.lengths
 
-    def _run(self, index: int) -> Array:
-        first, count = map(int, self._samples[index])
-        return self.file.tokens[first : first + count + 1]
+    def _places(
+        self, indices: NDArray[np.int64], length: int | None, shift: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        first, counts = self._samples[indices].T
+        width = int(counts.max(initial=0)) if length is None else length
+        places = first[:, None] + np.arange(shift, width + shift)
+        return np.minimum(places, len(self.file.tokens) - 1), counts
 
 
 def load_text(
@@ -198,7 +208,7 @@ def load_text(
         tests = min(max(round(len(spans) * test_fraction), 1), len(spans) - 1)
         order = stream(seed, "split").permutation(len(spans))
         parts = [spans[np.sort(order[tests:])], spans[np.sort(order[:tests])]]
-    kind = TextSentences if source.sentences else TextBlocks
+    kind: type[Text] = TextSentences if source.sentences else TextBlocks
     for part, what in zip(parts, ("training", "test"), strict=True):
         length = int((part[:, 1] - part[:, 0]).sum())
         least = 2 if source.sentences else context + 1
@@ -209,8 +219,3 @@ def load_text(
             )
     train, test = (kind(name, file, part, context) for part in parts)
     return train, test
-
-
-def bundled_text(name: str) -> Path:
-    """Return the path of a text in the package, such as shakespeare."""
-    return Path(__file__).parent / "bundled" / f"{name}.txt"

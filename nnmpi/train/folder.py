@@ -5,6 +5,7 @@ runs/digits-cnn-20260101-120000/
   metrics.jsonl       see metrics.py
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
+  tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
   curves/             PNG files, with the plot extra
   tensorboard/        event files, with the tensorboard extra
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, flatten
 from nnmpi.train.custom_model import short_name
@@ -150,6 +152,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """Return the folder of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
     def curves(self) -> Path:
         """Return the folder of the plots."""
         return self.path / "curves"
@@ -183,6 +190,27 @@ class RunFolder:
         """
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
+
+    def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Save the tokenizer of a text, or check that a run which goes on has the one that it began with.
+
+        Raises:
+            UsageError: when it has another one, whose tokens its weights know nothing of; when it cannot be written.
+        """
+        if tokenizer is None:
+            return
+        if not self.tokenizer.is_dir():
+            temporary = self.tokenizer.with_name(f".{self.tokenizer.name}.tmp")
+            with self._written():
+                temporary.mkdir(exist_ok=True)
+                tokenizer.save(temporary)
+                temporary.rename(self.tokenizer)
+                sync_folder(self.path)
+        elif load_tokenizer(self.tokenizer).identity != tokenizer.identity:
+            raise UsageError(
+                f"{self.path} was begun with another tokenizer, which lies in {self.tokenizer}: the text or the "
+                "tokenizer's files have changed since; begin a new run, or bring them back"
+            )
 
     def create(self, config: Config) -> None:
         """Make the folder if needed and write config.json into it.

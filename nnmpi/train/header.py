@@ -9,6 +9,8 @@ from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
+from nnmpi.data.dataset import Samples
+from nnmpi.data.text import Text, TextBlocks
 from nnmpi.train.build import RunContext
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
@@ -22,7 +24,6 @@ def header(context: RunContext) -> list[str]:
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
-    shape = " x ".join(map(str, train.sample_shape))
     named = [
         f"layout: {_layout(config, trainer)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
@@ -32,8 +33,7 @@ def header(context: RunContext) -> list[str]:
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *describe_device(backend, group, config.run.precision),
-        f"data: {train.name}, {len(train)} training and {len(test)} test samples of {shape}, {train.classes} classes"
-        f"{_partition(config)}",
+        f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options)}",
@@ -41,6 +41,14 @@ def header(context: RunContext) -> list[str]:
         f"run folder: {config.run.out}",
     ]
     return [*(_aligned(line) for line in named), *([] if backend.is_device else blas_warnings(group))]
+
+
+def _samples(samples: Samples) -> str:
+    """Return what the samples of a data set are."""
+    if isinstance(samples, Text):
+        kind = "blocks of" if isinstance(samples, TextBlocks) else "sentences of at most"
+        return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
+    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {samples.classes} classes"
 
 
 def blas_warnings(group: Group) -> list[str]:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.data.catalogue import DOWNLOADED, load, prepare
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
+from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
 from nnmpi.data.partition import check_partition
+from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
+from nnmpi.data.token_file import TextSource, prepare_tokens
+from nnmpi.data.tokenizer import CHARACTERS, Tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
+from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import Config, DataConfig
 
 MICROBATCHES_PER_STAGE = 4
@@ -28,17 +32,24 @@ class Inputs:
         train_loader, test_loader: this rank's part of every batch; the test's keeps the order and is not augmented.
     """
 
-    train: Dataset
-    test: Dataset
+    train: Samples
+    test: Samples
     batch_size: int
     train_loader: Loader
     test_loader: Loader
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What made the tokens of a text; else None."""
+        return self.train.tokenizer if isinstance(self.train, Text) else None
 
 
 def load_inputs(
     config: Config, group: Group, local_rank: int, say: Callable[[str], None], replica: tuple[int, int], stages: int = 1
 ) -> Inputs:
-    """Return the inputs of this rank, after the first rank of each node has downloaded what is missing. Collective.
+    """Return the inputs of this rank, after the first rank of each node has made or downloaded what is missing.
+
+    Collective.
 
     Args:
         config: every option.
@@ -55,21 +66,26 @@ def load_inputs(
     data, run = config.data, config.run
     where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
     downloads = data.dataset in DOWNLOADED and data.data_dir is None
+    source: TextSource | None = None
     with agreed(group), _prefixed(where):
-        if local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
+        source = text_source(config)
+        if source is not None:
+            if local_rank == 0:
+                prepare_tokens(source)
+        elif local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
-            train, test = load(data.dataset, data.data_dir, seed=run.seed, test_fraction=data.test_fraction)
+            train, test = _load(config, source)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
         parts = count_microbatches(config, stages, batch_size)
-        after = [Normalize.fit(train)] if data.normalize and not train.is_tokens else []
+        after = [Normalize.fit(train)] if data.normalize and isinstance(train, Dataset) and not train.is_tokens else []
         changes = [*augmentations(data, train), *after]
 
-        def loader(dataset: Dataset, training: bool, transforms: list[Transform]) -> Loader:
+        def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
             return Loader(
                 dataset,
                 min(batch_size, len(dataset)),
@@ -87,6 +103,35 @@ def load_inputs(
         return Inputs(
             train, test, batch_size, loader(train, True, changes), loader(test, False, list[Transform](after))
         )
+
+
+def text_source(config: Config) -> TextSource | None:
+    """Return the text that the options ask for, None for another data set.
+
+    Raises:
+        UsageError: for a text that is not there, and options for texts without one.
+    """
+    data, model = config.data, config.model
+    path = find_text(data.dataset, data.columns)
+    if path is None:
+        for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
+            if given:
+                raise UsageError(f"{option} is for texts, such as shakespeare or a .txt file; leave it out")
+        return None
+    if data.data_dir is not None:
+        raise UsageError("a text names its file itself; leave --data-dir out")
+    tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
+    return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
+
+
+def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
+    data, seed = config.data, config.run.seed
+    if source is None:
+        return load(data.dataset, data.data_dir, seed=seed, test_fraction=data.test_fraction)
+    context = config.model.context
+    if context is None:
+        context = DEFAULT_CONTEXT if config.model.pretrained is None else read_size(config.model.pretrained).context
+    return load_text(source, context, seed, data.test_fraction)
 
 
 @contextmanager
@@ -125,7 +170,7 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
     return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else parts
 
 
-def augmentations(data: DataConfig, train: Dataset) -> list[Transform]:
+def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
     """Return the random changes of training images that the options ask for.
 
     Raises:

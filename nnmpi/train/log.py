@@ -90,10 +90,18 @@ class Reporter:
         console: prints the lines.
         recorder: writes the records.
         print_every_s: least time between two printed lines of steps.
+        tokens: whether tokens are predicted: then perplexities and tokens per second are told as well.
     """
 
-    def __init__(self, extent: Extent, console: Console, recorder: MetricsRecorder, print_every_s: float) -> None:
-        self._extent, self._console, self._recorder = extent, console, recorder
+    def __init__(
+        self,
+        extent: Extent,
+        console: Console,
+        recorder: MetricsRecorder,
+        print_every_s: float,
+        tokens: bool = False,
+    ) -> None:
+        self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
         self._timer = PrintTimer(print_every_s)
 
     def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
@@ -124,14 +132,28 @@ class Reporter:
                 "comm_bytes": window.per_step(window.comm_bytes),
                 "comm_calls": window.per_step(window.comm_calls),
                 "predicted_sync_s": window.predicted_step_s,
+                **self._of_tokens(window.perplexity, window.targets_per_second),
                 **more,
             }
         )
         if self._timer.due():
             self._console.say(
-                f"  step {state.step}/{self._extent.steps}, epoch {passes:.2f}: loss {window.loss:.4f}, "
-                f"accuracy {percent(window.accuracy)}, {window.samples_per_second:.0f} samples/s"
+                f"  step {state.step}/{self._extent.steps}, epoch {passes:.2f}: {self.result(window)}, "
+                f"{self._rate(window)}"
             )
+
+    def result(self, found: Totals | EvalReport, prefix: str = "") -> str:
+        """Return loss and accuracy in words; of tokens the perplexity, too."""
+        unsure = f", {prefix}perplexity {found.perplexity:.4g}" if self._tokens else ""
+        return f"{prefix}loss {found.loss:.4f}{unsure}, {prefix}accuracy {percent(found.accuracy)}"
+
+    def _rate(self, totals: Totals) -> str:
+        if self._tokens:
+            return f"{totals.targets_per_second:.0f} tokens/s"
+        return f"{totals.samples_per_second:.0f} samples/s"
+
+    def _of_tokens(self, perplexity: float, per_second: float) -> dict[str, float]:
+        return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
 
     def epoch(self, number: int, totals: Totals, report: EvalReport | None, more: Sequence[str] = ()) -> None:
         """Print an epoch.
@@ -142,10 +164,9 @@ class Reporter:
             report: the evaluation after it, if there was one.
             more: lines below.
         """
-        tested = f", test loss {report.loss:.4f}, test accuracy {percent(report.accuracy)}" if report else ""
+        tested = f", {self.result(report, 'test ')}" if report else ""
         self._console.say(
-            f"epoch {number}/{self._extent.epochs}: loss {totals.loss:.4f}, accuracy {percent(totals.accuracy)}"
-            f"{tested}, {totals.samples_per_second:.0f} samples/s",
+            f"epoch {number}/{self._extent.epochs}: {self.result(totals)}{tested}, {self._rate(totals)}",
             f"  {totals.breakdown()}",
             *([f"  {totals.communication()}"] if totals.comm_calls else []),
             *(f"  {line}" for line in more),
@@ -212,6 +233,7 @@ class Reporter:
                 "runtime": report.seconds,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
+                **self._of_tokens(report.perplexity, report.targets / seconds),
                 **({} if report.virtual_s is None else {"virtual_s": report.virtual_s}),
             }
         )

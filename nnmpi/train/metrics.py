@@ -33,6 +33,9 @@ way, and "skipped_steps": how many updates of the run were left out, as a gradie
 With --pipeline pipedream, train records have "staleness": by how many updates the weights of a microbatch's forward
 were older than those that its gradient changed, as a mean over the last step.
 
+Where tokens are predicted, loss and accuracy are means over them, and train, eval and test records have "perplexity", e
+to the loss, and "tokens_per_second"; padding is no token.
+
 On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
 
 In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.

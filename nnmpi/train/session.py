@@ -81,37 +81,45 @@ def _run(
             folder.make()
             lock.take()
             folder.check_free()  # once more: another job may have come first
+        folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
         cut_metrics(folder.metrics, state.step)
 
     on_root(group, take_folder)
     console.say(*lines, *restored)
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
-        reporter = Reporter(context.extent, console, recorder, config.run.print_every)
+        tokens = context.inputs.train.is_tokens
+        reporter = Reporter(context.extent, console, recorder, config.run.print_every, tokens)
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
     context.trainer.release()  # requests and communicators go back before the program ends
-    _print_result(console, report, loop.state, folder, backend)
+    _print_result(console, report, loop.state, folder, backend, tokens)
     if group.is_root:
         _draw_curves(console, folder)
 
 
 def _write_model(context: RunContext) -> None:
-    """Write a GPT as Hugging Face's transformers reads it, into the folder "model" of the run. Collective."""
+    """Write a GPT as Hugging Face's transformers reads it, and its tokenizer, into the run's folder "model". Collective."""
     options = context.config.model
     if options.model != "gpt":
         return
     weights = context.trainer.state()[0].to_dict()
     heads = options.heads if options.pretrained is None else read_size(options.pretrained).heads
     on_root(context.group, partial(save_pretrained, context.folder.path / "model", weights, heads))
+    tokenizer = context.inputs.tokenizer
+    if tokenizer is not None:
+        on_root(context.group, partial(tokenizer.save, context.folder.path / "model"))
 
 
-def _print_result(console: Console, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend) -> None:
+def _print_result(
+    console: Console, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend, tokens: bool
+) -> None:
     """Print the result."""
     best = f"; best epoch {state.best_epoch} with {percent(state.best_accuracy)}" if state.best_epoch else ""
+    unsure = f", perplexity {report.perplexity:.4g}" if tokens else ""
     console.say(
-        f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}) with the final weights{best}",
+        f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}{unsure}) with the final weights{best}",
         f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )

@@ -12,7 +12,7 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
 model hidden activation dropout layers features heads context tied pretrained
-dataset data_dir test_fraction augment shift_pixels partition normalize
+dataset tokenizer text_columns text_samples data_dir test_fraction augment shift_pixels partition normalize
 epochs max_steps batch_size optimizer lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 dp pp tp pipeline virtual_stages microbatches split recompute reduction memory_limit

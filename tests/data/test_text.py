@@ -1,0 +1,225 @@
+"""Texts: what is read and what is to be predicted, in blocks and sentences, from files of every kind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.data import token_file
+from nnmpi.data.catalogue import find_text, load
+from nnmpi.data.documents import read_documents
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.text import Text, load_text
+from nnmpi.data.token_file import TextSource, open_tokens, prepare_tokens
+from nnmpi.errors import DataError, NnmpiError, UsageError
+from tests.data.locked import lock
+
+LINES = ["to be", "or", "not to be that", "", "is the question whether it is", "nobler", "in the mind", "to suffer"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture
+def txt(tmp_path: Path) -> Path:
+    return write(tmp_path / "play.txt", "\n".join(LINES) + "\n")
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def loaded(path: Path, context: int, **options: object) -> tuple[Text, Text]:
+    source = TextSource(path, **options)  # type: ignore[arg-type]
+    prepare_tokens(source)
+    return load_text(source, context, seed=3, test_fraction=0.3)
+
+
+def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield what is read and what is predicted, where something is."""
+    end = text.tokenizer.end
+    for x, y in zip(batch.x, batch.y, strict=True):
+        kept = y >= 0
+        assert not kept[kept.sum() :].any() and (x[~kept] == end).all()  # padding comes last
+        yield text.tokenizer.decode(x[kept]), "".join("#" if i == end else text.tokenizer.decode([i]) for i in y[kept])
+
+
+@pytest.mark.parametrize("context", [3, 7, 40])
+def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) -> None:
+    whole = "\n".join(LINES) + "\n"
+    train, test = loaded(txt, context) if context < 40 else loaded(txt, 20)
+    told = ""
+    for part in (train, test):
+        batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
+        assert (batch.x.dtype, batch.x.shape) == (np.int64, (len(part), part.context))
+        pairs = list(predicted(part, batch))
+        read, wanted = "".join(x for x, _ in pairs), "".join(y for _, y in pairs)
+        assert read[1:] == wanted[:-1]
+        told += read[:1] + wanted
+        assert batch.own_targets == batch.global_targets == len(wanted)
+        assert {len(y) for _, y in pairs[:-1]} <= {part.context}
+    assert told == whole + "#"
+
+
+def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
+    rows = [{"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3} for i in range(11)]
+    path = write(tmp_path / "sums.jsonl", "\n".join(map(json.dumps, rows)))
+    train, test = loaded(path, 5, columns=("problem", "solution"), tokenizer="bytes")
+    texts = []
+    for part in (train, test):
+        tokens = np.concatenate([part.file.tokens[first:stop] for first, stop in part.spans])
+        assert tokens[-1] == 256
+        texts.append(bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode().split("\0")[:-1])
+        batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
+        assert "".join(y for _, y in predicted(part, batch))[:-1] == "#".join(texts[-1])[1:]
+    assert [len(each) for each in texts] == [8, 3]
+    assert sorted(sum(texts, [])) == sorted(f"{row['problem']}\n{row['solution']}" for row in rows)
+
+
+def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", 'a,b,c\n1,"x, ""y""\n\nz",é\n\n2,w,ü\n')
+    assert list(read_documents(path, ("c", "b"))) == [('é\nx, "y"\n\nz', True), ("ü\nw", True)]
+    with pytest.raises(UsageError, match=r"t\.csv has no column 'd'; its columns are: a, b, c"):
+        list(read_documents(path, ("d",)))
+
+
+def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
+    train, test = loaded(txt, 10, sentences=True)
+    assert len(train.spans) + len(test.spans) == len([line for line in LINES if line])
+    seen = []
+    for part in (train, test):
+        loader = Loader(part, 3, workers=0)
+        for batch in loader.epoch(0):
+            assert batch.x.shape[1] == train.lengths[batch.indices].max() if part is train else True
+            pairs = list(predicted(part, batch))
+            assert max(len(x) for x, _ in pairs) == batch.x.shape[1]
+            seen += [(x, y) for x, y in pairs]
+    found = sorted(x[0] + y for x, y in seen)
+    expected = []
+    for line in filter(None, LINES):
+        pieces = [f"{line}#"[first : first + 11] for first in range(0, len(line), 10)]
+        expected += pieces
+    assert found == sorted(expected)
+
+
+def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
+    train, _ = loaded(txt, 30, sentences=True)
+    parts = [list(Loader(train, 5, rank=rank, world=3, microbatches=2, workers=0).epoch(1)) for rank in range(3)]
+    for batches in zip(*parts, strict=True):
+        assert len({batch.x.shape[1] for batch in batches}) == 1
+        assert {batch.targets for batch in batches} == {batches[0].targets}
+        assert sum(batch.own_targets for batch in batches) == batches[0].global_targets
+
+
+def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 40, 203)
+    path = write(tmp_path / "many.txt", "\n".join("a" * length for length in lengths))
+    train, _ = loaded(path, 50, sentences=True, tokenizer="bytes")
+    loader = Loader(train, 8, workers=0)
+    orders = [loader.order(epoch) for epoch in (0, 0, 1)]
+    assert np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], orders[2])
+    for each in orders:
+        assert sorted(each) == list(range(len(train)))
+        spread = [np.ptp(train.lengths[each[first : first + 8]]) for first in range(0, len(train), 8)]
+        assert max(spread) <= 8 and np.ptp(train.lengths) > 30
+        longest = [train.lengths[each[first]] for first in range(0, len(train), 8)]
+        assert longest != sorted(longest)
+
+
+def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Path) -> None:
+    folders = {
+        prepare_tokens(TextSource(txt, kind, (), lines)) for kind in ("bytes", "characters") for lines in (False, True)
+    }
+    assert len(folders) == 4 == len([each for each in cache.iterdir() if each.is_dir()])
+    before = {file: file.stat().st_mtime_ns for file in cache.rglob("*.bin")}
+    source = TextSource(txt, "bytes")
+    assert prepare_tokens(source) in folders
+    assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.bin")} == before
+    write(txt, "another text")
+    assert prepare_tokens(source) not in folders
+
+
+def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnmpi.data.documents.CHUNK_BYTES", 7)
+    text = "é line\r\n  two\n\nthree ünd\n" * 5 + "the last"
+    path = write(tmp_path / "a.txt", "\ufeff" + text)
+    pieces = list(read_documents(path))
+    assert len(pieces) > 5 and [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece for piece, _ in pieces) == text.replace("\r\n", "\n")
+    assert all(not piece[0].isspace() for piece, _ in pieces)
+    lines = [line for line, _ in read_documents(path, lines=True)]
+    assert lines == [line for line in text.replace("\r", "").split("\n") if line]
+
+
+def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path) -> None:
+    path = write(txt.parent / "rows.jsonl", '{"text": "good"}\n{"text": " "}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"):
+        prepare_tokens(TextSource(path, "bytes"))
+    assert [each.name for each in cache.iterdir()] == [".lock"]
+
+
+def test_damaged_tokens_are_named(txt: Path) -> None:
+    source = TextSource(txt)
+    folder = prepare_tokens(source)
+    (folder / token_file.TOKENS).write_bytes(b"ab")
+    with pytest.raises(DataError, match="damaged: 1 tokens; remove it"):
+        open_tokens(source)
+    (folder / token_file.ENDS).write_bytes(b"")
+    with pytest.raises(DataError, match="remove it, and it is made again"):
+        open_tokens(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "sentence"),
+    [
+        ("a.txt", b"", (), "a.txt: the document is empty"),
+        ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
+        ("a.txt", b"abc \xff def", (), "not UTF-8 text .invalid start byte at byte 4.; convert it"),
+        ("a.txt", b"abc", ("b",), "has no columns"),
+        ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, and the first line has 2"),
+        ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
+        ("a.csv", b"a,b\n", ("b",), "there are no rows"),
+        ("a.csv", b'a,b\n1,"x', ("b",), "not CSV"),
+        ("a.jsonl", b"{}\n", (), "line 1 has no column 'text'"),
+        ("a.jsonl", b"[1]\n", (), "line 1: not a JSON object"),
+        ("a.jsonl", b"{\n", (), "line 1: not JSON"),
+        ("a.jsonl", b'{"text": 3}', (), "line 1: column 'text' is no text"),
+        ("a.txt.gz", b"not gz", (), "not a whole gz file"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_said(
+    tmp_path: Path, name: str, content: bytes, columns: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(NnmpiError, match=sentence):
+        prepare_tokens(TextSource(tmp_path / name, "bytes", columns))
+
+
+def test_a_text_that_is_shorter_than_a_block_is_refused(txt: Path) -> None:
+    with pytest.raises(DataError, match="the test part has 26 tokens, but a block of 27 and .* are 28; give a smaller"):
+        loaded(txt, 27)
+
+
+def test_a_text_that_may_not_be_read_is_not_called_damaged(txt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(txt.parent, monkeypatch)
+    with pytest.raises(DataError, match=r"play\.txt: cannot be read"):
+        prepare_tokens(TextSource(txt))
+
+
+def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
+    assert find_text("iris") is None and find_text(str(tmp_path / "a.csv")) is None
+    bundled = find_text("shakespeare")
+    assert bundled is not None and bundled.read_text().startswith("First Citizen:\n")
+    with pytest.raises(UsageError, match="no such file"):
+        find_text(str(tmp_path / "missing.txt"))
+    with pytest.raises(UsageError, match="has no columns of text"):
+        find_text("digits", ("a",))
+    with pytest.raises(UsageError, match="is a text"):
+        load("shakespeare")

@@ -1,0 +1,172 @@
+"""Training on texts from the command line: equal under every layout, resumed to the same bits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.data.tokenizer import load_tokenizer
+from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.train.cli import main
+from tests.train.jobs import train
+
+GPT = "--model gpt --layers 2 --features 12 --heads 2 --context 13"
+LSTM = "--model lstm --layers 1 --features 11 --context 17 --text-samples sentences"
+SHORT = (
+    "--max-steps 4 --batch-size 5 --epochs 3 --log-every 1 --warmup-epochs 0 --optimizer sgd --lr 0.1 "
+    "--dtype float64 --backend numpy"
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(1)
+    words = ["alpha", "be", "gamma", "o", "epsilon", "zeta"]
+    lines = [" ".join(random.choice(words, random.integers(1, 5))) for _ in range(23)]
+    (tmp_path / "words.txt").write_text("\n".join(lines))
+    rows = "".join(f'"What is {i}\n and {i}?",{2 * i},x\n' for i in range(12))
+    (tmp_path / "sums.csv").write_text(f"problem,solution,more\n{rows}")
+    return tmp_path
+
+
+def run(words: str, name: str, ranks: int = 1) -> Path:
+    """Train on simulated ranks; return the run's folder."""
+    simulate(partial(main, [*words.split(), "--out", name]), ranks)
+    return Path(name)
+
+
+def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["kind"] in kinds]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    last = max((folder / "checkpoints").glob("step-*"))
+    return {name: x for file in last.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def check_equal(found: Path, expected: Path) -> None:
+    for one, other in zip(records(found, "train", "test"), records(expected, "train", "test"), strict=True):
+        for key in ("loss", "accuracy", "grad_norm", "perplexity"):
+            assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, one)
+    theirs = weights(expected)
+    for name, values in weights(found).items():
+        np.testing.assert_allclose(values, theirs[name], rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (GPT, {3: "", 2: "--pp 2 --pipeline gpipe", 4: "--pp 2 --dp 2 --grad-accum 3"}),
+        (GPT, {2: "--tp 2", 8: "--dp 2 --pp 2 --tp 2"}),
+        (LSTM, {3: "--allreduce ring", 2: "--pp 2", 4: "--sync ssp --staleness 0", 6: ""}),
+    ],
+    ids=["gpt", "gpt sharded", "lstm"],
+)
+def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) -> None:
+    words = f"{model} {SHORT} --dataset words.txt"
+    serial = {"": run(words, "serial"), "3": run(f"{words} --grad-accum 3", "accumulated")}
+    check_equal(serial["3"], serial[""])
+    for ranks, layout in layouts.items():
+        found = run(f"{words} {layout}", f"on-{ranks}", ranks)
+        if "sync" in layout:  # which tells of single gradients
+            check = weights(serial[""])
+            assert all(np.allclose(x, check[name], rtol=1e-11, atol=1e-12) for name, x in weights(found).items())
+        else:
+            check_equal(found, serial[""])
+
+
+def test_a_fixed_order_gives_the_same_bits() -> None:
+    words = f"{LSTM} --tied off {SHORT} --dataset words.txt --reduction fixed --microbatches 4"
+    serial, apart = run(words, "serial"), run(f"{words} --pp 2", "apart", 6)
+    theirs = weights(serial)
+    assert all(np.array_equal(x, theirs[name]) for name, x in weights(apart).items())
+
+
+def test_a_job_under_mpirun_gives_the_serial_run(place: Path) -> None:
+    words = f"{GPT} {SHORT} --dataset sums.csv --text-columns problem,solution"
+    job = train(place, f"{words} --pp 2 --out job", 2)
+    assert job.status == 0, job.output
+    assert "blocks of 13 tokens, of a vocabulary of" in job.output and "tokens/s" in job.output
+    check_equal(Path("job"), run(words, "serial"))
+
+
+@pytest.mark.parametrize("model", [GPT, LSTM], ids=["gpt", "lstm"])
+def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
+    words = f"{model} {SHORT} --dataset words.txt --save-steps 3 --dropout 0.1"
+    whole = run(words, "whole", 2)
+    shutil.copytree(whole, "stopped")
+    shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
+    simulate(partial(main, ["--resume", "stopped"]), 2)
+    assert [each["global_step"] for each in records(Path("stopped"), "train")] == [1, 2, 3, 4]
+    theirs = weights(whole)
+    assert all(np.array_equal(x, theirs[name]) for name, x in weights(Path("stopped")).items())
+
+
+def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
+    folder = run(f"{GPT} {SHORT} --dataset words.txt --save-steps 2", "run")
+    assert json.loads((folder / "config.json").read_text())["tokenizer"] == "characters"
+    kept = load_tokenizer(folder / "tokenizer")
+    assert kept.decode(kept.encode("alpha be")) == "alpha be"
+    text = (place / "words.txt").read_text()
+    (place / "words.txt").write_text(text.replace("z", "Z"))
+    with pytest.raises(UsageError, match="begun with another tokenizer, .* the text or the tokenizer's files have"):
+        simulate(partial(main, ["--resume", "run"]), 1)
+
+
+def test_perplexities_and_tokens_are_reported() -> None:
+    folder = run(f"{LSTM} {SHORT} --dataset words.txt", "run")
+    for each in records(folder, "train", "eval", "test"):
+        assert each["perplexity"] == pytest.approx(np.exp(each["loss"]))
+        assert 0 <= each["accuracy"] <= 1
+        assert each["tokens_per_second"] > each["samples_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--model gpt --dataset missing.txt", "no such file or folder"),
+        ("--model gpt --dataset digits", "--model gpt does not go with digits, whose samples are no text"),
+        ("--model cnn --dataset shakespeare", "--model cnn does not go with shakespeare, whose samples are tokens"),
+        (f"{GPT} --dataset words.txt --text-columns a", "has no columns"),
+        (f"{GPT} --dataset sums.csv --text-columns problem,answer", "has no column 'answer'; its columns are: problem"),
+        (f"{GPT} --dataset words.txt --tokenizer nothing", "tokenizer nothing: there is no such file or folder"),
+        ("--dataset digits --tokenizer bytes", "--tokenizer is for texts"),
+        ("--dataset digits --text-samples sentences", "--text-samples is for texts"),
+        (f"{GPT} --dataset shakespeare --data-dir .", "leave --data-dir out"),
+        ("--model gpt --dataset words.txt --context 300", "give a smaller context"),
+        (
+            "--model small.py:build --dataset shakespeare --tokenizer bytes",
+            "shakespeare has 257 tokens, but .* 9 rows",
+        ),
+        (f"{GPT} --dataset words.txt --partition label", "have several labels each; take iid"),
+        ("--model gpt --dataset bad.txt", "not UTF-8 text"),
+    ],
+)
+def test_what_does_not_fit_is_said_once(place: Path, words: str, sentence: str) -> None:
+    (place / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    (place / "small.py").write_text(
+        "from nnmpi import nn\n\ndef build(shape, classes):\n    return nn.Embedding(9, 2)\n"
+    )
+    with pytest.raises(NnmpiError, match=sentence):
+        run(f"{words} {SHORT}", "run", 3)
+
+
+def test_a_model_of_ones_own_takes_a_text(place: Path) -> None:
+    (place / "net.py").write_text(
+        "from nnmpi import nn\n\n"
+        "def build(shape, classes):\n"
+        "    return nn.Sequential(nn.Embedding(classes, 6), nn.TransformerBlock(6, 2), nn.Linear(6, classes))\n"
+    )
+    words = f"--model net.py:build --context 7 {SHORT} --dataset words.txt --tokenizer bytes"
+    check_equal(run(words, "three", 3), run(words, "one"))
