@@ -100,7 +100,7 @@ def _run(
 
 
 def _write_model(context: RunContext) -> None:
-    """Write a GPT as Hugging Face's transformers reads it, and its tokenizer, into the run's folder "model". Collective."""
+    """Write a GPT and its tokenizer as Hugging Face's transformers reads them, into the folder "model". Collective."""
     options = context.config.model
     if options.model != "gpt":
         return

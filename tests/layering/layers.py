@@ -40,7 +40,9 @@ HOMES = {
 }
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
-OPTIONAL = frozenset({"cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX"})
+OPTIONAL = frozenset(
+    {"cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX", "tokenizers"}
+)
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})
