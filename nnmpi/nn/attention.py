@@ -50,7 +50,7 @@ class CausalSelfAttention(Module):
                 "and the features a multiple of the heads"
             )
         self.heads = heads
-        self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads)}
+        self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
         self.qkv = Linear(features, 3 * features, bias, init, bias_init)
         self.proj = Linear(features, features, bias, proj_init or init, bias_init)
 

@@ -78,8 +78,8 @@ class Module:
         path: the full name in the model that was initialized ("" for the model itself).
         storage: of the model on which `initialize` was called, its flat storage.
         sharding: the table that says how the model's layers are shared out over ranks, where it brings one.
-        units: by the name of a linear layer directly below, what its features are made of that ranks share out: the
-            outputs under COLUMN, the inputs under ROW. Each feature may go anywhere by default.
+        units: by the name of a linear layer directly below, what its features are made of that ranks share out. Each
+            feature may go anywhere by default.
     """
 
     path: str = ""

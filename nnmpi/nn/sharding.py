@@ -54,10 +54,12 @@ class Units:
     Attributes:
         count: how many are shared out, such as the heads of an attention.
         repeats: how often all of them come, one after another: 3 times in queries, keys and values side by side.
+        sharding: COLUMN if the features that come out are made of them, ROW if those that come in are.
     """
 
     count: int
     repeats: int = 1
+    sharding: Sharding = Sharding.COLUMN
 
 
 Table: TypeAlias = Mapping[str, Sharding]

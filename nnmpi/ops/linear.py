@@ -225,7 +225,7 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> n
     """
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
-        refuse_parts(name, x, weight, bias)
+        refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
         raise ShapeError(
             f"{name} needs (..., {weight.shape[0]}) for a weight of shape {weight.shape}, not {x.shape}; "
             "flatten images first"

@@ -259,6 +259,7 @@ class ModelWalk:
             inside, sharding = _join(name, child_name), self._sharding(child)
             if type(child) in RULES and sharding is not None:
                 units = module.units.get(child_name)
+                units = units if units is not None and units.sharding is sharding else None
                 expects = assumed_placement(child, sharding, units)
                 placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
             elif type(child) in CONTAINERS and any(self._sharding(each) for _, each in child.named_modules()):

@@ -60,15 +60,20 @@ def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
             raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
 
 
-def refuse_parts(name: str, *inputs: Any) -> None:
+def refuse_parts(name: str, *inputs: Any, why: str = "meets a whole tensor") -> None:
     """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does not fit.
+
+    Args:
+        name: of the operation.
+        inputs: that may be parts.
+        why: what does not fit.
 
     Raises:
         LayoutError: naming the layer that left it.
     """
     for x in inputs:
         if is_cut(x):
-            raise x.cut.refuse(name, "meets a whole tensor") from None
+            raise x.cut.refuse(name, why) from None
 
 
 def whole_values(name: str, x: Any) -> Any:
