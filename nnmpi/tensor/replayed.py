@@ -57,8 +57,15 @@ def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | 
     known = [grad, *(getattr(edge, "buffer", None) for edge in node.edges or ())]
     places = [None if each is None else _own(each, known) for each in recorder.alone(node.backward, grad)]
 
+    edges = node.edges
+
     def again() -> None:
-        for place, result in zip(places, node.backward(grad), strict=True):
+        node.edges = edges  # so that it finds gradients' places, and what it adds to there, as it did
+        try:
+            results = node.backward(grad)
+        finally:
+            node.edges = None
+        for place, result in zip(places, results, strict=True):
             if place is not None and result is not None:
                 _put(place, result)
 

@@ -52,8 +52,8 @@ class TableKernels(DenseKernels):
             add: whether `into` holds what may be added to: the result is `into` itself if that was done.
         """
         wide = np.dtype(np.float32) if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, dtype=wide) if into is None or add or wide != dtype else into
-        if spread is into:
+        spread: Array = xp.zeros(shape, dtype=wide) if into is None or wide != dtype else into
+        if spread is into and not add:
             spread[...] = 0
         xp.add.at(spread, indices, self.cast(xp, grad, wide))
         return self.cast(xp, spread, dtype)
