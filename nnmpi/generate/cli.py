@@ -19,6 +19,7 @@ from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write
+from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint import find, load_weights
@@ -118,16 +119,21 @@ def main(words: Sequence[str], group: Group) -> None:
             return console.say(str(asked))
     begin = clock.now()
     writer, context, precision = open_run(folder, options, group)
-    prompt = on_root(group, partial(_tokens, options.prompt, writer.vocabulary))
+    found: list[Tokenizer | None] = []  # on rank 0
+    on_root(group, lambda: found.append(_tokenizer(folder)))
+    tokenizer = found[0] if found else None
+    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, writer.vocabulary))
     draw = np.random.default_rng(options.seed)
     choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     ready = clock.now()
+    written: list[int] = []
     with use_precision(precision):
-        written = list(
-            islice(write(writer, prompt, context, lambda logits: group.share(choose(logits))), options.tokens)
-        )
-    seconds = clock.now() - ready
-    console.say(" ".join(map(str, [*prompt, *written])))
+        for token in islice(write(writer, prompt, context, lambda logits: group.share(choose(logits))), options.tokens):
+            if token == end:
+                break
+            written.append(token)
+    seconds, text = clock.now() - ready, [*prompt, *written]
+    console.say(" ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text))
     console.say(
         f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a second; "
         f"loading took {ready - begin:.2f} s"
@@ -170,8 +176,20 @@ def open_run(folder: Path, options: WritingConfig, group: Group) -> tuple[Writer
     return Writer(where, backend, tokens), context, config.run.precision
 
 
-def _tokens(prompt: str, vocabulary: int) -> list[int]:
-    """Return a prompt's tokens."""
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run; None where its samples were tokens to begin with."""
+    place = RunFolder(folder).tokenizer
+    return load_tokenizer(place) if place.is_dir() else None
+
+
+def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:
+    """Return a prompt's tokens, and the one that ends a text (-1 for none)."""
+    if tokenizer is not None:
+        require(
+            tokenizer.vocabulary_size <= vocabulary,
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary}; take the run's own",
+        )
+        return tokenizer.encode(prompt), tokenizer.end
     try:
         tokens = [int(word) for word in prompt.split()]
     except ValueError:
@@ -181,4 +199,4 @@ def _tokens(prompt: str, vocabulary: int) -> list[int]:
             0 <= token < vocabulary,
             f"--prompt: token {token} is not in the model's vocabulary, 0..{vocabulary - 1}",
         )
-    return tokens
+    return tokens, -1

@@ -115,3 +115,18 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
 def test_options() -> None:
     folder, options = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5"])
     assert (folder, options.prompt, options.top_k) == (Path("runs/x"), "Once upon", 5)
+
+
+def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the tokenizer that the run keeps; of a folder of another run it would be another."""
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 60)
+    out = tmp_path / "run"
+    words = f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr 0.01 --out {out}"
+    simulate(lambda group: train(words.split(), group), 1)
+    capfd.readouterr()
+    simulate(lambda group: main([str(out), "--prompt", "to be", "--tokens", "9", "--temperature", "0"], group), 2)
+    line = capfd.readouterr().out.splitlines()[0]
+    assert line.startswith("to be")
+    assert set(line) <= set("to be or not to be")
+    with pytest.raises(UsageError, match="Z"):
+        simulate(lambda group: main([str(out), "--prompt", "Zebra"], group), 1)
