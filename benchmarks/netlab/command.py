@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from benchmarks.harness import command, results
+from benchmarks.harness import command, plots, results
 from benchmarks.netlab.bench import LabRun, Plan
 from benchmarks.netlab.build import MAX_HOSTS, up
 from benchmarks.netlab.lab import find, sweep, take_down
@@ -20,6 +20,7 @@ from benchmarks.netlab.link import Speed
 from benchmarks.netlab.process import children_of
 from benchmarks.netlab.shell import check_machine
 from benchmarks.netlab.state import State
+from benchmarks.netlab.steps import CASES, SETTINGS, StepsRun, draw
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE
 from nnmpi.command import Parser
 from nnmpi.errors import UsageError
@@ -97,6 +98,39 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _steps(options: argparse.Namespace) -> int:
+    results.check_writable("--json", options.json)
+    results.check_writable("--plot", options.plot)
+    if options.plot is not None:
+        plots.check_can_draw("--plot")
+    library, version = find_library(options.mpi)
+    cases = [case for case in CASES if case.name in options.cases]
+    places = [
+        (speed, hosts, case)
+        for speed in options.rate
+        for case in cases
+        for hosts in case.hosts
+        if options.hosts is None or hosts in options.hosts
+    ]
+    if not places:
+        raise UsageError("none of these cases is run on so many hosts; leave --hosts or --cases out")
+    sweep()
+    run = StepsRun(
+        f"{LIBRARIES[library].vendor} {version}", library, {**SETTINGS[library], **parse_settings(options.set)}
+    )
+    run.load(options.json)
+    try:
+        if options.only_simulate:
+            run.simulate_again(places)
+        else:
+            run.run(places, options.repeats)
+    finally:
+        run.save(options.json)
+    if options.plot is not None:
+        draw(options.plot, list(run.rows.values()))
+    return 0
+
+
 def _up(options: argparse.Namespace) -> int:
     sweep()
     lab = up(State(options.name), options.hosts, options.rate)
@@ -158,17 +192,35 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--algorithms", type=names, default="ps,tree,ring,halving-doubling,native", help="default %(default)s"
     )
-    bench.add_argument("--mpi", choices=LIBRARIES, help="refuse to run with another MPI than this")
     bench.add_argument("--repeats", type=positive, default=5, help="times that each is measured (default %(default)s)")
     bench.add_argument(
         "--cut", type=nbytes, default="1g", help="cut messages into pieces of that (default %(default)s)"
     )
     bench.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="an MCA parameter, or a variable of MPICH's"
-    )
-    bench.add_argument(
         "--json", type=command.file, metavar="FILE", help="write the result, also what there is of it so far"
     )
+    steps = add("steps", _steps, "training steps over the links beside the same command with --simulate")
+    steps.add_argument("--hosts", type=read(_hosts), help="only these numbers of hosts (default: all of each case)")
+    steps.add_argument("--rate", type=read(Speed), default="100mbit,200mbit", help="default %(default)s")
+    names = read(command.one_of(*(case.name for case in CASES)))
+    everything = ",".join(case.name for case in CASES)
+    steps.add_argument("--cases", type=names, default=everything, help="default %(default)s")
+    steps.add_argument("--repeats", type=positive, default=3, help="runs of each (default %(default)s)")
+    for each in (steps, bench):
+        each.add_argument("--mpi", choices=LIBRARIES, help="refuse to run with another MPI than this")
+        each.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="an MCA parameter, or a variable of MPICH's",
+        )
+    text = "measure nothing: simulate the rows of --json anew, after a change of the model"
+    steps.add_argument("--only-simulate", action="store_true", help=text)
+    text = "write the result there; what is there already counts along"
+    steps.add_argument("--json", type=command.file, metavar="FILE", help=text)
+    text = "draw simulated against measured times of all rows"
+    steps.add_argument("--plot", type=command.picture, metavar="FILE", help=text)
     for each in (make := add("up", _up, "make a lab that stays"), add("rate", _rate, "change its links' rate")):
         each.add_argument("--rate", type=command.one(Speed), default="100mbit", help="default %(default)s")
     make.add_argument("--hosts", type=int, default=4, help="default %(default)s")

@@ -161,6 +161,33 @@ def parse_settings(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def start_ranks(
+    lab: Lab, library: str, hosts: int, settings: Mapping[str, str], words: Sequence[str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a command on the first hosts, one rank each; whoever calls waits for its end.
+
+    Args:
+        lab: that is up.
+        library: a name of `LIBRARIES`.
+        hosts: how many.
+        settings: of the MPI library.
+        words: of the command.
+        log: the file that takes what all of them print.
+    """
+    mpi = LIBRARIES[library]
+    start = mpi.command(find_launcher(mpi), [host.name for host in lab.hosts[:hosts]])
+    variables = {f"{mpi.prefix}{name}": value for name, value in settings.items()}
+    with log.open("w") as output:
+        return subprocess.Popen(
+            (*lab.enter_head(), *start, *words),
+            env={**environment(os.environ, lab.agent, [ROOT]), **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then takes down the lab
+        )
+
+
 def run_job(
     lab: Lab, library: str, hosts: int, settings: Mapping[str, str], job: Mapping[str, Any], limit_s: float
 ) -> Iterator[dict[str, Any]]:
@@ -180,20 +207,8 @@ def run_job(
     folder = lab.state.folder / "job"
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(job))
-    mpi = LIBRARIES[library]
-    names = [host.name for host in lab.hosts[:hosts]]
-    start = mpi.command(find_launcher(mpi), names)
-    variables = {f"{mpi.prefix}{name}": value for name, value in settings.items()}
     worker = (sys.executable, "-m", "benchmarks.netlab.worker", str(folder / "job.json"))
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            (*lab.enter_head(), *start, *worker),
-            env={**environment(os.environ, lab.agent, [ROOT]), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then takes down the lab
-        )
+    process = start_ranks(lab, library, hosts, settings, worker, folder / "log")
     try:
         yield from _watch(process, folder / "lines", limit_s)
         missing = [rank for rank in range(hosts) if not (folder / f"done-{rank}").exists()]

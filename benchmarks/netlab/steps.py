@@ -1,99 +1,312 @@
-"""Training steps on the lab's hosts: summing gradients under the backward pass against summing them at its end.
+"""Steps of training over the lab's links, beside the same command on simulated ranks.
 
-    python benchmarks/netlab up --hosts 2 --rate 200mbit
-    python benchmarks/netlab run mpirun --host h0,h1 -np 2 --map-by ppr:1:node python benchmarks/netlab/steps.py
+    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --pace-ms 50 ...       a host for each rank
+    simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...      one process, links as measured
 
-Each way has a Worker of its own on the same model; blocks of steps take turns. Rank 0 prints the median of a block's
-time per step (the slowest rank's), and its quartiles.
+Computing is paced, so that two cores are enough for 16 ranks and both sides compute for the same time. What a message
+costs is measured once for each rate, by sending one to and fro between two hosts, and given to all simulated runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import gzip
+import json
+import os
+import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+from benchmarks.harness import plots, results
+from benchmarks.harness.launch import ROOT
+from benchmarks.harness.machine import machine_facts
+from benchmarks.harness.tables import Columns, GrowingTable, ms1, render, rewrite, spread
+from benchmarks.netlab.build import built
+from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.launch import environment, run_job, start_ranks
+from benchmarks.netlab.link import Speed
+from benchmarks.netlab.shell import LabError
+from benchmarks.netlab.state import State
+from nnmpi.train.trace import TRACE_FILE
 
-import nnmpi  # noqa: E402  before NumPy, whose threads it sets
-
-group = nnmpi.start()
-
-import numpy as np  # noqa: E402
-
-from benchmarks.harness.turns import quartiles  # noqa: E402
-from benchmarks.netlab.waiting import go_first  # noqa: E402
-from nnmpi import models, optim  # noqa: E402
-from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
-from nnmpi.data.loader import Batch, Cut  # noqa: E402
-from nnmpi.shard import part  # noqa: E402
-
-WAYS: dict[str, dict[str, Any]] = {
-    "at the end, one message": {"overlap": False},
-    "at the end, 4 MiB": {"overlap": False, "bucket_bytes": 4 * 2**20},
-    "overlap, 4 MiB": {"overlap": True},
-    "overlap, 1 MiB": {"overlap": True, "bucket_bytes": 2**20},
+FOLDER = Path(__file__).resolve().parent
+WARM_UP = 2  # the first steps make connections
+LIMIT_S = 180.0  # after which a run hangs
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "openmpi": {
+        # Messages move on while ranks compute, as the simulated ones do, and as adapters of clusters let them.
+        "btl_tcp_progress_thread": "1",
+        # Ranks that wait sleep between two looks: 16 that spin leave no core for the network.
+        "threads_pthreads_yield_strategy": "nanosleep",
+        "threads_pthreads_nanosleep_time": "50000",
+    },
+    "mpich": {},
 }
+ALL = ("--trace", "--eval-every", "0", "--save-every", "0", "--schedule", "constant", "--optimizer", "sgd")
 
 
-def main() -> None:
-    """Measure and print."""
-    options = _options()
-    keep_freed_memory()
-    go_first()
-    batch = _batch(options.inputs, options.batch)
-    workers = {name: _worker(options, way) for name, way in WAYS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    hidden: dict[str, list[float]] = {name: [] for name in WAYS}
-    for turn in range(options.rounds + 1):  # the first one makes connections, and does not count
-        for name in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
-            group.barrier()
-            begin, under = time.perf_counter(), 0.0
-            for _ in range(options.steps):
-                under += workers[name].step(batch).traffic.hidden_s
-            slowest = group.max_floats([time.perf_counter() - begin])[0]
-            if turn:
-                seconds[name].append(slowest / options.steps)
-                hidden[name].append(under / options.steps)
-    if group.is_root:
-        size = sum(grad.nbytes for grad in workers["overlap, 4 MiB"].model.storage.grads)
-        print(f"{group.size} ranks, {options.inputs}-{options.hidden}-10, batch {options.batch}, {size / 1e6:.1f} MB")
-        for name, times in seconds.items():
-            low, high = (1000 * each for each in quartiles(times))
-            middle = 1000 * statistics.median(times)
-            under_ms = 1000 * statistics.median(hidden[name])
-            print(f"{name:25} {middle:8.1f} ms ({low:.1f} to {high:.1f}), {under_ms:.1f} ms under way while computing")
+@dataclass(frozen=True)
+class StepCase:
+    """A way of training.
+
+    Attributes:
+        name: of it.
+        options: of the train command.
+        times: seconds of computing by kind, for each stage: a table for --pace.
+        batch: samples of a step.
+        hosts: on how many it is run.
+        steps: of a run.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    times: Mapping[str, tuple[float, ...]]
+    batch: int
+    hosts: tuple[int, ...]
+    steps: int
+
+    def words(self, folder: Path) -> list[str]:
+        """Return the words of the train command, after writing its table of times; the run is FOLDER/run."""
+        table = folder / "pace.json"
+        table.write_text(json.dumps(self.times))
+        steps = str(self.steps)
+        count = ("--batch-size", str(self.batch), "--max-steps", steps, "--log-every", steps, "--trace-steps", steps)
+        files = ("--pace", str(table), "--out", str(folder / "run"))
+        return ["-m", "nnmpi.train", *self.options, *ALL, *count, *files]
+
+    def step_seconds(self, folder: Path) -> float:
+        """Return what a step of the run in FOLDER/run took, of those after the first ones.
+
+        That is from where its forward passes begin to where they begin in the last step; the trace has all ranks'.
+        """
+        with gzip.open(folder / "run" / TRACE_FILE, "rt") as stream:
+            events = json.load(stream)["traceEvents"]
+        begins_us = sorted(event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "forward")
+        each = len(begins_us) // self.steps
+        last, first = self.steps - 1, WARM_UP
+        return float(begins_us[last * each] - begins_us[first * each]) / 1e6 / (last - first)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="training steps, gradients summed under backward or at its end")
-    parser.add_argument("--inputs", type=int, default=784)
-    parser.add_argument("--hidden", default="1024-1024-1024", help="widths of the hidden layers")
-    parser.add_argument("--batch", type=int, default=512, help="rows of the global batch")
-    parser.add_argument("--algorithm", default="ring", help="the all-reduce; MPI's own hosts that wait spin")
-    parser.add_argument("--steps", type=int, default=2, help="in each block")
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each way")
-    return parser.parse_args()
+# 176,266 parameters: 705 KB of gradients, 59 ms at 100 Mbit/s.
+_REPLICAS, _STEP = ("--model", "mlp", "--hidden", "384", "384"), {"F": (0.06,), "B": (0.1,), "STEP": (0.04,)}
+# What passes between two stages is 20 x 1024 numbers: 82 KB, 6.9 ms at 100 Mbit/s.
+_STAGES = ("--model", "mlp", "--hidden", "1024", "1024", "1024", "--pp", "4", "--microbatches", "8")
+_MICROBATCH = {"F": (0.02,) * 4, "B": (0.04,) * 4, "STEP": (0.02,) * 4}
+_SSP = (*_REPLICAS, "--sync", "ssp", "--staleness", "2")
+CASES = (
+    *(
+        StepCase(name, (*_REPLICAS, "--allreduce", name), _STEP, 64, (2, 4, 8, 16), 8)
+        for name in ("ring", "tree", "ps")
+    ),
+    *(StepCase(f"pp4-{name}", (*_STAGES, "--pipeline", name), _MICROBATCH, 160, (4,), 8) for name in ("gpipe", "1f1b")),
+    StepCase("ssp", (*_SSP, "--servers", "1"), _STEP, 64, (2,), 16),
+    StepCase("ssp-2-servers", (*_SSP, "--servers", "2", "--dedicated-servers"), _STEP, 64, (4,), 16),
+    StepCase("ssp-4-servers", (*_SSP, "--servers", "4", "--dedicated-servers"), _STEP, 64, (8,), 16),
+    StepCase("ssp-8-servers", (*_SSP, "--servers", "8", "--dedicated-servers"), _STEP, 64, (16,), 16),
+)
 
 
-def _worker(options: argparse.Namespace, way: dict[str, Any]) -> nnmpi.Worker:
-    hidden = [int(width) for width in options.hidden.split("-")]
-    model = models.mlp((options.inputs,), 10, hidden=hidden).initialize(seed=0)
-    optimizer = optim.SGD(model.storage, lr=0.01)
-    exchange = nnmpi.GradientExchange(allreduce=options.algorithm, fused_update=False, **way)
-    return nnmpi.Worker(model, optimizer, group, exchange=exchange)
+@dataclass(frozen=True)
+class StepTimes:
+    """A case on so many hosts at a rate: measured and simulated.
+
+    Attributes:
+        rate: of the links.
+        hosts: how many.
+        case: its name.
+        seconds: of a step, in each run over the links.
+        simulated_s: of a step.
+    """
+
+    rate: str
+    hosts: int
+    case: str
+    seconds: tuple[float, ...]
+    simulated_s: float
+
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Simulated by measured."""
+        return self.simulated_s / self.measured_s
 
 
-def _batch(inputs: int, rows: int) -> Batch:
-    """Return this rank's part of a batch of noise."""
-    draws, own = np.random.default_rng(0), part(rows, group.size, group.rank)
-    x, y = draws.normal(size=(rows, inputs)).astype(np.float32), draws.integers(0, 10, rows)
-    mine = slice(own.start, own.stop)
-    return Batch(x[mine], y[mine], np.arange(rows)[mine], (Cut(0, len(own), own.start),), rows, epoch=0, number=0)
+TABLE = GrowingTable(
+    ("rate", -9, lambda row: row.rate),
+    ("hosts", 6, lambda row: row.hosts),
+    ("  case", -18, lambda row: f"  {row.case}"),
+    ("measured", 11, lambda row: f"{ms1(row.measured_s)} ms"),
+    ("simulated", 11, lambda row: f"{ms1(row.simulated_s)} ms"),
+    ("ratio", 7, lambda row: f"{row.ratio:.3f}"),
+    ("spread", 8, lambda row: f"{(max(row.seconds) - min(row.seconds)) / row.measured_s:.1%}"),
+)
 
 
-if __name__ == "__main__":
-    main()
+@dataclass
+class StepsRun:
+    """A run of the benchmark: rows that a file may hold already are measured once more, and all of their times count.
+
+    Attributes:
+        mpi: the library's name and version.
+        library: a name of `launch.LIBRARIES`.
+        settings: of it, beyond the lab's own.
+        links: what was measured of them, by rate.
+        rows: by rate, hosts and case.
+    """
+
+    mpi: str
+    library: str
+    settings: Mapping[str, str]
+    links: dict[str, dict[str, float]] = field(default_factory=dict)
+    rows: dict[tuple[str, int, str], StepTimes] = field(default_factory=dict)
+
+    def run(self, places: Sequence[tuple[Speed, int, StepCase]], repeats: int) -> None:
+        """Measure and simulate, in so many rounds of all places, and print the rows.
+
+        Raises:
+            LabError: when the lab cannot be made, or a run fails.
+        """
+        most = max(hosts for _, hosts, _ in places)
+        with built(State(f"steps-{os.getpid()}"), most, places[0][0]) as lab:
+            for turn in range(repeats):
+                for speed, hosts, case in places if turn % 2 == 0 else places[::-1]:
+                    lab.set_speed(speed)
+                    if speed.rate not in self.links:
+                        self.links[speed.rate] = self._measure_link(lab)
+                        print(speed.rate, self.links[speed.rate], flush=True)
+                    self._measure(lab, speed, hosts, case)
+        print(TABLE.head())
+        for speed, hosts, case in places:
+            print(TABLE.line(self.rows[speed.rate, hosts, case.name]))
+        print(summary(list(self.rows.values())))
+
+    def _measure_link(self, lab: Lab) -> dict[str, float]:
+        """Return what a message costs between two hosts."""
+        job = {"sizes": (), "algorithms": (), "repeats": 5, "cut_bytes": 2**30, "trains": True}
+        (found,) = run_job(lab, self.library, 2, self.settings, job, LIMIT_S)
+        return {name: value for name, value in found.items() if name not in ("kind", "native")}
+
+    def _measure(self, lab: Lab, speed: Speed, hosts: int, case: StepCase) -> None:
+        """Run a case once over the links; simulate it if that was not done."""
+        key = speed.rate, hosts, case.name
+        before = self.rows.get(key)
+        with tempfile.TemporaryDirectory() as folder:
+            words, log = (sys.executable, *case.words(Path(folder))), Path(folder) / "log"
+            process = start_ranks(lab, self.library, hosts, self.settings, words, log)
+            _wait(process, log, f"{case.name} on {hosts} hosts")
+            taken_s = case.step_seconds(Path(folder))
+        if before is None:
+            before = StepTimes(*key, (), self._simulate(speed, hosts, case))
+        self.rows[key] = replace(before, seconds=(*before.seconds, taken_s))
+        print(TABLE.line(self.rows[key]), flush=True)
+
+    def _simulate(self, speed: Speed, hosts: int, case: StepCase) -> float:
+        """Return what a step takes on simulated ranks."""
+        with tempfile.TemporaryDirectory() as folder:
+            network = describe_network(self.links[speed.rate])
+            words = (*case.words(Path(folder)), "--simulate", str(hosts), "--network", network)
+            variables = environment(os.environ, paths=[ROOT])
+            done = subprocess.run((sys.executable, *words), env=variables, capture_output=True, text=True)
+            if done.returncode:
+                raise LabError(f"{case.name} on {hosts} simulated ranks failed: {done.stdout}{done.stderr}")
+            return case.step_seconds(Path(folder))
+
+    def simulate_again(self, places: Sequence[tuple[Speed, int, StepCase]]) -> None:
+        """Simulate rows that were measured before once more, and print them."""
+        print(TABLE.head())
+        for speed, hosts, case in places:
+            key = speed.rate, hosts, case.name
+            if key in self.rows:
+                self.rows[key] = replace(self.rows[key], simulated_s=self._simulate(speed, hosts, case))
+                print(TABLE.line(self.rows[key]), flush=True)
+        print(summary(list(self.rows.values())))
+
+    def load(self, path: Path | None) -> None:
+        """Take over what a file holds, if it is there."""
+        if path is None or not path.exists():
+            return
+        found = json.loads(path.read_text())
+        self.links = found["links"]
+        for row in found["rows"]:
+            self.rows[row["rate"], row["hosts"], row["case"]] = StepTimes(
+                row["rate"], row["hosts"], row["case"], tuple(row["seconds"]), row["simulated_s"]
+            )
+
+    def save(self, path: Path | None) -> None:
+        """Write what has been found so far as JSON; in the benchmark's own results its table in the README, too."""
+        rows = [{**asdict(row), "measured_s": row.measured_s, "ratio": row.ratio} for row in self.rows.values()]
+        facts = {"machine": machine_facts(), "mpi": self.mpi, "settings": dict(self.settings)}
+        results.write(path, {**facts, "links": self.links, "rows": rows})
+        if path is not None and path.resolve().parent == FOLDER / "results":
+            rewrite(FOLDER / "README.md", {"steps": table(list(self.rows.values()))})
+
+
+def describe_network(link: Mapping[str, float]) -> str:
+    """Return a measured link as --network takes it."""
+    return f"alpha_us={1e6 * link['alpha_s']:.6g},gbit={8e-9 / link['beta_s_per_byte']:.6g}"
+
+
+def table(rows: Sequence[StepTimes]) -> str:
+    """Return all rows as Markdown, and how far they are off."""
+    ordered = sorted(rows, key=lambda row: (row.rate, [case.name for case in CASES].index(row.case), row.hosts))
+    columns: Columns = (
+        ("rate", lambda row: row.rate),
+        ("case", lambda row: row.case),
+        ("hosts", lambda row: row.hosts),
+        ("measured, ms", lambda row: spread(row.measured_s, (min(row.seconds), max(row.seconds)), ms1)),
+        ("simulated, ms", lambda row: ms1(row.simulated_s)),
+        ("simulated / measured", lambda row: f"{row.ratio:.3f}"),
+    )
+    return f"{render(columns, ordered)}\n\nSimulated against measured: {summary(rows)}."
+
+
+def draw(file: Path, rows: Sequence[StepTimes]) -> None:
+    """Draw simulated against measured seconds; a band shows what is within 5 %.
+
+    Args:
+        file: its name says the format.
+        rows: all of them.
+    """
+    figure = plots.new_figure(5.6, 5.2)
+    axes = figure.subplots()
+    ends = [factor(row.measured_s for row in rows) * widen for factor, widen in ((min, 0.9), (max, 1.1))]
+    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="0.9", label="5 %")
+    for colour, name in zip(plots.colours(), dict.fromkeys(row.case for row in rows), strict=False):
+        own = [row for row in rows if row.case == name]
+        measured, simulated = [row.measured_s for row in own], [row.simulated_s for row in own]
+        axes.plot(measured, simulated, "o", ms=5, mfc="none", c=colour, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="simulated step, s", xlim=ends, ylim=ends)
+    axes.legend(frameon=False, fontsize=8)
+    plots.save(figure, file)
+
+
+def summary(rows: Sequence[StepTimes]) -> str:
+    """Return how far all rows together are off."""
+    off = sorted(abs(row.ratio - 1) for row in rows)
+    within = sum(each <= 0.05 for each in off)
+    return f"off by {median(off):.1%} (median) to {off[-1]:.1%} at the worst; {within} of {len(rows)} within 5 %"
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, what: str) -> None:
+    """Return when a run has ended well.
+
+    Raises:
+        LabError: with what it printed last, when it has not, or not in time.
+    """
+    try:
+        status: int | None = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        process.kill()
+        process.wait()
+    if status != 0:
+        said = "\n".join(log.read_text().strip().splitlines()[-15:])
+        raise LabError(f"{what} {'hung' if status is None else f'ended with status {status}'}; it said:\n{said}")

@@ -12,10 +12,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,11 @@ from nnmpi.errors import CommError
 from nnmpi.shard import split
 
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
+Finish: TypeAlias = Callable[..., None]
+"""(communicator, requests...): returns when the requests are complete."""
+
 _TAG = 1000
+RESTED_S = 0.02  # a processor that was idle for that long takes longer to notice a message
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -80,7 +84,8 @@ class AllReduceRun:
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
-    yield {"kind": "link", **calibrate(comm, job["repeats"]), "native": _native(comm, job["sizes"], job["repeats"])}
+    link = calibrate(comm, job["repeats"], _spin, RESTED_S) if job.get("trains") else calibrate(comm, job["repeats"])
+    yield {"kind": "link", **link, "native": _native(comm, job["sizes"], job["repeats"])}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
             one = AllReduceRun(comm, name, nbytes, job["cut_bytes"])
@@ -125,7 +130,17 @@ def main(path: Path) -> None:
     (folder / f"done-{comm.rank}").touch()
 
 
-def calibrate(comm: Comm, rounds: int) -> dict[str, float]:
+def _finish(comm: Comm, *requests: Request) -> None:
+    """Return when these are complete; sleep in between."""
+    wait(partial(comm.test_all, requests))
+
+
+def _spin(comm: Comm, *requests: Request) -> None:
+    """Return when these are complete; wait as the train command does, by MPI's own wait."""
+    comm.wait_all(requests)
+
+
+def calibrate(comm: Comm, rounds: int, finish: Finish = _finish, pause_s: float = 0.0) -> dict[str, float]:
     """Return alpha_s, beta_s_per_byte, both_ways_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
 
     Measured between the hosts 0 and 1, without any knowledge of the rate that was set:
@@ -138,10 +153,16 @@ def calibrate(comm: Comm, rounds: int) -> dict[str, float]:
 
     The other ranks sleep meanwhile. `both_ways_s_per_byte` is the same as beta with messages in both directions at
     once: no part of the prediction, but where it is larger, an algorithm that sends and receives will be slower.
+
+    Args:
+        comm: all ranks.
+        rounds: how often each is measured.
+        finish: returns when requests are complete.
+        pause_s: before each message, as after computing; the shortest messages tell the difference.
     """
-    short = _round_trip(comm, SHORT_BYTES, 20 * rounds)
-    long = [_round_trip(comm, nbytes, 2 * rounds) for nbytes in LONG_BYTES]
-    both = [_exchange(comm, nbytes, rounds) for nbytes in LONG_BYTES]
+    short = _round_trip(comm, SHORT_BYTES, 20 * rounds, finish, pause_s)
+    long = [_round_trip(comm, nbytes, 2 * rounds, finish, pause_s) for nbytes in LONG_BYTES]
+    both = [_exchange(comm, nbytes, rounds, finish) for nbytes in LONG_BYTES]
     further = LONG_BYTES[1] - LONG_BYTES[0]
     return {
         "alpha_s": short / 2,
@@ -151,38 +172,34 @@ def calibrate(comm: Comm, rounds: int) -> dict[str, float]:
     }
 
 
-def _round_trip(comm: Comm, nbytes: int, rounds: int) -> float:
+def _round_trip(comm: Comm, nbytes: int, rounds: int, finish: Finish, pause_s: float) -> float:
     """Return the median time there and back; the first, which may set up a connection, is not counted."""
     rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0]
     barrier(comm)
     for _ in range(rounds + 1 if rank < 2 else 0):
+        time.sleep(pause_s)
         begin = time.monotonic()
         if rank == 0:
-            _finish(comm, comm.isend(message, 1, _TAG))
-        _finish(comm, comm.irecv(message, 1 - rank, _TAG))
+            finish(comm, comm.isend(message, 1, _TAG))
+        finish(comm, comm.irecv(message, 1 - rank, _TAG))
         if rank == 1:
-            _finish(comm, comm.isend(message, 0, _TAG))
+            finish(comm, comm.isend(message, 0, _TAG))
         taken.append(time.monotonic() - begin)
     barrier(comm)
     return statistics.median(taken[2:] or taken)
 
 
-def _exchange(comm: Comm, nbytes: int, rounds: int) -> float:
+def _exchange(comm: Comm, nbytes: int, rounds: int, finish: Finish) -> float:
     """Return the median time in which hosts 0 and 1 send to each other at once."""
     rank, taken = comm.rank, [0.0]
     out, into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     barrier(comm)
     for _ in range(rounds + 1 if rank < 2 else 0):
         begin = time.monotonic()
-        _finish(comm, comm.irecv(into, 1 - rank, _TAG), comm.isend(out, 1 - rank, _TAG))
+        finish(comm, comm.irecv(into, 1 - rank, _TAG), comm.isend(out, 1 - rank, _TAG))
         taken.append(time.monotonic() - begin)
     barrier(comm)
     return statistics.median(taken[2:] or taken)
-
-
-def _finish(comm: Comm, *requests: Request) -> None:
-    """Return when these are complete; sleep in between."""
-    wait(partial(comm.test_all, requests))
 
 
 def _adding(rounds: int, nbytes: int = 2**20) -> float:

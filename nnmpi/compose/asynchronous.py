@@ -78,7 +78,14 @@ class AsynchronousWorker(Trainer):
             self._check()
         broadcast_state(model, group)
         self._gradient = gradient = LocalGradient(
-            model, self.loss, self.backend, seed, numerics.clip, self.precision, self.evaluation_loss
+            model,
+            self.loss,
+            self.backend,
+            seed,
+            numerics.clip,
+            self.precision,
+            self.evaluation_loss,
+            self.throttle.pace,
         )
         self.runner: ParameterServerRunner | AveragingRunner
         if sync.uses_servers:

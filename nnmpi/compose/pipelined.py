@@ -46,6 +46,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
+from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.instruction import Instruction
@@ -68,6 +69,7 @@ class Pipelined:
         seed: of the run.
         exchange: how gradients are summed over the replicas.
         synchronous_sends: see `comm.point_to_point.Messages`.
+        pace: how long computing lasts.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Pipelined:
         seed: int,
         exchange: GradientExchange,
         synchronous_sends: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.arrangement, self.optimizer, self.backend, self.seed = arrangement, optimizer, backend, seed
         layout, mesh = arrangement.layout, arrangement.mesh
@@ -125,7 +128,7 @@ class Pipelined:
         }
         place = mesh.place
         self.pipeline = Pipeline(
-            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, f"d{place.d}t{place.t}"
+            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, f"d{place.d}t{place.t}", pace
         )
 
     @property

@@ -48,6 +48,8 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
+from nnmpi.parallel.pace import Pace
+from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
@@ -85,9 +87,11 @@ class ForwardBackward:
         where: how the model lies on the ranks; None for all of it on each.
         fixed: what sums the microbatches' gradients in a fixed order, if something does.
         alone: whether no other rank computes along: then microbatches without rows are left out.
+        pace: how long computing lasts.
 
     Attributes:
         scalars: CORRECT, and LOSS; with a fixed order each microbatch's loss by its number.
+        pace: as given.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
     """
 
@@ -101,9 +105,11 @@ class ForwardBackward:
         where: Arrangement | None = None,
         fixed: FixedReduction | None = None,
         alone: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.model, self.backend, self.seed, self.fixed = model, backend, seed, fixed
         self._loss, self._evaluation_loss, self._alone = loss, evaluation_loss, alone
+        self.pace = Pace() if pace is None else pace
         classes = 0 if where is None else where.classes
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
         # It is called on every rank, since it may communicate where the classes are shared out.
@@ -125,7 +131,9 @@ class ForwardBackward:
             if self.fixed is not None:
                 self.fixed.microbatch = cut.number
             with timeline.span(f"F{step if self._alone else cut.number}", "forward"):
+                begin = clock.now()
                 loss, logits = self._forward(device_batch, cut, step)
+                self.pace.finish(Kind.F, 0, begin)
             yield cut, loss
             self.scalars.add(LOSS if self.fixed is None else cut.number, loss.data)
             self.scalars.add(CORRECT, self._correct(logits, device_batch.rows(slice(cut.start, cut.stop))))
@@ -208,6 +216,7 @@ class LocalGradient:
         clip: the largest length of the gradient of a part's mean loss, or None.
         precision: of products, see `backend.precision`.
         evaluation_loss: for `evaluate`; `loss` by default.
+        pace: how long computing lasts.
     """
 
     def __init__(
@@ -219,9 +228,10 @@ class LocalGradient:
         clip: float | None = None,
         precision: str = "float32",
         evaluation_loss: SumLoss | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.model, self.backend, self.clip = model, backend, clip
-        self._passes = ForwardBackward(model, loss, evaluation_loss or loss, backend, seed, alone=True)
+        self._passes = ForwardBackward(model, loss, evaluation_loss or loss, backend, seed, alone=True, pace=pace)
         self._precision = precision
         self._poll: Callable[[], None] | None = None
 
@@ -257,8 +267,10 @@ class LocalGradient:
             if self._poll is not None:
                 self._poll()
             with timeline.span(f"B{step}", "backward"):
+                began = clock.now()
                 # as `DataParallel.backward` divides, but the parts' gradients are added up elsewhere
                 loss.backward(np.full(loss.shape, 1 / max(batch.global_targets, 1)))
+                self._passes.pace.finish(Kind.B, 0, began, self._poll)
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
         if targets and self.backend.is_device:
@@ -315,6 +327,7 @@ class Replicas:
         seed: of the run; keys dropout masks.
         exchange: how gradients are summed over the replicas.
         is_summed: whether this runner sums them; a fused update does it otherwise.
+        pace: how long computing lasts.
     """
 
     updates = False
@@ -330,6 +343,7 @@ class Replicas:
         seed: int,
         exchange: GradientExchange,
         is_summed: bool,
+        pace: Pace | None = None,
     ) -> None:
         self.model, self.world = model, world
         replicas = world if arrangement is None else arrangement.mesh.dp
@@ -343,10 +357,11 @@ class Replicas:
             backend,
             is_summed and not fixed,
             shares_batches=not fixed,
+            pace=pace,
         )
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
-        self._passes = ForwardBackward(model, loss, evaluation_loss, backend, seed, arrangement, self.fixed)
+        self._passes = ForwardBackward(model, loss, evaluation_loss, backend, seed, arrangement, self.fixed, pace=pace)
         self.scalars, self.evaluate = self._passes.scalars, self._passes.evaluate
 
     def run(self, batch: Batch, step: int, scale: float) -> Outcome:

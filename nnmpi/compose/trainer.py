@@ -41,6 +41,7 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
+from nnmpi.parallel.pace import Pace
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
@@ -54,10 +55,12 @@ class Throttle:
     Attributes:
         minimum_s: every step takes at least so many seconds.
         slowdown: the factor of each rank in each step.
+        pace: how long each part of a step lasts at least.
     """
 
     minimum_s: float = 0.0
     slowdown: Slowdown = field(default_factory=Slowdown)
+    pace: Pace = field(default_factory=Pace)
 
     def step_seconds(self, computed_s: float, rank: int, step: int) -> float:
         """Return how long a step is to take whose computation took `computed_s` seconds.

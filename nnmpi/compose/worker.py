@@ -255,6 +255,7 @@ class Worker(Trainer):
         self.fused = None if self._shared is None else self._shared.fused
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self._predicted_s = self._predict()
+        self._stages = sorted(arrangement.stages) if arrangement is not None and arrangement.stages else [0]
         try:
             self.runner = self._make_runner(synchronous_sends)
         except NnmpiError:  # on all ranks
@@ -267,7 +268,16 @@ class Worker(Trainer):
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where, losses = self.arrangement, (self.loss, self.evaluation_loss)
         if where is not None and where.stages:
-            return Pipelined(where, self.optimizer, *losses, self.backend, self.seed, self.exchange, synchronous_sends)
+            return Pipelined(
+                where,
+                self.optimizer,
+                *losses,
+                self.backend,
+                self.seed,
+                self.exchange,
+                synchronous_sends,
+                self.throttle.pace,
+            )
         return Replicas(
             self.model,
             self.group,
@@ -277,6 +287,7 @@ class Worker(Trainer):
             self.seed,
             self.exchange,
             is_summed=self.fused is None,
+            pace=self.throttle.pace,
         )
 
     def _predict(self) -> float:
@@ -350,7 +361,9 @@ class Worker(Trainer):
                 with self._deterministic():
                     raise self.runner.explain(batch, step, loss_sum / max(batch.global_targets, 1))
         elif not self.runner.updates:  # else it is PipeDream's, which has updated after each microbatch
+            began = clock.now()
             self._update(norm, factor)
+            self.throttle.pace.finish_update(self._stages, began)
         if self.fused is not None:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.exchange.check:

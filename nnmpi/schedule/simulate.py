@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.engine import Run, TimedInstruction
@@ -100,6 +101,29 @@ class InstructionCosts:
                 middle[whole] = sum(middle.get(half, 0.0) for half in halves)
         kinds = {kind for kind, _ in middle}
         return cls({kind: tuple(middle.get((kind, s), 0.0) for s in range(stages)) for kind in kinds}, rendezvous)
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return the times as JSON values: {"F": [seconds of stage 0, of stage 1 ...], "B": ...}."""
+        return {str(kind): list(times) for kind, times in self.seconds.items()}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "InstructionCosts":
+        """Return the costs that `to_json` gave the values of; halves that are not there as `measured` has them.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        try:
+            samples = [(Kind(kind).at(s), float(time)) for kind, times in value.items() for s, time in enumerate(times)]
+        except (AttributeError, TypeError, ValueError):
+            samples = []
+        lengths = {len(times) for times in value.values()} if samples else set()
+        if len(lengths) != 1 or not all(0 <= seconds < float("inf") for _, seconds in samples):
+            raise UsageError(
+                'a table of times has a list of seconds for each kind, one for each stage, such as {"F": [0.01, 0.02], '
+                '"B": [0.02, 0.04]}'
+            )
+        return cls.measured(lengths.pop(), samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 `set_up` does it all, in the order in which things depend on one another; the other functions are its steps.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
-from nnmpi.comm.agreement import agreed
+from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
@@ -40,6 +41,8 @@ from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.parallel.pace import Pace
+from nnmpi.schedule.simulate import InstructionCosts
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.config import SEQUENCE_MODELS, Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
@@ -262,7 +265,9 @@ def build_trainer(
         "numerics": Numerics(config.run.precision, options.clip),
         "seed": config.run.seed,
         "backend": backend,
-        "throttle": Throttle(sync.pace_ms / MS_PER_S, sync.slowdown(config.run.seed)),
+        "throttle": Throttle(
+            sync.pace_ms / MS_PER_S, sync.slowdown(config.run.seed), _read_pace(sync.pace, group, where)
+        ),
     }
     if sync.virtual_workers:
         rule, workers = sync.rule, sync.virtual_workers
@@ -271,6 +276,29 @@ def build_trainer(
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     exchange = build_exchange(config.parallel, group, where, model.storage, algorithms)
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
+
+
+def _read_pace(file: Path | None, group: Group, where: Arrangement | None) -> Pace:
+    """Return the pace that a file says. Collective.
+
+    Raises:
+        UsageError: on all ranks, when it cannot be read, or is of another number of stages.
+    """
+    if file is None:
+        return Pace()
+    stages = len(where.cuts) if where is not None and where.stages else 1
+
+    def read() -> dict[str, list[float]]:
+        try:
+            costs = InstructionCosts.from_json(json.loads(file.read_text()))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--pace {file} cannot be read: {error}") from None
+        count = len(next(iter(costs.seconds.values())))
+        if count != stages:
+            raise UsageError(f"--pace {file} has times of {count} stages, but this run has {stages}")
+        return costs.to_json()
+
+    return Pace(InstructionCosts.from_json(on_root(group, read)))
 
 
 def build_exchange(

@@ -93,7 +93,7 @@ def launch(words: Sequence[str]) -> None:
         return main(words, start())
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
-    cpu_factor = 0.0 if sync.pace_ms else 1.0
+    cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
     simulate(partial(main, words), sync.simulate, simulated_machine(sync), sync.simulation_seed, cpu_factor)
     return None
 

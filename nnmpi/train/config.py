@@ -208,14 +208,17 @@ class SyncConfig:
     separated by semicolons."""
     pace_ms: float = 0.0
     """Every step takes at least this many milliseconds, as on a slower machine; with --virtual-workers, exactly."""
+    pace: Path | None = None
+    """Times of forward, backward and update in each stage, a file such as the times.json of a run: each lasts at least
+    so long."""
     virtual_workers: int = 0
     """Play this many workers in one process, in virtual time: the same curve on any machine."""
     network: str = ""
     """For --simulate and --virtual-workers: the links, such as "alpha_us=50,gbit=10" (default: messages take no
     time)."""
     simulate: int = 0
-    """Run so many ranks in this process, without MPI, on simulated clocks. With --pace-ms a step takes just that; else
-    computing takes the processor time that it takes here."""
+    """Run so many ranks in this process, without MPI, on simulated clocks. With --pace-ms or --pace computing takes
+    just that; else the processor time that it takes here."""
     simulation_seed: int = 0
     """For --simulate: decides about all that MPI leaves open, such as who comes first."""
 

@@ -3,6 +3,7 @@
 runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
+  times.json          what forward, backward and update took in each stage, for --pace of another run
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
@@ -71,6 +72,7 @@ def sha256(file: Path) -> str:
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+TIMES_FILE = "times.json"
 POLL_S = 0.1
 
 
@@ -145,6 +147,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """Return the file with the metrics."""
         return self.path / METRICS_FILE
+
+    @property
+    def times(self) -> Path:
+        """Return the file with what computing took."""
+        return self.path / TIMES_FILE
 
     @property
     def checkpoints(self) -> Path:

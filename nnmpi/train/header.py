@@ -124,12 +124,14 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     slow, pace = sync.slowdown(config.run.seed).describe(), ""
     if sync.pace_ms:
         pace = f"a step takes {'' if sync.virtual_workers or sync.simulate else 'at least '}{sync.pace_ms:g} ms"
+    if sync.pace:
+        pace = "; ".join(filter(None, (pace, f"computing takes the times in {sync.pace}")))
     if sync.virtual_workers:
         pace += f", {sync.links.describe()}"
     simulated = []
     if sync.simulate:
         links = sync.links.describe() if sync.network else "messages that take no time"
-        computing = "just the pace" if sync.pace_ms else "the processor time that it takes here"
+        computing = "just the pace" if sync.pace_ms or sync.pace else "the processor time that it takes here"
         simulated = [
             f"simulated: {count(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
             f"{sync.simulation_seed}; all seconds are simulated ones"

@@ -1,5 +1,6 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
+import json
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,12 +14,13 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
 from nnmpi.models.pretrained import read_size, save_pretrained
+from nnmpi.parallel.pace import Pace
 from nnmpi.train.build import RunContext, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
-from nnmpi.train.folder import FolderLock, RunFolder
+from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
 from nnmpi.train.header import count, header
 from nnmpi.train.log import Console, Reporter, percent
 from nnmpi.train.loop import Loop
@@ -93,6 +95,8 @@ def _run(
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
+    if not backend.is_device:  # there the host only starts what is computed
+        _write_times(folder, context.trainer.throttle.pace, group)
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, report, loop.state, folder, backend, tokens)
     if group.is_root:
@@ -110,6 +114,13 @@ def _write_model(context: RunContext) -> None:
     tokenizer = context.inputs.tokenizer
     if tokenizer is not None:
         on_root(context.group, partial(tokenizer.save, context.folder.path / "model"))
+
+
+def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
+    """Write what computing took. Collective."""
+    costs = pace.measured(group)
+    if group.is_root and costs is not None:
+        replace_durably(folder.times, json.dumps(costs.to_json()).encode())
 
 
 def _print_result(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.netlab import link
+from benchmarks.netlab import link, steps
 from benchmarks.netlab.bench import Plan, fit_of
 from benchmarks.netlab.build import Builder, address_of, write_agent
 from benchmarks.netlab.command import main, make_plan, parse
@@ -21,6 +21,7 @@ from benchmarks.netlab.process import Process, children_of
 from benchmarks.netlab.row import LinkTimes, summary, verdict
 from benchmarks.netlab.shell import TOOLS, LabError, check_machine
 from benchmarks.netlab.state import State
+from benchmarks.netlab.steps import CASES, StepsRun, StepTimes, draw
 from nnmpi.comm.choose import choose
 from nnmpi.errors import LaunchError, UsageError
 
@@ -325,3 +326,48 @@ def test_the_command_line_needs_no_mpi_and_no_root_to_explain_itself() -> None:
     done = subprocess.run([sys.executable, folder, "bench", "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, time.monotonic() - began < 30) == (0, True)
     assert "--algorithms" in done.stdout
+
+
+def test_a_simulated_step_is_the_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its computing, two messages of a ring on two hosts, and the sum of three numbers; kept in the file."""
+    ring, speed = CASES[0], Speed("100mbit")
+    link = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-7}
+    run = StepsRun("Open MPI 5", "openmpi", {}, {"100mbit": link}, {("100mbit", 2, "ring"): STEP})
+    run.simulate_again([(speed, 2, ring), (speed, 4, ring)])
+    found = run.rows["100mbit", 2, "ring"]
+    nbytes = 4 * (64 * 384 + 384 + 384 * 384 + 384 + 384 * 10 + 10)
+    assert found.simulated_s == pytest.approx(0.2 + nbytes * 1e-7 + 3e-3, rel=0.01)
+    assert len(run.rows) == 1, "what was not measured is not simulated"
+    run.save(tmp_path / "steps.json")
+    again = StepsRun("Open MPI 5", "openmpi", {})
+    again.load(tmp_path / "steps.json")
+    assert (again.rows, again.links) == (run.rows, run.links)
+    assert "within 5 %" in capsys.readouterr().out
+
+
+STEP = StepTimes("100mbit", 2, "ring", (0.2, 0.1, 0.4), 0.188)
+
+
+def test_rows_of_steps_say_how_far_they_are_off(tmp_path: Path) -> None:
+    """By the median of what was measured."""
+    assert STEP.measured_s == 0.2
+    assert STEP.ratio == pytest.approx(0.94)
+    rows = [STEP, StepTimes("100mbit", 4, "ring", (0.1,), 0.12), StepTimes("100mbit", 4, "ps", (0.1,), 0.101)]
+    assert steps.summary(rows) == "off by 6.0% (median) to 20.0% at the worst; 1 of 3 within 5 %"
+    pytest.importorskip("matplotlib")
+    draw(tmp_path / "steps.png", rows)
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cases", "rings"], "is unknown"),
+        (["--plot", "steps.txt"], "must end in"),
+        (["--repeats", "0"], "whole number above 0"),
+    ],
+)
+def test_words_of_steps_that_mean_nothing_are_refused(words: list[str], says: str) -> None:
+    """In a sentence."""
+    with pytest.raises(UsageError, match=says):
+        parse(["steps", *words])
