@@ -151,7 +151,7 @@ class BucketExchange:
             show=_name_lengths,
         )
         self._alone = group.size == 1
-        self._group = group.duplicate()
+        self._outer, self._group = group, group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
         bound = [self._bind(part, name, tag) for tag, (part, name) in enumerate(zip(parts, names, strict=True))]
         self._sums = [pending for pending, _ in bound]
@@ -226,10 +226,11 @@ class BucketExchange:
         """Give the exchange's communicator back to MPI. Collective.
 
         After a step that broke off, some ranks may have launched more buckets than others: MPI would go on to write
-        into their arrays, so the others launch as many, and all wait; nobody uses these sums.
+        into their arrays, so the others launch as many, and all wait; nobody uses these sums. How many, they agree
+        outside: where sums are on their way, no rank may call a collective before those that others have called.
         """
         if self.overlap and not self._alone:
-            most = int(self._group.max_floats([self._launched])[0])
+            most = int(self._outer.max_floats([self._launched])[0])
             while self._launched < most:
                 self._launch()
             self._wait()

@@ -100,7 +100,7 @@ def test_an_exit_is_not_for_agreement() -> None:
         raise SystemExit(3)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_every_rank_in_turn_stops_all(group: Group) -> None:
     for guilty in range(group.size):
         text = "nothing"
@@ -114,14 +114,14 @@ def test_every_rank_in_turn_stops_all(group: Group) -> None:
         assert group.gather(text) == [expected] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_body_that_goes_well_goes_on(group: Group) -> None:
     with agreed(group):
         done = True
     assert all(group.gather(done))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
     last = group.size - 1
     for speaker in (None, last):
@@ -131,7 +131,7 @@ def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
         assert all(group.gather(str(caught.value) == f"{named}no file"))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_the_root_works_for_all(group: Group) -> None:
     assert on_root(group, lambda: {"rank": group.rank}) == {"rank": 0}
 
@@ -143,7 +143,7 @@ def test_the_root_works_for_all(group: Group) -> None:
     assert caught.value.exit_status == 1
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_foreign_exception_of_the_root_is_raised_on_all_with_its_traceback(group: Group) -> None:
     def fail() -> None:
         raise ValueError("odd")
@@ -155,7 +155,7 @@ def test_a_foreign_exception_of_the_root_is_raised_on_all_with_its_traceback(gro
     assert group.gather(text) == [text] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_phase_does_no_more_work_once_something_has_failed(group: Group) -> None:
     def fail() -> int:
         raise DataError("damaged")
@@ -191,7 +191,7 @@ def test_of_items_that_mean_nothing_the_ranks_alone_are_named() -> None:
     assert refused([1], [1], [3], show=None) == "item 0 differs: rank 2 of 3 has not what rank 0 has; mend it"
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_items_are_compared_on_all_ranks(group: Group) -> None:
     require_equal(group, ["same", [1, 2.5]], "never seen")
     if group.size > 1:

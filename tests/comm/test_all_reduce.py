@@ -37,7 +37,7 @@ def cut(group: Group, array: Buffer, algorithm: str, max_bytes: int, tag: int = 
     return Execution(ALGORITHMS[algorithm](group.rank, group.size), array, group.comm, tag, max_bytes, persistent=True)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("algorithm", [*EVERY, "auto"])
@@ -47,7 +47,7 @@ def test_whole_numbers_are_summed_exactly(group: Group, algorithm: str, n: int, 
     assert group.gather(np.array_equal(array, total(group.size, n, dtype))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_any_numbers_are_summed_closely_and_alike_on_all_ranks(group: Group, algorithm: str, dtype: type) -> None:
@@ -61,7 +61,7 @@ def test_any_numbers_are_summed_closely_and_alike_on_all_ranks(group: Group, alg
     assert outcomes == [[True, outcome[1]]] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_the_same_sum_has_the_same_bits_every_time(group: Group, algorithm: str) -> None:
     first = None
@@ -72,7 +72,7 @@ def test_the_same_sum_has_the_same_bits_every_time(group: Group, algorithm: str)
         assert group.gather(bool(np.array_equal(array, first))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_every_dtype(group: Group, algorithm: str, dtype: np.dtype) -> None:
@@ -82,7 +82,7 @@ def test_every_dtype(group: Group, algorithm: str, dtype: np.dtype) -> None:
     assert group.gather(bool(outcome)) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("max_bytes", [1, 16, 100])
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_long_messages_are_cut(group: Group, algorithm: str, max_bytes: int) -> None:
@@ -98,7 +98,7 @@ def test_long_messages_are_cut(group: Group, algorithm: str, max_bytes: int) -> 
     assert group.gather(outcome) == [[True, True]] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_a_bound_sum_runs_again_and_again(group: Group, algorithm: str) -> None:
     array = np.empty(1000, np.float32)
@@ -110,7 +110,7 @@ def test_a_bound_sum_runs_again_and_again(group: Group, algorithm: str) -> None:
         assert group.gather(bool(np.array_equal(array, expected))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("n", [3, 40009])
 @pytest.mark.parametrize("seed", range(3))
 def test_several_in_flight_move_on_in_any_order(group: Group, n: int, seed: int) -> None:
@@ -133,7 +133,7 @@ def test_several_in_flight_move_on_in_any_order(group: Group, n: int, seed: int)
     assert group.gather(wrong) == [[]] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_those_without_a_tag_are_kept_apart_too(group: Group) -> None:
     arrays = [whole(group.rank, 10 + i) for i in range(12)]
     flying = [group.start_all_reduce(array, EVERY[i % len(EVERY)]) for i, array in enumerate(arrays)]
@@ -147,7 +147,7 @@ def test_those_without_a_tag_are_kept_apart_too(group: Group) -> None:
     assert group.gather(right + [np.array_equal(between, total(group.size, 9))]) == [[True] * 13] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_a_running_sum_cannot_be_started_again(group: Group, algorithm: str) -> None:
     array = whole(group.rank, 50)
@@ -163,7 +163,7 @@ def test_a_running_sum_cannot_be_started_again(group: Group, algorithm: str) -> 
     assert group.gather(np.array_equal(array, total(group.size, 50))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_a_check_names_what_differs_on_all_ranks(group: Group, algorithm: str) -> None:
     last = group.size - 1
@@ -181,7 +181,7 @@ def test_a_check_names_what_differs_on_all_ranks(group: Group, algorithm: str) -
     assert [expected in found for found in group.gather(text)] == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_check_names_the_rank_whose_array_cannot_be_summed(group: Group) -> None:
     array = np.ones(8, np.float32)
     kind = "none"
@@ -194,14 +194,14 @@ def test_a_check_names_the_rank_whose_array_cannot_be_summed(group: Group) -> No
     assert all(found.startswith(alone) and "has gaps" in found for found in everyones)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_check_passes_what_fits(group: Group) -> None:
     array = whole(group.rank, 12)
     group.all_reduce(array, "tree", check=True)
     assert group.gather(np.array_equal(array, total(group.size, 12))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_unknown_names_and_tags_are_refused(group: Group) -> None:
     with pytest.raises(UsageError, match="'rabbit'"):
         group.all_reduce(np.zeros(3), "rabbit")

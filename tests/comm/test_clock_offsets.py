@@ -34,7 +34,7 @@ def test_what_cannot_be_told_from_none_is_none() -> None:
     assert estimate([Answer(5.0, 4.0, 6.0)]) == -1.5
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_planted_offsets_are_found(group: Group) -> None:
     """Within what a busy machine allows; the clocks are ahead by 100 s a rank, and so behind for the last one."""
     planted = [100.0 * rank for rank in range(group.size)]
@@ -45,7 +45,7 @@ def test_planted_offsets_are_found(group: Group) -> None:
     assert group.gather(found) == [found] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_ranks_with_one_clock_have_no_offset(group: Group) -> None:
     """Time on one machine passes for all processes alike."""
     if len(set(group.nodes())) == 1:

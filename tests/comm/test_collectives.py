@@ -33,7 +33,7 @@ def expected(group: Group, operation: str, n: int) -> tuple[slice, Buffer]:
     return slice(None), np.concatenate([each[c.start : c.stop] for each, c in zip(everyones, chunks, strict=True)])
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
 def test_every_collective_keeps_its_contract_again_and_again(
@@ -56,7 +56,7 @@ def test_every_collective_keeps_its_contract_again_and_again(
     assert group.gather(right) == [[True] * 3] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
 def test_messages_are_cut(group: Group, operation: str, algorithm: str) -> None:
     where, wanted = expected(group, operation, 7919)
@@ -69,7 +69,7 @@ def test_messages_are_cut(group: Group, operation: str, algorithm: str) -> None:
     assert group.gather(bool(np.array_equal(array[where], wanted))) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_methods_of_the_group(group: Group) -> None:
     n = 101
     results = []
@@ -82,7 +82,7 @@ def test_methods_of_the_group(group: Group) -> None:
     assert group.gather(results) == [[True] * 6] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_neighbours_are_averaged(group: Group) -> None:
     size, array = group.size, values(group.rank, 50)
     before = [values(rank, 50) for rank in range(size)]
@@ -92,7 +92,7 @@ def test_neighbours_are_averaged(group: Group) -> None:
     assert group.gather(bool(np.array_equal(array, wanted))) == [True] * size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_gossip_keeps_the_mean_and_brings_the_ranks_together(group: Group) -> None:
     array = np.array([float(group.rank)])
     for _ in range(40):
@@ -103,7 +103,7 @@ def test_gossip_keeps_the_mean_and_brings_the_ranks_together(group: Group) -> No
     assert group.sum_floats([float(array[0])])[0] == pytest.approx(mean * group.size)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", ["one", "each", "uneven", "scattered"])
 def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
     size = group.size
@@ -124,7 +124,7 @@ def test_all_ranks_here_are_on_one_node(group: Group) -> None:
     assert group.nodes() == [0] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_persistent_execution_refuses_a_second_start(group: Group) -> None:
     pending = group.bind(np.ones(1000, np.float32), "ring", 6)
     pending.start()
@@ -137,7 +137,7 @@ def test_a_persistent_execution_refuses_a_second_start(group: Group) -> None:
     assert group.gather(refused) == [group.size > 1] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
     array = np.ones(4, np.float32)
     with pytest.raises(UsageError, match="no all-gather by 'ps'; the names are ring, tree"):
@@ -150,7 +150,7 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         group.average_neighbours(np.ones(4, np.int32))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "average_neighbours"])
 def test_arrays_that_differ_are_refused_on_all_ranks(group: Group, call: str) -> None:
     said = ""

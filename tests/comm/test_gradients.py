@@ -43,7 +43,7 @@ def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
     return all(np.array_equal(*pair) for pair in zip(buffers, expected, strict=True))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**9])
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
@@ -74,7 +74,7 @@ def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, buc
     assert group.gather(right) == [[True] * 4] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
     """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's messages."""
     spans = layout(LENGTHS)
@@ -96,7 +96,7 @@ def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
     assert group.gather(all(right)) == [True] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
     spans = layout(LENGTHS)
     sums = set()
@@ -137,7 +137,7 @@ def test_device_gradients_are_summed_where_they_are(group: Group, overlap: bool,
     assert group.gather(right) == [[True] * 2] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_traffic_is_counted_per_step(group: Group) -> None:
     spans = layout(LENGTHS)
     exchange = BucketExchange(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
@@ -152,7 +152,7 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
     assert group.gather(seen) == [[one, one]] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("overlap", [True, False])
 def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) -> None:
     spans = layout(LENGTHS)
@@ -171,7 +171,7 @@ def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) 
     assert group.size == 1 or "shared" in names
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
     spans = layout([1000, 1000, 1000])
     buffers = arrays(spans, ["float32"])
@@ -207,7 +207,7 @@ def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> 
     assert unknown == (group.size > 1)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_one_rank_leaves_its_gradients_alone(group: Group) -> None:
     alone = group.split(group.rank)
     spans = layout(LENGTHS)
@@ -233,7 +233,7 @@ def test_auto_chooses_for_each_bucket_and_says_why(group: Group) -> None:
     assert "bytes" in long.reason or group.size == 1
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_overlap_and_buckets_that_suit_the_nodes(group: Group, nodes: int) -> None:
     """One message for each buffer at the end within a node, buckets on their way between nodes."""
@@ -249,7 +249,7 @@ def test_overlap_and_buckets_that_suit_the_nodes(group: Group, nodes: int) -> No
     world.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_gradient_reported_twice_is_refused(group: Group) -> None:
     exchange = BucketExchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
     exchange.ready(1)
@@ -269,7 +269,7 @@ def raised(make: object) -> str:
     return ""
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
     last = group.size - 1
     n = 9 if group.rank == last and last else 8
@@ -282,7 +282,7 @@ def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
     assert group.gather(found) == [expected if last else ""] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_rank_that_cannot_begin_stops_all(group: Group) -> None:
     last = group.size - 1
     named = f"rank {last}: " if last else ""

@@ -29,21 +29,21 @@ def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
         decode_json(text, 5)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_gather_gives_all_values_to_all(group: Group) -> None:
     gathered = [group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)]) for _ in range(2)]
     expected = [[VALUES[(rank + other) % len(VALUES)] for rank in range(3)] for other in range(group.size)]
     assert all(group.gather(gathered == [expected, expected]))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_gather_takes_texts_of_any_length(group: Group) -> None:
     found = group.gather("ß" * (300_000 * (group.rank % 2) + group.rank))
     right = [text == "ß" * (300_000 * (rank % 2) + rank) for rank, text in enumerate(found)]
     assert all(all(every) for every in group.gather(right))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_share_gives_the_roots_value_to_all(group: Group) -> None:
     for root in range(group.size):
         value = {"root": root, "text": "ü" * 10_000}
@@ -51,7 +51,7 @@ def test_share_gives_the_roots_value_to_all(group: Group) -> None:
         assert all(group.gather(found == value))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
     guilty = group.size - 1
     texts = []
@@ -68,7 +68,7 @@ def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
     assert all(all(expected in text for text in every) for every in group.gather(texts))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "bool", "complex64", "float16", "S3"])
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (3, 4, 5)])
 def test_broadcast_takes_any_shape_and_dtype(group: Group, shape: tuple[int, ...], dtype: str) -> None:
@@ -79,7 +79,7 @@ def test_broadcast_takes_any_shape_and_dtype(group: Group, shape: tuple[int, ...
     assert all(group.gather(bool(np.array_equal(array, values))))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
     with pytest.raises(ShapeError, match="has gaps"):
         group.broadcast(np.zeros((3, 4)).T)
@@ -87,7 +87,7 @@ def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
         group.broadcast(np.array([None]))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
     rank, size = group.rank, group.size
     sums = group.sum_floats([rank, 0.5, -1.0])
@@ -97,7 +97,7 @@ def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
     assert all(group.gather(group.sum_floats([]) == group.max_floats([]) == []))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_split_makes_groups_that_work_apart(group: Group) -> None:
     half = group.split(group.rank % 2, key=-group.rank)
     members = half.gather(group.rank)
@@ -109,13 +109,13 @@ def test_split_makes_groups_that_work_apart(group: Group) -> None:
     assert all(group.gather(bool(outcome)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_negative_color_is_refused(group: Group) -> None:
     with pytest.raises(UsageError, match="color -1 is negative"):
         group.split(-1)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
     node = group.node()
     members = node.gather(group.rank)
@@ -125,7 +125,7 @@ def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
     assert all(group.gather(outcome and 1 <= roots <= group.size))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> None:
     """Both use the same tag, and every other rank starts them in the other order."""
     other = group.duplicate()
@@ -140,14 +140,14 @@ def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> 
     assert all(group.gather(bool(outcome)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_root_and_text_of_a_group(group: Group) -> None:
     assert group.gather([group.is_root, repr(group)]) == [
         [rank == 0, f"Group(rank {rank} of {group.size})"] for rank in range(group.size)
     ]
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_no_rank_leaves_a_barrier_before_all_have_come(group: Group, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = group.share(str(tmp_path_factory.mktemp("barrier")) if group.is_root else None)
     mark = f"{folder}/{{}}"

@@ -20,7 +20,7 @@ ARRAYS: list[Array] = [
 ]
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("synchronous_sends", [False, True])
 def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends: bool) -> None:
     """Around a ring, several messages with one tag, with sends that wait for their receives."""
@@ -36,7 +36,7 @@ def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends
     assert all(group.gather(found == [10 * before + number for number in range(3)] and left == 0))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_synchronous_send_stays_until_its_receive_is_posted(group: Group) -> None:
     """So that a test with synchronous sends really runs without MPI's buffers."""
     messages = Messages(group, synchronous_sends=True)
@@ -52,7 +52,7 @@ def test_a_synchronous_send_stays_until_its_receive_is_posted(group: Group) -> N
     assert all(group.gather(waiting == 1))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100)
     messages = Messages(group)
@@ -66,7 +66,7 @@ def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) ->
     assert all(group.gather(right and pieces == 27))  # 2664 bytes
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_an_empty_message_arrives(group: Group) -> None:
     """A replica without rows has activations without elements."""
     messages = Messages(group, synchronous_sends=True)
@@ -77,7 +77,7 @@ def test_an_empty_message_arrives(group: Group) -> None:
     assert all(group.gather(found.shape == (0, 4)))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> None:
     """No before it is sent, however often it is asked; then yes, and the values may be read."""
     messages = Messages(group, synchronous_sends=True)
@@ -96,7 +96,7 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
     assert all(group.gather(right and not early))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was cut is there when its last piece is."""
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 80)
@@ -119,7 +119,7 @@ def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.M
     assert all(group.gather(whole and not half))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_receive_can_be_given_up(group: Group) -> None:
     """Its array is not written by a message that comes later; the next receive gets that."""
     messages = Messages(group)
@@ -134,7 +134,7 @@ def test_a_receive_can_be_given_up(group: Group) -> None:
     assert all(group.gather(not given_up.any() and bool((wanted == 7).all())))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
     """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
     messages = Messages(group, synchronous_sends=True)
@@ -160,7 +160,7 @@ def test_an_array_with_gaps_is_refused() -> None:
         Messages.receive(Messages.__new__(Messages), np.empty((4, 4))[:, ::2], 0, 0)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
     for array in ARRAYS:
@@ -172,7 +172,7 @@ def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch
         assert all(group.gather(sent and (group.rank == 0 or np.array_equal(found, array))))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_nothing_moves_unless_both_can(group: Group) -> None:
     partner = group.rank ^ 1
     found = np.zeros(2)
@@ -188,13 +188,13 @@ def test_nothing_moves_unless_both_can(group: Group) -> None:
     assert all(group.gather(not found.any()))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_rendezvous_cannot_receive_into_gaps(group: Group) -> None:
     with rendezvous(group) as channel, pytest.raises(ShapeError, match="has gaps"):
         channel.receive(np.zeros((4, 4))[:, 1], 0)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
     sums = np.ones(5)
     pending = group.start_all_reduce(sums, "ring")
@@ -209,7 +209,7 @@ def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
     assert all(group.gather(group.rank != 1 or bool((found == 7).all())))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_all_neighbours_at_once(group: Group, size: int) -> None:
     """Every rank sends to both neighbours on a ring and to itself; long messages, too, that MPI does not buffer."""
@@ -224,7 +224,7 @@ def test_all_neighbours_at_once(group: Group, size: int) -> None:
     assert all(group.gather(bool(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_neighbour_is_sent_no_array_with_gaps(group: Group) -> None:
     """Before anything is sent."""
     with pytest.raises(ShapeError, match="gaps"):

@@ -15,7 +15,7 @@ def lengths(group: Group) -> list[int]:
     return [(3, 0, 2, 5)[rank % 4] for rank in range(group.size)]
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_parts(group: Group, dtype: str) -> None:
     """Each rank's part comes to all, or the sum of all ranks' values for it to its owner; some are empty."""
@@ -30,7 +30,7 @@ def test_parts(group: Group, dtype: str) -> None:
     assert all(group.gather(bool(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_largest(group: Group) -> None:
     """Element by element, also of infinities."""
     values = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
@@ -38,7 +38,7 @@ def test_largest(group: Group) -> None:
     assert all(group.gather(values.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_wrong_lengths(group: Group) -> None:
     """They are refused before anything is sent."""
     with pytest.raises(ShapeError, match="are agreed"):

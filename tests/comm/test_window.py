@@ -40,7 +40,7 @@ def test_the_file_of_an_address_is_found() -> None:
     assert found.stdout.strip() == str(Path(__file__).parent)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -> None:
     memory = SharedMemory(group)
     own = memory.allocate(1000 + group.rank, np.float32)
@@ -54,7 +54,7 @@ def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -
     assert all(group.gather(right))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
     memory = SharedMemory(group)
     first, second = memory.allocate(5, "float32"), memory.allocate(7, "float32")
@@ -69,7 +69,7 @@ def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
     assert all(map(all, group.gather(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_a_common_array_stands_once_per_node(group: Group) -> None:
     nodes = [rank * 2 // group.size for rank in range(group.size)]
     memory = SharedMemory(group, nodes=nodes)

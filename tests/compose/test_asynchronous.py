@@ -28,7 +28,7 @@ from tests.compose.asynchronous_runs import (
 from tests.compose.virtual_runs import BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 IN_STEP = (
     (Sync("bsp", servers=1), "sgd"),

@@ -31,7 +31,7 @@ from tests.compose.asynchronous_runs import (
 from tests.compose.virtual_runs import BATCHES, build, weights
 from tests.equivalence.reference import tolerance
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.both_worlds
 
 SMALL, MANY = 2, 31  # rows of a batch, and batches of these
 

@@ -40,7 +40,7 @@ def train(group: Group, layout: Layout, smoothing: float) -> tuple[dict[str, Any
     return numbers, sum(event.name == "all-gather" for event in timeline.events)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.needs_ranks(2, 4, 6, 8))])
 def test_classes_apart_give_the_serial_run(group: Group, pp: int, smoothing: float) -> None:
@@ -55,7 +55,7 @@ def test_classes_apart_give_the_serial_run(group: Group, pp: int, smoothing: flo
     assert group.gather(gathered) == [0] * group.size
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))
     model.sharding = {"1": Sharding.VOCAB}

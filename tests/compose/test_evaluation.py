@@ -30,7 +30,7 @@ def expected() -> tuple[float, float]:
     return float(losses.mean()), float((logits.argmax(axis=1) == data.y).mean())
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", ["worker", "asynchronous", "virtual"])
 def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     """With batches and parts that divide nothing, and ranks that have no sample of the last batch."""

@@ -98,7 +98,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 HOST = pytest.mark.host_only("a fused update is for host memory")
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS])
 @pytest.mark.needs_ranks(2, 4, 6, 8)
 def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str) -> None:
@@ -132,7 +132,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     assert everyone == [[True, True]] * group.size, everyone
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", [None, {"reduction": "fixed"}], ids=["replicas", "fixed order"])
 def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any] | None) -> None:
     """Sixteen steps are skipped; then the scale is 1, and the error says whence the infinity came."""
@@ -247,7 +247,7 @@ def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) ->
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=2**-7)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
     """On all of them, before anything else."""
     model = models.mlp((4,), 3).initialize(seed=0)

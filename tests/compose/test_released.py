@@ -27,7 +27,7 @@ from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import batches, release, tolerance
 from tests.equivalence.reference import build as build_worker
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])

@@ -43,7 +43,7 @@ def train(trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | N
     return found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> None:
     """And comes to the weights of the synchronous run, wherever its segments end."""
@@ -61,7 +61,7 @@ def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> 
     assert (trainer.algorithms() is None) == (trainer.describe_exchange() == "") == (not trainer.in_step)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
     trainer = KINDS[kind](group, SLOW)

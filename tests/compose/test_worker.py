@@ -39,7 +39,7 @@ def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
     return [str(each) for each in group.gather(found)]
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.needs_ranks(2, 4, 8)
 def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     """As when the world's rank and size are given to the Loader of a pipeline."""
@@ -55,7 +55,7 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
         assert all(wanted in each and "arrangement.data_rank" in each for each in told), told
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     train, _ = data.load("digits")
     worker, where = make(group, Layout())
@@ -73,7 +73,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     assert all(group.gather(found == "" if group.size == 1 else "give Loader(whole=True)" in found))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> None:
     """Without it, rank 0's part would be everybody's."""
@@ -84,7 +84,7 @@ def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> Non
         Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_stages_with_groups_of_their_own_have_the_models_weight_decay(group: Group) -> None:
     where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, Layout(pp=group.size), SAMPLE)
     where.model.initialize(seed=0, group=lambda name, _: "head" if name.startswith("17") else "body")
@@ -94,7 +94,7 @@ def test_stages_with_groups_of_their_own_have_the_models_weight_decay(group: Gro
     assert all(group.gather(right))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.needs_ranks(2)
 def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     """What crosses between two stages was agreed once; the first stage's rank notices."""
@@ -116,7 +116,7 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     assert group.rank or "make a new one after changing requires_grad" in found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> None:
     train, _ = data.load("digits")
     worker, where = make(group, Layout(tp=group.size, dp=1), check=True)
@@ -149,7 +149,7 @@ def test_a_fixed_order_has_one_thread_for_the_gradients_length_too(
     assert set(threads) <= {1}
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
     train, _ = data.load("digits")
     pp = 2 if group.size % 2 == 0 else 1
@@ -162,7 +162,7 @@ def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
     assert all(group.gather(report.traffic.calls == sums + messages + (group.size > 1)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.needs_ranks(2)
 def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group: Group) -> None:
     """The loss's seed is a fraction, whatever the input's dtype is."""
@@ -178,7 +178,7 @@ def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group
     assert all(group.gather(report.grad_norm > 0.01))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
     group: Group, monkeypatch: pytest.MonkeyPatch

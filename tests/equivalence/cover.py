@@ -10,7 +10,7 @@ of dp x pp x tp, which meets everything alone), so a Latin square lets every kin
     6 ranks, pp 6      interleaved   zero-bubble   naive
     8 ranks, pp 8      zero-bubble   naive         gpipe
 
-`test_cover.py` counts it.
+`test_cover.py` counts it. On other numbers of ranks, which are simulated ones, every layout meets one model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 RECOMPUTES = ("never", "always", "never", "except-last")
 ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
-# Each has at least 16 links, for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
+MOST_STAGES = 16
+# Each has at least so many links: for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
 SETUPS = {
     "mlp": Setup(models.mlp, {"hidden": (13, 11, 9, 7, 6, 9, 8), "activation_name": "tanh"}, microbatches=6),
     "cnn": Setup(models.cnn, {"hidden": (11, 9, 8, 7)}, microbatches=4),
@@ -75,10 +76,10 @@ class Case:
         return spread(SETUPS[self.model], self.mesh, self.schedule, **options)
 
 
-def meshes(world: int) -> list[tuple[int, int, int]]:
-    """Return every (dp, pp, tp) of so many ranks."""
+def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:
+    """Return every (dp, pp, tp) of so many ranks that a model of at least so many links can be cut for."""
     parts = [n for n in range(1, world + 1) if world % n == 0]
-    return [(d, p, world // d // p) for d in parts for p in parts if world // d % p == 0]
+    return [(d, p, world // d // p) for d in parts for p in parts if world // d % p == 0 and p <= most]
 
 
 def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
@@ -95,22 +96,22 @@ def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
 def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: Any) -> Layout:
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
-    Ranks have two stages each under the interleaved schedule, or three where there are two ranks.
+    Ranks have two stages each under the interleaved schedule, or three where there are two ranks; where the model is too
+    short for that, the schedule is 1F1B.
     """
     virtual = 1 if schedule != "interleaved" or mesh[1] == 1 else 3 if mesh[1] == 2 else 2
+    if mesh[1] * virtual > links(setup):
+        virtual, schedule = 1, "1f1b"
     split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"
     return Layout(*mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options})
 
 
 def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
     """Return a layout of each kind that so many ranks have, under the schedules in turn."""
-    longest = links(setup)
-    chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world) if mesh[1] <= longest}
+    chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, links(setup))}
     found = []
     for number, mesh in enumerate(sorted(chosen.values())):
         schedule = SCHEDULES[(world + 2 * number) % len(SCHEDULES)]
-        if schedule == "interleaved" and mesh[1] * (3 if mesh[1] == 2 else 2) > longest:
-            schedule = "1f1b"
         found.append(spread(setup, mesh, schedule, **options))
     return found
 
@@ -122,7 +123,15 @@ def links(setup: Setup) -> int:
 
 def cases(world: int) -> list[Case]:
     """Return the runs for a number of ranks."""
-    return [case for case in _all() if case.dp * case.pp * case.tp == world]
+    if world in WORLDS:
+        return [case for case in _all() if case.dp * case.pp * case.tp == world]
+    return [_in_turn(number, mesh) for number, mesh in enumerate(meshes(world))]
+
+
+def _in_turn(number: int, mesh: tuple[int, int, int]) -> Case:
+    model, schedule = MODELS[number % len(MODELS)], SCHEDULES[number % len(SCHEDULES)]
+    algorithm = ALGORITHMS[number % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
+    return Case(model, *mesh, schedule, algorithm, recompute=RECOMPUTES[number % len(RECOMPUTES)])
 
 
 @cache

@@ -22,7 +22,7 @@ def assert_equal_to_serial(group: Group, alone: Group, setup: Setup, **worker_op
     assert len(set(group.gather(parallel.losses[-1]))) == 1
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("model", [models.mlp, models.cnn, models.resnet])
 def test_float64_run_is_the_serial_run(group: Group, alone: Group, model: Any, algorithm: str) -> None:
@@ -30,7 +30,7 @@ def test_float64_run_is_the_serial_run(group: Group, alone: Group, model: Any, a
     assert_equal_to_serial(group, alone, Setup(model), allreduce=algorithm, bucket_bytes=20_000)
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("model", [models.mlp, models.cnn])
 def test_float32_run_is_the_serial_run(group: Group, alone: Group, model: Any) -> None:
     """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
@@ -38,14 +38,14 @@ def test_float32_run_is_the_serial_run(group: Group, alone: Group, model: Any) -
     assert_equal_to_serial(group, alone, setup)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("model", [models.cnn, models.resnet])
 def test_microbatches_are_the_same_under_every_layout(group: Group, alone: Group, model: Any) -> None:
     """Batch statistics are those of a microbatch over all ranks, so its samples must not depend on the layout."""
     assert_equal_to_serial(group, alone, Setup(model, microbatches=3))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_gradient_accumulation_changes_nothing_without_batch_statistics(group: Group, alone: Group) -> None:
     """Three microbatches on P ranks against one batch on one rank."""
     parallel = run(Setup(models.cnn, microbatches=3), group)
@@ -54,21 +54,21 @@ def test_gradient_accumulation_changes_nothing_without_batch_statistics(group: G
     assert not any(found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_dropout_drops_the_same_elements_under_every_layout(group: Group, alone: Group) -> None:
     """Also in microbatches."""
     setup = Setup(models.mlp, {"dropout": 0.4}, microbatches=2)
     assert_equal_to_serial(group, alone, setup)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_bytes": 1}, {"bucket_bytes": 2**30}], ids=str)
 def test_how_gradients_travel_does_not_matter(group: Group, alone: Group, options: dict[str, Any]) -> None:
     """One message per parameter, one for all, with overlap and without."""
     assert_equal_to_serial(group, alone, Setup(models.resnet), allreduce="ring", **options)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "setup",
     [

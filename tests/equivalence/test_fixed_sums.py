@@ -33,7 +33,7 @@ def assert_same_bits(group: Group, setup: Setup, case: Case, serial: Run | None)
     assert all(theirs[1] == everyones[0][1] for theirs in everyones)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("microbatches", [2, 4, 11])
 def test_replicas_and_pipelines_have_the_serial_bits(group: Group, alone: Group, microbatches: int) -> None:
     """Fewer microbatches than replicas, as many, more; the short last batch has 3 of a row each, or 2."""
@@ -46,7 +46,7 @@ def test_replicas_and_pipelines_have_the_serial_bits(group: Group, alone: Group,
         assert_same_bits(group, setup, Case(model, dp, pp, 1, schedule, reduction="fixed"), serial)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> None:
     """Adam's divisions by small gradients bring the last bit of any sum to light."""
@@ -58,7 +58,7 @@ def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> 
         assert_same_bits(group, setup, case, serial)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
     """Or the tests above would show nothing."""
     setup = replace(SETUPS["cnn"], dtype="float32", microbatches=5)

@@ -16,7 +16,7 @@ from tests.equivalence.cover import MODELS, SETUPS, cases
 from tests.equivalence.reference import assert_same, run, serial_run
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: str) -> None:
     """In buckets small enough that several are in flight."""
@@ -29,7 +29,7 @@ def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: st
             assert_same(group, parallel, serial, setup, str(case))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alone: Group) -> None:
     """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
     kinds = {case.kind: case for case in cases(group.size)}
@@ -46,7 +46,7 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
         assert_same(group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 def test_measured_cuts_give_the_serial_run(group: Group, alone: Group) -> None:
     """Wherever the measured times put the cuts."""
     setup = SETUPS["resnet"]

@@ -14,7 +14,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import kinds, meshes, spread
 from tests.equivalence.reference import Setup, assert_same, batches, build, evaluate, release, run, serial_run
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("reduction", ["fast", "fixed"])

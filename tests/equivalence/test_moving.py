@@ -19,7 +19,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import kinds, meshes, spread
 from tests.equivalence.reference import Setup, batches, build, release, tolerance
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 BEFORE, STEPS = 2, 5  # steps under the first layout, and altogether
 SETUPS = {

@@ -26,7 +26,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import meshes, uneven
 from tests.equivalence.reference import Setup, batches, build, digits, parts, release
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 LR, MOMENTUM, STEPS = 0.05, 0.9, 5
 SETUPS = {

@@ -76,7 +76,7 @@ def check(group: Group, parallel: Run, alone: Run | None, name: str, precision: 
     assert all(theirs[1] == everyone[0][1] for theirs in everyone), f"{what}: ranks report different losses"
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_kind_of_layout_gives_the_run_of_one_rank(group: Group, alone: Group, name: str, precision: str) -> None:
@@ -96,7 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=HOST) if "fused_update" in options else way for way, options in WAYS.items()]
@@ -108,7 +108,7 @@ def test_replicas_give_the_run_of_one_rank(group: Group, alone: Group, way: str,
     check(group, run(setup, group, precision=precision, **options), reference, "cnn", precision, way)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_a_fixed_order_of_sums_gives_the_same_bits(group: Group, alone: Group, precision: str) -> None:
     """Over replicas and over stages, recomputed or not: each microbatch is computed whole, in the same shapes."""

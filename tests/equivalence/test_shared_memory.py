@@ -49,7 +49,7 @@ def weights(model: Module) -> str:
     return b"".join(array.tobytes() for array in model.state().values()).hex()
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("model", [models.cnn, models.resnet])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_shared_sums_give_the_serial_run(ranks: Group, alone: Group, model: Any, overlap: bool) -> None:
@@ -60,7 +60,7 @@ def test_shared_sums_give_the_serial_run(ranks: Group, alone: Group, model: Any,
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer: str) -> None:
     fused, plain = build(ranks, optimizer, fused_update=True), build(ranks, optimizer, allreduce="shared")
@@ -74,7 +74,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_the_fused_update_clips(ranks: Group) -> None:
     fused, plain = build(ranks, fused_update=True, clip=0.05), build(ranks, allreduce="native", clip=0.05)
     steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
@@ -82,7 +82,7 @@ def test_the_fused_update_clips(ranks: Group) -> None:
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> None:
     parts = batches(ranks)
     whole = build(ranks, fused_update=True)
@@ -98,7 +98,7 @@ def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> 
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> None:
     worker, parts = build(ranks, fused_update=True), batches(ranks)
     worker.step(parts[0])
@@ -140,7 +140,7 @@ def test_without_room_it_goes_another_way_and_says_so(
 
 
 @pytest.mark.host_only("gradients in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
     worker = build(ranks, "sgd", allreduce="shared")
     worker.step(batches(ranks)[0])
@@ -155,7 +155,7 @@ def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
     """Fused, released, ring, is ring, released, ring; and nothing of the shared memory stays."""
     parts, losses = batches(ranks)[:6], []
@@ -179,7 +179,7 @@ def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("first", [{"fused_update": True}, {"allreduce": "ring"}], ids=str)
 def test_a_second_worker_is_refused_before_it_moves_anything(ranks: Group, first: dict[str, Any]) -> None:
     parts, worker, alone = batches(ranks)[:4], build(ranks, **first), build(ranks, allreduce="ring")

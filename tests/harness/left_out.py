@@ -2,7 +2,7 @@
 
 Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but those of messages
 themselves: each runs on one of the numbers of ranks, told by its name: of 2, 3 and 4 in a plain run, of 6 and 8 with
---all, which runs all of them on each of 1, 2, 3 and 4 ranks.
+--all, which runs all of them on each of 1, 2, 3 and 4 ranks. For simulated ranks see `simulated`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
     return ["--quick", *(["--deal", ",".join(map(str, shared))] if ranks else [])]
 
 
+def is_dealt(test: pytest.Item) -> bool:
+    """Return whether a test is not of messages and collectives themselves."""
+    return test.nodeid.removeprefix("tests/").startswith(DEALT)
+
+
 def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> str:
     """Return why a test is left out, nothing if it is not.
 
@@ -51,7 +56,7 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     if quick and slow is not None:
         return f"slow: {slow.args[0]}"
     place = test.nodeid.removeprefix("tests/")
-    dealt = place.startswith(DEALT) and not (place.startswith(EVERYWHERE) and min(among, default=0) > FEW)
+    dealt = is_dealt(test) and not (place.startswith(EVERYWHERE) and min(among, default=0) > FEW)
     needed = test.get_closest_marker("needs_ranks")
     able = [each for each in among if needed is None or each in needed.args]
     if not able or not dealt:

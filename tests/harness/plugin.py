@@ -55,7 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not read a file without MPI tests where nothing else is asked for: every rank would, at every size."""
     if config.option.markexpr != "mpi" or not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
-    return True if "mark.mpi" not in collection_path.read_text() else None
+    text = collection_path.read_text()
+    return None if "mark.mpi" in text or "mark.both_worlds" in text else True
 
 
 @pytest.hookimpl(tryfirst=True)

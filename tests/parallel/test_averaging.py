@@ -115,7 +115,7 @@ def close(ours: Any, theirs: Any) -> bool:
     return bool(np.allclose(ours, theirs, rtol=1e-10, atol=1e-12))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", SGD)
 def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
     """Also the state, once the ranks have met; and the meeting leaves the weights alone, which are equal already."""
@@ -137,7 +137,7 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
     local.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("without", [0, 1])
 def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
     """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous run."""
@@ -151,7 +151,7 @@ def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
     local.release()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
     """Three own steps with Adam, weighted by all rows of the three; ages and messages are counted."""
     rows, parts = 13, list(split(13, group.size))
@@ -184,7 +184,7 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
     local.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
 def test_a_meeting_makes_one_of_all(group: Group, rows: str) -> None:
     """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they were."""
@@ -216,7 +216,7 @@ def test_a_meeting_makes_one_of_all(group: Group, rows: str) -> None:
     local.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_weights_of_zero_disagree_by_nothing(group: Group) -> None:
     model = network()
     local = LocalSGD(group, model.storage, SGD["plain"](model.storage), every=1)
@@ -253,7 +253,7 @@ def test_gossip_mixes_as_its_matrix_says(group: Group, neighbours: str) -> None:
     gossip.release()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("neighbours", ["ring", "random"])
 @pytest.mark.parametrize("kind", SGD)
 def test_gossip_of_two_is_the_synchronous_run(group: Group, neighbours: str, kind: str) -> None:
@@ -272,7 +272,7 @@ def test_gossip_of_two_is_the_synchronous_run(group: Group, neighbours: str, kin
     assert all(group.gather(right))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("neighbours", ["ring", "random"])
 def test_gossip_meets_at_the_plain_mean(group: Group, neighbours: str) -> None:
     model = network()
@@ -300,7 +300,7 @@ def all_kinds(group: Group, storage: Any) -> list[Averaging]:
     return kinds
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_frozen_parameters_keep_their_bits(group: Group) -> None:
     """Though sums and quotients of equal numbers need not be these numbers, for 3 ranks say."""
     for number in range(3 if group.size > 1 else 1):
@@ -336,7 +336,7 @@ def test_device_arrays_go_through_the_host(group: Group) -> None:
         assert all(group.gather(all(map(close, *found))))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_gossip_follows_a_storage_that_moves(group: Group) -> None:
     model = network()
     gossip = Gossip(group, model.storage, SGD["plain"](model.storage), "ring")
@@ -348,7 +348,7 @@ def test_gossip_follows_a_storage_that_moves(group: Group) -> None:
     gossip.release()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
     model, late_s = network(), 0.3
     for averaging in all_kinds(group, model.storage)[:2]:
@@ -371,7 +371,7 @@ def caught(action: Callable[[], object]) -> NnmpiError | None:
     return None
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_what_makes_no_sense_is_refused_on_all_ranks(group: Group) -> None:
     storage = network().storage
     optimizer = SGD["plain"](storage)

@@ -24,7 +24,7 @@ def parts(group: Group) -> tuple[nn.Module, optim.SGD, Any, Any]:
     return model, optim.SGD(model.storage, lr=0.1), x, y
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_step_that_was_recorded_before_is_recorded_again(group: Group) -> None:
     """Else each rank would go on with its own gradients: the eager step says that it is not within `running`."""
     model, optimizer, x, y = parts(group)
@@ -50,7 +50,7 @@ def test_a_step_that_was_recorded_before_is_recorded_again(group: Group) -> None
     parallel.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_worker_is_no_part_of_a_compiled_step(group: Group) -> None:
     """Its steps would be done once, when the step is recorded."""
     dataset = digits()

@@ -48,7 +48,7 @@ def caught(action: object) -> BaseException | None:
     return None
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
     """Models that were initialized differently become equal."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=group.rank)
@@ -60,7 +60,7 @@ def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
     assert all(pair == sums[0] for pair in sums), sums
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_check_mode_names_the_weights_that_differ(group: Group) -> None:
     """One bit on one rank is enough."""
     worker = worker_for(group, check=True, fused_update=False)  # which would have one array for all ranks
@@ -73,7 +73,7 @@ def test_check_mode_names_the_weights_that_differ(group: Group) -> None:
     assert all("3.weight" in text and f"rank {guilty}" in text for _, text in found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float) -> None:
     """The rank, the step and the place; the weights stay as they were."""
@@ -91,7 +91,7 @@ def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float
     assert all("step 2" in text and "the input on rank 0" in text for _, text in found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_layer_that_overflows_is_named(group: Group) -> None:
     """Weights too large for float32 products: the first layer's output is the first that is not finite."""
     worker = worker_for(group)
@@ -104,7 +104,7 @@ def test_layer_that_overflows_is_named(group: Group) -> None:
     assert all("layer '1' (Linear)" in text and "step 1" in text for _, text in found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_gradient_that_overflows_is_named(group: Group) -> None:
     """A finite loss whose gradient is not: found by a backward pass on each rank."""
 
@@ -118,7 +118,7 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
     assert all("gradient of '3.bias'" in text for _, text in found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("where", ["the input", "the loss itself"])
 def test_search_for_the_place_goes_through_layers_that_communicate(group: Group, where: str) -> None:
     """One rank alone has something to name, but the batch statistics need all ranks, forward and backward."""
@@ -138,7 +138,7 @@ def test_search_for_the_place_goes_through_layers_that_communicate(group: Group,
     assert all(f"{where} on rank 0" in text for _, text in found), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_report_counts_all_ranks_samples(group: Group) -> None:
     """Loss and accuracy are those of the whole batch, computed by hand on every rank."""
     worker = worker_for(group, loss=partial(ops.cross_entropy, reduction="sum", label_smoothing=0.1))
@@ -157,7 +157,7 @@ def test_report_counts_all_ranks_samples(group: Group) -> None:
     assert all(group.gather(good)), report
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
     """Its gradient is zero; the buckets before and after it are summed as ever."""
 
@@ -180,7 +180,7 @@ def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
     assert all(group.gather(moved == {"first.weight", "first.bias", "last.weight", "last.bias"})), moved
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
     """The others report no gradient for it; the sum is that rank's."""
 
@@ -202,7 +202,7 @@ def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
     assert all(each == norms[0] for each in norms) and all(n > 0 for n in norms[0]), norms
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_optimizer_state_round_trip(group: Group) -> None:
     """Two steps, saved and loaded into a fresh worker, then a third one: bit for bit that of a run without a break."""
 
@@ -223,7 +223,7 @@ def test_optimizer_state_round_trip(group: Group) -> None:
     assert all(group.gather(all((ours[name] == theirs[name]).all() for name in ours)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_release_gives_the_model_back(group: Group) -> None:
     """After it a backward pass is local again."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=0)

@@ -36,7 +36,7 @@ def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[
     return [np.array(grad) for grad in model.storage.grads], state, total
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 8])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_bits_do_not_depend_on_the_ranks(group: Group, microbatches: int, reverse: bool) -> None:

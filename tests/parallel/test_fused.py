@@ -84,7 +84,7 @@ class Setting:
         return right
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @EVERY
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("passes", ["one pass", "two passes"])
@@ -100,7 +100,7 @@ def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
     assert all(map(all, group.gather(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, ordered: bool) -> None:
     memory = SharedMemory(group, ordered=ordered)
@@ -119,7 +119,7 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, order
     assert set(lengths) == {lengths[0]}
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
     memory.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_without_an_update_the_parameters_stay(group: Group) -> None:
     memory = SharedMemory(group)
     setting = Setting(group, memory, "adam", {}, "float32")
@@ -155,7 +155,7 @@ def test_without_an_update_the_parameters_stay(group: Group) -> None:
     assert all(group.gather(bool(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("per_node", [1, 2, 8])
 def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
     """The sums are those of the same step on every rank, and the length is not disturbed."""
@@ -178,7 +178,7 @@ def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
     assert lengths[1] == []
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("value", [1e30, 1e-30])
 def test_the_length_of_gradients_beyond_the_squares_of_float32(group: Group, value: float) -> None:
     memory = SharedMemory(group)
@@ -191,7 +191,7 @@ def test_the_length_of_gradients_beyond_the_squares_of_float32(group: Group, val
     assert all(abs(each - wanted) < 1e-6 * wanted for each in group.gather(norm))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("passes", ["one pass", "two passes"])
 def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, passes: str) -> None:
     per_node = 2 if group.size % 2 == 0 else 1
@@ -206,7 +206,7 @@ def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, pa
     assert set(bits) == {bits[0]}
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_nodes_with_different_numbers_of_ranks_are_refused(group: Group) -> None:
     memory = SharedMemory(group, nodes=[int(rank > 0) for rank in range(group.size)])
     storage = Arrays([memory.common(3, "float32")], [memory.allocate(3, "float32")])
@@ -218,7 +218,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(group: Group) -> None
     memory.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_model_moves_into_the_memory_and_frozen_parameters_stay(group: Group) -> None:
     models, right = [], []
     memory = SharedMemory(group)

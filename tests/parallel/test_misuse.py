@@ -65,7 +65,7 @@ class Setting:
         assert not any(self.group.gather(found)), found
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_forgotten_zero_grad(group: Group) -> None:
     """What is summed already would be summed again."""
     setting = Setting(group)
@@ -78,7 +78,7 @@ def test_forgotten_zero_grad(group: Group) -> None:
     setting.assert_gradient(2)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
     """Some buckets would be summed, some not, or none; and the next right call works."""
@@ -107,7 +107,7 @@ def test_two_on_one_model(group: Group) -> None:
     setting.assert_gradient()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_gradients_set_by_hand_before_the_pass(group: Group) -> None:
     """They are no views into the buffers that are summed, but count like those that are."""
     setting = Setting(group)
@@ -130,7 +130,7 @@ class Broken(Function):
         raise ZeroDivisionError("planted")
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
     """Where sums are on their way, nobody waits for them; where they come at the end, nothing has been sent.
@@ -156,7 +156,7 @@ def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
     parallel.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("allreduce", ["native", "shared"])
 def test_pass_after_the_release(group: Group, allreduce: str) -> None:
     """Each rank would go on with gradients of its own, or write to memory that is gone."""
@@ -168,7 +168,7 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
     setting.assert_refused(lambda: parallel.reduce([0]), UsageError, "was released")
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
 def test_step_after_the_release(group: Group, fused: bool) -> None:
     setting = Setting(group)
@@ -187,7 +187,7 @@ def test_step_after_the_release(group: Group, fused: bool) -> None:
 OTHERS = {"padded alike": (3, 3, 4), "longer": (8, 8, 400), "shared gradients on one rank": (8, 64, 900)}
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("strategy", ["DataParallel", "shared", "Worker", pytest.param("fused", marks=HOST)])
 def test_different_models(group: Group, other: str, strategy: str) -> None:
@@ -210,7 +210,7 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
     assert all(np.array_equal(values, model.state()[name]) for name, values in before.items())
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(("wrong", "words"), [({"allreduce": "nope"}, "'nope'"), ({"bucket_bytes": 0}, "bucket")])
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
 def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: str, fused: bool) -> None:
@@ -232,7 +232,7 @@ def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: st
     worker.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("strategy", ["shared", pytest.param("fused", marks=HOST)])
 def test_release_after_another_initialization(group: Group, strategy: str) -> None:
     """The parameters keep their new values, and lie where the model's storage is."""
@@ -255,7 +255,7 @@ def test_release_after_another_initialization(group: Group, strategy: str) -> No
     parallel.release()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     """It has values of its own, which nobody would keep equal or update."""
     setting = Setting(group)
@@ -263,7 +263,7 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     setting.assert_refused(lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in")
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     """It would update what the model does not use."""
     setting = Setting(group)
@@ -272,7 +272,7 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     setting.assert_refused(lambda: Worker(setting.model, optimizer, group), UsageError, "make it over model.storage")
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("loss", [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1)])
 @pytest.mark.parametrize("role", ["loss", "evaluation_loss"])
 def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:

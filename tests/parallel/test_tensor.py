@@ -52,7 +52,7 @@ def test_tables() -> None:
     assert find(table, "head") is None
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_module_of_the_users_own(group: Group) -> None:
     """In it each layer does what the table says; sequences in it are followed."""
     table = {"0": C, "1.gate.0": C, "1.gate.2": R, "1.mlp.0": C, "1.mlp.2": R, "4": R}
@@ -75,7 +75,7 @@ def skips(shortcut: Module | None) -> Module:
     )
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("with_shortcut", [False, True])
 @pytest.mark.parametrize(
     "table", [{"0": C}, {"3": C}, {"0": C, "3": C}, {"0": C, "3": R, "5": C}, {"0": R, "3": C, "5": R}]
@@ -86,7 +86,7 @@ def test_named_skips(group: Group, table: dict[str, Sharding], with_shortcut: bo
     check_equal(group, lambda: skips(nn.Linear(6, 6) if with_shortcut else None), (4,), table=table)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "table",
     [
@@ -113,7 +113,7 @@ def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
     check_equal(group, build, (4,), table=table)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_what_is_kept_may_be_popped_at_once(group: Group) -> None:
     """x + shortcut(x) of features that are cut, and two pops in a row: both sides must lie alike all the same."""
 
@@ -136,7 +136,7 @@ def test_what_is_kept_may_be_popped_at_once(group: Group) -> None:
     assert all(group.gather([name for name, _ in ours.named_parameters()] == names))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_residual_rows(group: Group) -> None:
     """Blocks on image rows: what both branches give lies alike anyway."""
 
@@ -156,7 +156,7 @@ def test_residual_rows(group: Group) -> None:
     assert all(group.gather(group.size == 1 or kinds.count("RowsConv2d") == 4)), kinds
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_shared_layers_stay_shared(group: Group) -> None:
     """A layer that stands in two places has one set of weights, whose gradients add up."""
 
@@ -169,7 +169,7 @@ def test_shared_layers_stay_shared(group: Group) -> None:
     assert all(group.gather(len(ours.parameters()) == 6))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_tied_weights_stay_tied(group: Group) -> None:
     """Two layers with one weight have one part of it."""
 
@@ -180,7 +180,7 @@ def test_tied_weights_stay_tied(group: Group) -> None:
     assert all(group.gather(len(ours.parameters()) == 7))
 
 
-@pytest.mark.mpi
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("build", [models.cnn, models.resnet])
 def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     """A sharded model can be cut anywhere: each stage carries its exchanges with it."""
@@ -212,7 +212,7 @@ def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     assert not any(group.gather(problems)), problems
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_backward_in_halves(group: Group) -> None:
     """The second half, of the parameters' gradients, gives what a whole pass gives."""
     x, y = images(4, (8, 8, 1), "float64")
@@ -232,7 +232,7 @@ def test_backward_in_halves(group: Group) -> None:
     assert all(group.gather(gradients(None) == gradients(Deferred())))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, H])
 def test_under_data_parallelism(group: Group, sharding: Sharding) -> None:
     """Batch normalization takes its statistics over all samples; the replicas' gradients add up."""
@@ -273,7 +273,7 @@ def test_under_data_parallelism(group: Group, sharding: Sharding) -> None:
     assert not any(everyone), everyone
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_weights_that_went_apart_are_found(group: Group) -> None:
     """One bit of what is whole on all ranks; parts differ anyway."""
     model = models.resnet((8, 8, 1), 3, width=3)
@@ -288,7 +288,7 @@ def test_weights_that_went_apart_are_found(group: Group) -> None:
         check_replicas(model, group)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_group_of_one_leaves_the_model_alone(group: Group) -> None:
     """The same objects, and no exchange."""
     alone = group.split(group.rank)
@@ -321,7 +321,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
 ]
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize(("build", "table", "words"), REFUSED)
 def test_refusals(group: Group, build: Callable[[], Module], table: dict[str, Sharding], words: str) -> None:
     """A sentence that names the layer and what would work."""
@@ -329,7 +329,7 @@ def test_refusals(group: Group, build: Callable[[], Module], table: dict[str, Sh
         shard(build(), group, table)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_other_refusals(group: Group) -> None:
     """Initialized models, images of another size, and too few groups."""
     with pytest.raises(UsageError, match="shard it first"):

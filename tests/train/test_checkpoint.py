@@ -54,7 +54,7 @@ def fill(worker: Worker, value: float) -> dict[str, Array]:
     return arrays_of(worker)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_path: Path) -> None:
     folder = shared(group, tmp_path)
     for number, writes in enumerate(LAYOUTS):
@@ -71,7 +71,7 @@ def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_pat
             assert all(group.gather(equal(other.to_dict(everywhere=True), WHOLE)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
     folder = RunFolder(shared(group, tmp_path))
     worker = make_worker(group)
@@ -87,7 +87,7 @@ def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
     assert all(group.gather(equal(arrays_of(other), expected)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: Path) -> None:
     folder = RunFolder(shared(group, tmp_path))
     worker = make_worker(group)
@@ -97,7 +97,7 @@ def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: P
     assert list(found.optimizer) == list(worker.optimizer_state()[0])
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -120,7 +120,7 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     assert all(group.gather(equal(arrays_of(worker), before)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_ones(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
     assert kept is not None and kept.values["step"] == 8
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_path: Path) -> None:
     folder = RunFolder(shared(group, tmp_path))
     kept = find(folder, group)
@@ -174,7 +174,7 @@ def test_algorithms_are_kept_on_the_same_mesh_only() -> None:
     assert fused.algorithms(Mesh(2), 1) is None
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
     folder = RunFolder(shared(group, tmp_path))
     save_at(make_worker(group), folder, group, step=4)

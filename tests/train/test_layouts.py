@@ -25,7 +25,7 @@ from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
 from tests.equivalence.reference import digits
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 STEPS = 4  # two under each layout
 MODELS: dict[str, tuple[Callable[..., Module], dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from nnmpi.timeline import Timeline
 from nnmpi.train.trace import write_trace
 from tests.chrome import arrows, breaches, names, spans
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.simulated
 
 
 class Clock:

@@ -40,6 +40,7 @@ FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
 # Who waits for whatever comes next may wait for a device, of which no message tells: before a deadlock is reported, all
 # such ranks look so often again, with so many real seconds between.
 LAST_LOOKS, LAST_LOOK_S = 50, 2e-3
+INTERRUPTED_S = 2.0  # for the ranks to end in, once the program was broken off from outside
 SPREAD = 4  # the seed may put somebody behind so many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
@@ -223,8 +224,10 @@ class Scheduler:
         self._hand_over(None)
         try:
             self._over.wait()
-        except BaseException as error:  # Ctrl-C reaches the thread that waits here
+        except BaseException as error:  # Ctrl-C, or a test's time limit, reaches the thread that waits here
             self.failure = self.failure or (-1, error)
+            self._over.wait(INTERRUPTED_S)  # a rank that waits for what never comes is left behind, and all after it
+            return
         for thread in threads:
             thread.join()
 

@@ -61,7 +61,7 @@ def name_of(sync: Sync) -> str:
     return text + "d" * sync.dedicated + "a" * sync.adapt
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("synchronous_sends", [False, True], ids=["buffered", "synchronous"])
 @pytest.mark.parametrize("sync", IN_STEP, ids=name_of)
 def test_in_step_it_is_the_serial_run(group: Group, sync: Sync, synchronous_sends: bool) -> None:
@@ -81,7 +81,7 @@ def test_in_step_it_is_the_serial_run(group: Group, sync: Sync, synchronous_send
     assert all(group.gather(not run.updates or run.updates == updates) for run in runs)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("sync", OUT_OF_STEP, ids=name_of)
 def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, sync: Sync, seed: int) -> None:
@@ -103,7 +103,7 @@ def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, sync:
     assert all(group.gather(max(changed) > 1e-3))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sync", [sync for sync in OUT_OF_STEP if sync.bound is None], ids=name_of)
 def test_without_a_bound_every_gradient_is_an_update_on_every_server(group: Group, sync: Sync) -> None:
     """In short segments, too: so the servers agree how many steps their optimizers have done."""
@@ -116,7 +116,7 @@ def test_without_a_bound_every_gradient_is_an_update_on_every_server(group: Grou
     assert all(group.gather(updates == wanted))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("limit", [100_000, 3_000_000])
 @pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2)], ids=name_of)
 def test_long_messages_do_not_overtake_one_another(
@@ -131,7 +131,7 @@ def test_long_messages_do_not_overtake_one_another(
     assert all(group.gather(all(near)))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_a_worker_sleeps_while_it_waits(group: Group) -> None:
     """For a worker that takes 0.3 s more; servers that compute as well do, too."""
 
@@ -159,7 +159,7 @@ def test_a_slow_worker_holds_up_the_others_only_up_to_the_bound(group: Group) ->
     assert steps[0][-1] < 6, steps
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("end", ["signal", "broken"])
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_segment_that_ends_early_ends_for_everybody(group: Group, sync: Sync, 
     assert all(group.gather(all(ends)))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_a_signal_stops_before_all_is_done(group: Group) -> None:
     """In step it is known after which batch."""
     run = train(group, Sync("bsp", servers=2), ((0, 9),), signal_at=2)
@@ -198,7 +198,7 @@ def test_a_signal_stops_before_all_is_done(group: Group) -> None:
     assert count == 3 * group.size
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_a_broken_gradient_is_not_used(group: Group) -> None:
     """It is the last rank's part of batch 1 that is missing in the second update, and there is no third."""
     run = train(group, Sync("bsp", servers=1), ((0, 9),), break_at=1)
@@ -208,7 +208,7 @@ def test_a_broken_gradient_is_not_used(group: Group) -> None:
     assert all(group.gather(bool(np.isfinite(run.weights[0]).all())))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.simulated(min_size=2)
 def test_late_gradients_of_backup_workers_are_dropped(group: Group) -> None:
     """One worker is slow; each batch is done without it, and all have the same weights at the end."""
 
@@ -223,7 +223,7 @@ def test_late_gradients_of_backup_workers_are_dropped(group: Group) -> None:
     assert [a - d for a, d in zip(arrived, dropped, strict=True)] == [4 * (group.size - 1), 2 * (group.size - 1)]
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sync", IN_STEP, ids=name_of)
 def test_messages_and_bytes_are_those_of_the_formula(group: Group, sync: Sync) -> None:
     """Per step and server 2 (N-1) of header and shard, 2N for a dedicated one, and one reply more to begin with."""
@@ -242,7 +242,7 @@ def test_messages_and_bytes_are_those_of_the_formula(group: Group, sync: Sync) -
         assert [sum(each[number][i] for each in everyones) for i in range(2)] == [messages, length]
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2, dedicated=True)], ids=name_of)
 def test_on_a_device_it_goes_through_the_host(group: Group, sync: Sync) -> None:
     """The same bits, and an array of one kind that meets the other would raise."""
@@ -285,7 +285,7 @@ def step_once(group: Group, model: Module, talk: PushPull) -> str:
     return ""
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated(check=False)
 @pytest.mark.parametrize(
     ("server_class", "words"),
     [(Hasty, "has version 0 of the weights, but there must be version 1"), (Lenient, "1 steps ahead of the slowest")],
@@ -299,7 +299,7 @@ def test_a_server_that_answers_too_early_is_seen(group: Group, server_class: Any
     talk.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated(check=False)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_weights_of_another_segment_are_seen(group: Group, servers: int) -> None:
     """The last server counts segments differently; every worker sees it."""
@@ -317,7 +317,7 @@ def test_weights_of_another_segment_are_seen(group: Group, servers: int) -> None
     talk.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated(check=False)
 def test_a_gradient_of_other_weights_is_seen(group: Group) -> None:
     """The server knows which version it gave to whom."""
     sync, model = Sync("bsp", servers=1), new_model()
@@ -335,7 +335,7 @@ def test_a_gradient_of_other_weights_is_seen(group: Group) -> None:
     talk.free()
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_calls_out_of_order_are_refused(group: Group) -> None:
     """Instead of waiting for ever."""
     sync, model = Sync("bsp", servers=1), new_model()

@@ -70,7 +70,7 @@ EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor
 }
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_adjoint(group: Group, name: str) -> None:
     """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
@@ -80,7 +80,7 @@ def test_adjoint(group: Group, name: str) -> None:
         check_adjoint(group, (source, target), x, y, lambda leaf, placement=placement: function(leaf, group, placement))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_results(group: Group) -> None:
     """What comes out is what the picture says."""
     problems = []
@@ -97,7 +97,7 @@ def test_results(group: Group) -> None:
     assert not any(group.gather(problems)), problems
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_sum_with_a_bias(group: Group) -> None:
     """The bias is added once, after the sum, and has the whole gradient; the input stays as it was."""
     x = Tensor(np.full((2, 3), float(group.rank)), requires_grad=True)
@@ -109,7 +109,7 @@ def test_sum_with_a_bias(group: Group) -> None:
     assert all(group.gather(bool(right)))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "frame",
     [

@@ -34,7 +34,7 @@ def small_cnn() -> Module:
     )
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "table",
     [
@@ -53,13 +53,13 @@ def test_channels_and_rows(group: Group, table: dict[str, Sharding]) -> None:
     check_equal(group, small_cnn, SHAPE, "float64", table, sample=SHAPE)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_without_a_sample(group: Group) -> None:
     """Channels can be cut without knowing the images' size."""
     check_equal(group, small_cnn, SHAPE, "float64", {"0": C, "3": C, "8": R, "11": C})
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("build", [models.cnn, models.resnet])
 def test_models(group: Group, dtype: str, build: Callable[..., Module]) -> None:

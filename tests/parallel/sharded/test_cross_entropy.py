@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -
     assert not any(group.gather(problems)), problems
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_equal_logits_and_nothing_left(group: Group) -> None:
     """Of equal logits the first class is the best; with all labels ignored the mean is 0, as it is for no rows."""
     width = len(part(11, group.size, group.rank))
@@ -74,7 +74,7 @@ def test_equal_logits_and_nothing_left(group: Group) -> None:
     assert all(group.gather(nothing.item() == empty.item() == 0.0))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
     """The last layer's VOCAB leaves logits where they are; training goes as with the whole ones."""
 
@@ -92,7 +92,7 @@ def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
 
 
 @pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
-@pytest.mark.mpi
+@pytest.mark.simulated
 def test_refusals(group: Group) -> None:
     """Wrong widths, labels, dtypes and options are refused on all ranks."""
     width = len(part(11, group.size, group.rank))

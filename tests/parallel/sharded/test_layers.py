@@ -33,7 +33,7 @@ CONVOLUTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("options", CONVOLUTIONS)
 def test_convolutions(group: Group, options: dict[str, Any]) -> None:
     """Stride, padding and dilation of all kinds, by output channels, input channels and rows."""
@@ -49,7 +49,7 @@ def test_convolutions(group: Group, options: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("groups", [8, 24])
 def test_groups(group: Group, groups: int) -> None:
     """Groups are dealt out whole; a depthwise convolution needs no exchange."""
@@ -67,7 +67,7 @@ def test_groups(group: Group, groups: int) -> None:
     check_equal(group, build, (4, 4, 2), table={"0": H, "1": H}, sample=(4, 4, 2), rows=2, sharded_at_least=0)
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, H])
 @pytest.mark.parametrize(
     "layers",
@@ -96,7 +96,7 @@ def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable
     assert all(group.gather(group.size == 1 or ("ColumnConv2d" if sharding is C else "RowsConv2d") in kinds)), kinds
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)])
 def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Placement) -> None:
     """Bit for bit."""
@@ -111,7 +111,7 @@ def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Place
     assert all(group.gather(np.array_equal(found, region.take(expected))))
 
 
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, V])
 def test_embedding(group: Group, sharding: Sharding) -> None:
     """Entries or features are cut; an index that comes twice gets both gradients."""
@@ -132,7 +132,7 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
 
 
 @pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
-@pytest.mark.mpi
+@pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, V])
 def test_an_index_outside_of_the_table_is_refused(group: Group, sharding: Sharding) -> None:
     """By every rank, whoever would have the entry."""
