@@ -30,7 +30,7 @@ def place(group: Group, layout: Layout, model: Module | None = None) -> Arrangem
     return arrange(deep() if model is None else model, group, layout, SAMPLE)
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_the_stages_are_the_whole_model(group: Group) -> None:
     where = place(group, Layout(pp=group.size, dp=1))
     where.model.initialize(seed=4)
@@ -46,7 +46,7 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
     assert all(group.gather(sum(len(part) for part in parts) == len(whole)))
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_cut_by_hand_is_taken(group: Group) -> None:
     count = group.size
     links = len(open_chain(deep()))
@@ -66,7 +66,7 @@ def refuse(group: Group, layout: Layout, sentence: str, error: type[Exception] =
     assert len(set(told)) == 1
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_layouts_that_do_not_fit(group: Group) -> None:
     if group.size == 1:
         return refuse(group, Layout(dp=2), "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1")
@@ -85,7 +85,7 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
     return refuse(group, Layout(dp=1, pp=count, memory_limit=1000), "do not fit 1000 bytes a stage")
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 @pytest.mark.needs_ranks(2, 3)
 def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> None:
     """What all ranks have together is less than the whole model takes, and more than its parts."""
@@ -105,7 +105,7 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
         assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 @pytest.mark.needs_ranks(2)
 def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) -> None:
     """Of the first stage here, which has most of the model."""
@@ -120,7 +120,7 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
     )
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
     where = place(group, Layout(pp=group.size, dp=1, schedule="pipedream"))
     model = where.model.initialize()
@@ -140,7 +140,7 @@ def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
     assert all(group.gather(all(right))), sentences
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
     class Net(nn.Sequential):
         pass
@@ -150,7 +150,7 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
         refuse(group, Layout(pp=group.size), "only nn.Sequential and nn.Residual are cut open, not a Net", model=model)
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 @pytest.mark.needs_ranks(2)
 def test_a_limit_that_a_cut_by_hand_does_not_keep_is_not_told_to_cut_as_often(group: Group) -> None:
     if group.size != 2:
@@ -169,7 +169,7 @@ def test_the_profile_sees_the_heavy_layer() -> None:
     assert not hasattr(model[3].weight, "data") or model[3].weight.grad is None
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     """Its running statistics would be others on each; within one stage they are the serial run's."""
 

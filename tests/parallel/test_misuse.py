@@ -228,7 +228,7 @@ def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: st
     setting.assert_refused(lambda: make(**wrong), UsageError, words)
     assert group._memory is None or group._memory._windows == shared, "what was refused keeps shared memory"
     worker = make()
-    assert worker.step(setting.batch()).count == ROWS
+    assert worker.step(setting.batch()).samples == ROWS
     worker.release()
 
 

@@ -278,7 +278,7 @@ def step_once(group: Group, model: Module, talk: PushPull) -> str:
         assert pulled.task is not None
         rows, loss = gradient_of(model, pulled.task, group.size, numpy_backend())
         batch = pulled.task.batch
-        talk.push(Push(pulled.task, rows, rows_of(batch), rate_of(batch), 0, loss, 0.0, 0.0, 0.0, 0.0))
+        talk.push(Push(pulled.task, rows, rows, rows_of(batch), rate_of(batch), 0, loss, 0.0, 0.0, 0.0, 0.0))
         talk.pull()
     except CommError as error:
         return str(error)
@@ -329,7 +329,7 @@ def test_a_gradient_of_other_weights_is_seen(group: Group) -> None:
     found = ""
     if group.rank == 0:
         with pytest.raises(CommError) as caught:
-            talk.push(Push(pulled.task, 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
+            talk.push(Push(pulled.task, 1, 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
         found = str(caught.value)
     assert "worker 0 pushed a gradient of version 5 of shard 0, but got version 0 last" in group.share(found)
     talk.free()
@@ -340,7 +340,7 @@ def test_calls_out_of_order_are_refused(group: Group) -> None:
     """Instead of waiting for ever."""
     sync, model = Sync("bsp", servers=1), new_model()
     talk, _ = make(group, sync, model)
-    push = Push(tasks((0, 1), 1)[0], 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    push = Push(tasks((0, 1), 1)[0], 1, 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with pytest.raises(CommError, match="nothing to pull"):
         talk.pull()
     talk.open(0, 0, 0)
