@@ -96,8 +96,8 @@ def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
 def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: Any) -> Layout:
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
-    Ranks have two stages each under the interleaved schedule, or three where there are two ranks; where the model is too
-    short for that, the schedule is 1F1B.
+    Ranks have two stages each under the interleaved schedule, or three where there are two ranks; where the model is
+    too short for that, the schedule is 1F1B.
     """
     virtual = 1 if schedule != "interleaved" or mesh[1] == 1 else 3 if mesh[1] == 2 else 2
     if mesh[1] * virtual > links(setup):

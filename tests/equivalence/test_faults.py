@@ -26,7 +26,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import SETUPS, links, spread
 from tests.equivalence.reference import Setup, differences, run
 
-pytestmark = pytest.mark.simulated
+pytestmark = pytest.mark.mpi
 
 Found = list[str]
 

@@ -26,7 +26,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import meshes, uneven
 from tests.equivalence.reference import Setup, batches, build, digits, parts, release
 
-pytestmark = pytest.mark.simulated
+pytestmark = pytest.mark.simulated(max_size=12)  # no longer than the models
 
 LR, MOMENTUM, STEPS = 0.05, 0.9, 5
 SETUPS = {

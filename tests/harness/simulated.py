@@ -12,9 +12,9 @@ messages, the exchange of gradients, the contract of layouts.
 In a simulated test `group` and `tmp_path` are the rank's own, and so is what fixtures make of them; all else is shared.
 So what one rank patches is patched for all.
 
-Numbers of ranks are 1 to 9, 12, 16 and 33. With --quick (as in a plain `scripts/test`) a test runs on one of them, told
-by its name, and on a few and on many if it is about messages and collectives themselves; else on all of them, and on
-few ranks with several seeds.
+Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
+many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 4 with
+its --all. Without it a test runs on all of them, and on few ranks with several seeds.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class PerRank:
     given: dict[str, Any]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --sizes."""
+    parser.addoption("--sizes", type=int, help="on how many of the numbers of ranks a simulated test runs (all)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marks."""
     for name, where in (("simulated", "simulated ranks"), ("both_worlds", "simulated ranks and under mpirun")):
@@ -85,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     low, high = mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", MANY[-1])
     sizes = [size for size in FEW + MANY if low <= size <= high and (needed is None or size in needed.args)]
-    seeds = {size: 1 if metafunc.config.option.quick or size in MANY else SEEDS for size in sizes}
+    seeds = {size: 1 if _dealt_to(metafunc.config) or size in MANY else SEEDS for size in sizes}
     check = mark.kwargs.get("check", True)
     worlds = [Simulation(size, seed, check) for size in sizes for seed in range(seeds[size])]
     metafunc.parametrize("group", worlds, ids=str)
@@ -94,13 +99,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the numbers of ranks that a test is not dealt to."""
-    if not config.option.quick:
+    if not _dealt_to(config):
         return
     worlds = [(item, world) for item in items if (world := _simulation(item)) is not None]
     sizes: dict[str, list[int]] = {}
     for item, world in worlds:
         sizes.setdefault(_name(item, world), []).append(world.ranks)
-    others = {item for item, world in worlds if world.ranks not in _chosen(item, world, sizes)}
+    others = set()
+    for item, world in worlds:
+        name, count = _name(item, world), _dealt_to(config) * (1 if left_out.is_dealt(item) else 2)
+        if world.ranks not in _spread(sizes[name], count, crc32(name.encode())):
+            others.add(item)
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
@@ -117,12 +126,14 @@ def _name(item: pytest.Item, world: Simulation) -> str:
     return item.nodeid.replace(str(world), "", 1)
 
 
-def _chosen(item: pytest.Item, world: Simulation, sizes: dict[str, list[int]]) -> list[int]:
-    """Return on which of its numbers of ranks a test is to run, by its name."""
-    name = _name(item, world)
-    number, every = crc32(name.encode()), sizes[name]
-    parts = [every] if left_out.is_dealt(item) else [[n for n in every if n in FEW], [n for n in every if n in MANY]]
-    return [part[number % len(part)] for part in parts if part]
+def _dealt_to(config: pytest.Config) -> int:
+    """Return on how many numbers of ranks a test is to run, 0 for all."""
+    return config.option.sizes or int(config.option.quick)
+
+
+def _spread(sizes: list[int], count: int, first: int) -> list[int]:
+    """Return so many of the sizes, from small to large ones, beginning somewhere."""
+    return [sizes[(first + number * len(sizes) // count) % len(sizes)] for number in range(count)]
 
 
 @pytest.hookimpl(tryfirst=True)

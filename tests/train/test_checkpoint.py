@@ -120,7 +120,7 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     assert all(group.gather(equal(arrays_of(worker), before)))
 
 
-@pytest.mark.simulated
+@pytest.mark.mpi
 def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_ones(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

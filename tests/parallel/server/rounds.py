@@ -208,7 +208,7 @@ def train(
             linger(delay(group.rank, step), talk)
             is_last, batch = group.rank == group.size - 1, pulled.task.batch
             signal, broken = int(is_last and step == signal_at), is_last and step == break_at
-            about = (rows, rows_of(batch), rate_of(batch), 0, loss_sum, 0.0, 1.0, 0.0, 0.0)
+            about = (rows, rows, rows_of(batch), rate_of(batch), 0, loss_sum, 0.0, 1.0, 0.0, 0.0)
             talk.push(Push(pulled.task, *about, signal=signal, broken=broken))
             step += 1
         talk.finish()

@@ -219,7 +219,7 @@ class Play:
         grads, rows, count = self.problem.gradient(task, len(self.workers))
         self.pushed[task] = grads
         worker.task, worker.steps = None, worker.steps + 1
-        push = Push(task, rows, count, self.problem.rate(task.batch), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        push = Push(task, rows, rows, count, self.problem.rate(task.batch), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
         push = self.early(number, push)
         for server, shard in enumerate(self.shards):
             mine = replace(push, version=worker.versions[server])

@@ -45,7 +45,7 @@ class Fake:
     def push(self, rank: int, message_id: MessageId, batch: int) -> None:
         """Let a worker's gradient come."""
         arrival = self.posted[rank, PUSH_TAG]
-        push = Push(Task(batch, rank - 2), 5, 10, 0.1, 0, 1.0, 0.0, 1.0, 0.0, 0.0)
+        push = Push(Task(batch, rank - 2), 5, 5, 10, 0.1, 0, 1.0, 0.0, 1.0, 0.0, 0.0)
         write_push(arrival.array[:128].view(np.float64), message_id, push)
         arrival.there = True
 

@@ -49,7 +49,7 @@ class Server:
         """Let a worker push a gradient of equal numbers."""
         reply = self.replies[worker]
         assert reply.task is not None
-        push = Push(reply.task, rows, of, lr, reply.version, 0.0, 0.0, 0.0, 0.0, 0.0)
+        push = Push(reply.task, rows, rows, of, lr, reply.version, 0.0, 0.0, 0.0, 0.0, 0.0)
         self.server.push(worker, push, [np.full_like(self.storage.data[0], gradient)])
 
     def play(self, workers: str) -> list[list[int]]:
@@ -212,7 +212,7 @@ def test_the_rate_of_a_part_without_rows_does_not_count() -> None:
 def test_nothing_is_assigned_after_a_broken_gradient() -> None:
     """It is over when all have come; their gradients are used, the broken one is not."""
     server = Server(3, None)
-    push = Push(Task(0, 0), 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, broken=True)
+    push = Push(Task(0, 0), 2, 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, broken=True)
     server.server.push(0, push, None)
     assert server.release() == []
     server.push(2)
@@ -228,7 +228,7 @@ def test_a_batch_that_was_begun_is_finished_after_a_signal() -> None:
     """Whoever got it."""
     server = Server(2, None)
     server.play("1")  # which begins batch 1
-    push = Push(Task(0, 0), 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, signal=15)
+    push = Push(Task(0, 0), 2, 2, 4, LR, 0, 0.0, 0.0, 0.0, 0.0, 0.0, signal=15)
     server.server.push(0, push, [np.ones_like(server.storage.data[0])])
     assert server.release() == [0]
     assert server.replies[0].task == Task(1, 1)
