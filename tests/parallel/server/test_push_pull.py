@@ -198,7 +198,7 @@ def test_a_signal_stops_before_all_is_done(group: Group) -> None:
     assert count == 3 * group.size
 
 
-@pytest.mark.simulated(min_size=2)
+@pytest.mark.simulated(min_size=2, max_size=12)  # all have rows
 def test_a_broken_gradient_is_not_used(group: Group) -> None:
     """It is the last rank's part of batch 1 that is missing in the second update, and there is no third."""
     run = train(group, Sync("bsp", servers=1), ((0, 9),), break_at=1)
@@ -285,7 +285,7 @@ def step_once(group: Group, model: Module, talk: PushPull) -> str:
     return ""
 
 
-@pytest.mark.simulated(check=False)
+@pytest.mark.simulated(check=False, max_size=12)  # all have rows
 @pytest.mark.parametrize(
     ("server_class", "words"),
     [(Hasty, "has version 0 of the weights, but there must be version 1"), (Lenient, "1 steps ahead of the slowest")],

@@ -14,7 +14,7 @@ from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.parallel.server.server_endpoint import PUSH_TAG, TOTAL_TAG, Roles, ServerEndpoint
 from nnmpi.parallel.server.shards import cut_shards
-from nnmpi.parallel.server.wire_format import MessageId, read_reply, write_push
+from nnmpi.parallel.server.wire_format import HEADER_BYTES, MessageId, read_reply, write_push
 from nnmpi.synchrony.consistency import ConsistencyController, Task
 from tests.parallel.server.rounds import new_model, new_optimizer
 
@@ -32,7 +32,7 @@ class Fake:
         return self.posted[source, tag]
 
     def send(self, array: Array, to: int, tag: int) -> Any:
-        _, reply = read_reply(array[:128].view(np.float64))
+        _, reply = read_reply(array[:HEADER_BYTES].view(np.float64))
         self.replies.append((to, reply.over))
         return self
 
@@ -46,7 +46,7 @@ class Fake:
         """Let a worker's gradient come."""
         arrival = self.posted[rank, PUSH_TAG]
         push = Push(Task(batch, rank - 2), 5, 5, 10, 0.1, 0, 1.0, 0.0, 1.0, 0.0, 0.0)
-        write_push(arrival.array[:128].view(np.float64), message_id, push)
+        write_push(arrival.array[:HEADER_BYTES].view(np.float64), message_id, push)
         arrival.there = True
 
     def total(self, segment: int, count: int) -> None:

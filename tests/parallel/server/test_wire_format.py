@@ -29,7 +29,20 @@ number = st.floats(allow_nan=False, width=64)
 message_ids = st.builds(MessageId, whole, whole, whole)
 tasks = st.builds(Task, whole, whole)
 pushes = st.builds(
-    Push, tasks, whole, whole, number, whole, number, number, number, number, number, st.integers(0, 64), st.booleans()
+    Push,
+    tasks,
+    whole,
+    whole,
+    whole,
+    number,
+    whole,
+    number,
+    number,
+    number,
+    number,
+    number,
+    st.integers(0, 64),
+    st.booleans(),
 )
 replies = st.builds(Reply, whole, st.none() | tasks, st.booleans(), whole, whole, whole)
 
