@@ -1,9 +1,11 @@
 """The serial tests, and the MPI tests on several numbers of ranks.
 
-Plainly: every kind of test, without those that are marked slow; the MPI tests of messages and collectives on 2, 3 and 4
-ranks, all others on one of these, dealt out by name. --all: every test, the MPI tests on 1, 2, 3 and 4 ranks; and once
-more on 6 and 8, without the slow ones and dealt out. Several runs at once. Arguments that are not listed here are
-pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is left out.
+Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without those that are marked
+slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others on one of these, dealt out by name; each
+simulated test on one of 12 numbers of ranks, or two. --all: every test, the MPI tests on 1, 2, 3 and 4 ranks; and once
+more on 6 and 8, without the slow ones and dealt out; each simulated test on four numbers of ranks, or eight. Several
+runs at once. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes after the other
+and prints as it goes, and nothing is left out.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def test_gossip_follows_a_storage_that_moves(group: Group) -> None:
     gossip.release()
 
 
-@pytest.mark.simulated(min_size=2)
+@pytest.mark.mpi(min_size=2)
 def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
     model, late_s = network(), 0.3
     for averaging in all_kinds(group, model.storage)[:2]:

@@ -49,7 +49,7 @@ def test_convolutions(group: Group, options: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=8)  # as many groups
 @pytest.mark.parametrize("groups", [8, 24])
 def test_groups(group: Group, groups: int) -> None:
     """Groups are dealt out whole; a depthwise convolution needs no exchange."""
