@@ -37,6 +37,7 @@ from nnmpi.backend.recording import Call, Recorder, active
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import recording
+from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
 MOST_RECORDINGS = 16  # an epoch has two or three batch sizes; more kinds of calls than this push out the oldest
@@ -201,7 +202,7 @@ def _tensor(x: Any) -> Any:
 
 def _place(x: Any) -> Any:
     """Return a Tensor of an input's own, into which later inputs are copied; plain values as they are."""
-    array = x.data if isinstance(x, Tensor) else x
+    array = whole_values("a compiled step's input", x)
     if isinstance(x, Tensor) and x.requires_grad and recording():
         raise UsageError(
             "a compiled step got a tensor that needs a gradient, and works on a copy that needs none; give x.detach(), "
@@ -219,7 +220,7 @@ def _outputs(result: Any) -> Any:
                 f"a compiled step returned a {type(each).__name__}, which would be that of the first step for ever; "
                 "return Tensors and look into them outside"
             )
-        return Tensor(each.data)
+        return Tensor(whole_values("a compiled step's result", each))
 
     return _mapped(without_graph, result)
 

@@ -20,6 +20,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.nn.chain import ChainLink, join_links, run_links
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
 
@@ -97,7 +98,11 @@ class Stage:
         if keep:
             repeat = self._recompute(microbatch)
             self._in_flight[microbatch] = _InFlight(leaves, values.single, None if repeat else ends)
-        return BoundaryArrays(tuple(end.data for end in ends), tuple(end.requires_grad for end in ends), single)
+        return BoundaryArrays(
+            tuple(whole_values("the end of a stage", end) for end in ends),
+            tuple(end.requires_grad for end in ends),
+            single,
+        )
 
     def backward(self, microbatch: int, grads: Sequence[Array], halves: bool = False) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.

@@ -90,7 +90,7 @@ def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
     for behind in range(1, 1 + (max(x.ndim for x in inputs) if len(inputs) > 1 else 0)):
         there = [i for i, x in enumerate(inputs) if x.ndim >= behind]
         axes = [list(placements(inputs[i].shape[-behind], inputs[i].ndim - behind)) for i in there]
-        for way in product(*axes):
+        for way in product(*axes) if len(there) < 3 else zip(*axes, strict=False):
             yield dict(zip(there, way, strict=True))
 
 

@@ -149,25 +149,29 @@ def test_refused(name: str, ranks: int) -> None:
     nnmpi.simulate(main, ranks=ranks)
 
 
+class Head(Module):
+    """A model that is a custom module itself."""
+
+    def __init__(self) -> None:
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer does."""
+        y: Tensor = self.head(x)
+        return y
+
+
 def test_a_model_of_its_own() -> None:
     """What a custom model itself returns is a part, if it ends so: its loss refuses it, and says how to go on."""
 
-    class Net(Module):
-        def __init__(self) -> None:
-            self.head = nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(x)
-            return y
-
     def main(group: Group) -> None:
-        model = Net()
+        model = Head()
         shard(model, group, {"head": C})
         model.initialize(seed=0, dtype="float64")
         x, y = images(5, (4,), "float64")
         with pytest.raises(LayoutError, match="CrossEntropy works on whole tensors, but layer 'head' leaves"):
             ops.cross_entropy(model(x), y)
-        serial = Net().initialize(seed=0, dtype="float64")
+        serial = Head().initialize(seed=0, dtype="float64")
         assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(ops.cross_entropy(serial(x), y).item())
 
     nnmpi.simulate(main, ranks=2)
@@ -198,6 +202,11 @@ def test_compiled_steps_refuse_too() -> None:
         for _ in range(2):
             with pytest.raises(LayoutError, match="Softmax"):
                 nnmpi.compile(lambda: refused(x))()
+        head = Head()
+        shard(head, group, {"head": C})
+        head.initialize(seed=0, dtype="float64")
+        with pytest.raises(LayoutError, match="a compiled step's result takes the values of a whole tensor"):
+            nnmpi.compile(lambda x: head(x))(np.ones((2, 4)))
 
     nnmpi.simulate(main, ranks=2)
 
