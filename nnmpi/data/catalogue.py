@@ -57,7 +57,7 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES, or the path of a .csv, .csv.gz or .npz file or of a folder.
+        name_or_path: one of NAMES that is no text, or the path of a .csv, .csv.gz or .npz file or of a folder.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or with a folder mnist, ... in it;
             without it the download folder is read.
         seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv, .npz).
@@ -197,8 +197,8 @@ def _existing(text: str) -> Path:
     near = difflib.get_close_matches(text.lower().replace("_", "-"), NAMES, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(
-        f"data set {text!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or the path of a .csv or .npz file "
-        "or of a folder"
+        f"data set {text!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or the path of a .csv, .npz or .txt "
+        "file or of a folder"
     )
 
 

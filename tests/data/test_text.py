@@ -1,7 +1,9 @@
 """Texts: what is read and what is to be predicted, in blocks and sentences, from files of every kind."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +225,31 @@ def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
         find_text("digits", ("a",))
     with pytest.raises(UsageError, match="is a text"):
         load("shakespeare")
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_tokens_are_mapped_numbers_of_few_bytes(
+    txt: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: type[np.generic]
+) -> None:
+    """A corpus need not fit into memory."""
+    monkeypatch.setattr("nnmpi.data.tokenizer.ByteTokenizer.vocabulary_size", size)
+    source = TextSource(txt, "bytes")
+    prepare_tokens(source)
+    found = open_tokens(source)
+    assert found.tokens.dtype == kind and isinstance(found.tokens.base, np.memmap)
+    assert bytes(found.tokens[:-1].astype(np.uint8)) == txt.read_bytes() and found.tokens[-1] == 256
+
+
+def test_of_many_that_want_the_same_tokens_one_makes_them(txt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    write_once = token_file._write
+
+    def slow(source: TextSource, folder: Path) -> None:
+        made.append(folder)
+        time.sleep(0.05)
+        write_once(source, folder)
+
+    monkeypatch.setattr(token_file, "_write", slow)
+    with ThreadPoolExecutor(5) as pool:
+        folders = list(pool.map(prepare_tokens, [TextSource(txt)] * 5))
+    assert len(made) == 1 and set(folders) == set(made)
