@@ -1,4 +1,4 @@
-"""Barriers by flags and by messages: nobody passes early, several are told apart, and waiting has an end."""
+"""Barriers by flags and by collectives: nobody passes early, several are told apart, and waiting has an end."""
 
 import time
 
@@ -9,7 +9,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.errors import CommError
 
-ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "collectives"])
 
 
 @pytest.mark.mpi

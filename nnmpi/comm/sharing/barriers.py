@@ -7,7 +7,7 @@
 
 A rank that arrives raises its own counter, and is through when everybody's counter is as high. That what was written
 before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. In any
-other world the ranks exchange empty messages between two synchronisations of the memory instead.
+other world the ranks meet in a collective between two synchronisations of the memory instead.
 """
 
 import os
@@ -134,33 +134,34 @@ class FlagBarrier:
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
 
 
-class TokenBarrier:
-    """A barrier by empty messages, between two synchronisations of the memory: right in any world.
+class CollectiveBarrier:
+    """A barrier by a sum that nobody needs, between two synchronisations of the memory: right in any world.
 
-    Messages have the barrier's number as their tag, so that several barriers can be under way in any order; a
-    communicator's own could not.
+    It has a communicator of its own, so that several barriers can be under way in any order. The counters only tell who
+    is missing.
 
     Args:
-        number: 0..32767, one per barrier.
+        counters: as `FlagBarrier` has them.
         sync: synchronises this rank's view of the shared memory.
         watch: how to wait.
     """
 
-    def __init__(self, number: int, sync: Callable[[], None], watch: Watch) -> None:
-        self._number, self._sync, self._watch = number, sync, watch
-        self._ranks = [rank for rank in range(watch.comm.size) if rank != watch.comm.rank]
+    def __init__(self, counters: Sequence[memoryview], sync: Callable[[], None], watch: Watch) -> None:
+        self._counters, self._sync, self._watch = tuple(counters), sync, watch
+        self._own = counters[watch.comm.rank]
+        self._comm = watch.comm.duplicate()
+        self._sum = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
         self._requests: list[Request] = []
 
     def start(self) -> None:
         """Say that this rank has arrived."""
         self._sync()
-        comm, number, nothing = self._watch.comm, self._number, np.empty(0, np.uint8)
-        self._requests = [comm.irecv(nothing, rank, number) for rank in self._ranks]
-        self._requests += [comm.isend(nothing, rank, number) for rank in self._ranks]
+        self._own[0] += 1
+        self._requests = [self._comm.iallreduce(self._sum)]
 
     def poll(self) -> bool:
         """Return whether all ranks have arrived."""
-        if not self._watch.comm.test_all(self._requests):
+        if not self._comm.test_all(self._requests):
             return False
         self._sync()
         return True
@@ -178,12 +179,16 @@ class TokenBarrier:
         self.start()
         self.wait()
 
+    def free(self) -> None:
+        """Give the communicator back. Collective over the node."""
+        self._comm.free()
+
     def _missing(self) -> list[int]:
-        arrivals, test_all = self._requests[: len(self._ranks)], self._watch.comm.test_all
-        return [rank for rank, arrival in zip(self._ranks, arrivals, strict=True) if not test_all([arrival])]
+        self._sync()
+        return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._own[0]]
 
 
-Barrier = FlagBarrier | TokenBarrier
+Barrier = FlagBarrier | CollectiveBarrier
 
 
 class Flags:
@@ -198,7 +203,7 @@ class Flags:
         self._watch = watch
         self._ordered = ordered
         self._pages: list[SharedPages] = []
-        self._made = 0
+        self._made: list[Barrier] = []
 
     def barrier(self, sync: Callable[[], None]) -> Barrier:
         """Return a new barrier; `sync` synchronises the memory that it guards, where that is needed.
@@ -206,18 +211,21 @@ class Flags:
         Raises:
             DeviceError: when there is no shared memory for another page of flags.
         """
-        number = self._made
-        self._made += 1
-        if not self._ordered:
-            return TokenBarrier(number, sync, self._watch)
-        page, place = divmod(number, FLAGS_PER_PAGE)
+        page, place = divmod(len(self._made), FLAGS_PER_PAGE)
         if page == len(self._pages):
             self._pages.append(self._watch.comm.share_pages(PAGE_BYTES))
         views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
-        return FlagBarrier([view[place : place + 1] for view in views], self._watch)
+        counters, watch = [view[place : place + 1] for view in views], self._watch
+        made = FlagBarrier(counters, watch) if self._ordered else CollectiveBarrier(counters, sync, watch)
+        self._made.append(made)
+        return made
 
     def free(self) -> None:
-        """Give the pages back. Collective over the node."""
+        """Give the pages and communicators back. Collective over the node."""
+        for barrier in self._made:
+            if isinstance(barrier, CollectiveBarrier):
+                barrier.free()
         for page in self._pages:
             page.free()
         self._pages = []
+        self._made = []

@@ -49,6 +49,13 @@ Lines: TypeAlias = tuple[tuple[str, int], ...]
 """Places in source files, (file, line): where a call was made, innermost first."""
 
 
+def _closed_gate() -> threading.Lock:
+    """Return a lock that another thread releases: the cheapest way of Python to let one thread go on."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 class Abandoned(BaseException):
     """Raised on a rank that cannot go on because another one has failed; nobody but the scheduler catches it."""
 
@@ -79,7 +86,7 @@ class SimulatedRank:
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
     _looks: int = 0
-    _gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    _gate: threading.Lock = field(default_factory=_closed_gate)
 
 
 class Scheduler:
@@ -325,13 +332,24 @@ def find_lines() -> Lines:
     found: list[tuple[str, int]] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        outside = not file.startswith(PACKAGE_FOLDER)
-        if outside or (not found and not file.startswith(OWN_FOLDER)):
+        place = _PLACES.get(file) or _PLACES.setdefault(file, _find_place(file))
+        if place == OUTSIDE or (place == PACKAGE and not found):
             found.append((file, frame.f_lineno))
-        if outside:
+        if place == OUTSIDE:
             break
         frame = frame.f_back
     return tuple(found)
+
+
+OUTSIDE, PACKAGE, THIS_FOLDER = "outside", "package", "this folder"
+_PLACES: dict[str, str] = {}
+"""Where files lie, by name: calls are many, and their files few."""
+
+
+def _find_place(file: str) -> str:
+    if not file.startswith(PACKAGE_FOLDER):
+        return OUTSIDE
+    return THIS_FOLDER if file.startswith(OWN_FOLDER) else PACKAGE
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
