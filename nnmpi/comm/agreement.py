@@ -271,6 +271,9 @@ def _have(ranks: Sequence[int]) -> str:
 # ---- meeting now and then ----
 
 
+UNTIMED_STEPS = 10  # between two checks where steps take no reproducible time
+
+
 class PeriodicCheck:
     """Gathers a value of every rank about every `interval_s` seconds, at steps that are the same on all ranks.
 
@@ -298,7 +301,8 @@ class PeriodicCheck:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        steps = max(1, int(self._interval_s / max(clock.reproducible(step_s), 1e-9)))
+        reproducible_s = clock.reproducible(step_s)  # a simulated run must not hang on what steps take here
+        steps = max(1, int(self._interval_s / reproducible_s)) if reproducible_s else UNTIMED_STEPS
         answers = self._group.gather([value, steps])
         self._steps_left = int(answers[0][1])
         return [answer[0] for answer in answers]

@@ -15,12 +15,14 @@ that it reads must not be changed, and one that it writes must not be touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
 from nnmpi.comm.buffers import Buffer
+
+T = TypeVar("T")
 
 PAGE_BYTES = 4096
 
@@ -53,15 +55,23 @@ class World(Protocol):
         simulated: whether clocks and messages are simulated; for reports, which say so.
         keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
             counter there may guard what was written before.
+        step: the step of training that this rank is in, which whoever trains sets; for reports of what it waits for.
     """
 
     comm: Comm
     library: str
     simulated: bool
     keeps_order: bool
+    step: int | None
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true, leaving the core to others between looks. `ready` may test requests."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make()` returns; for ranks that share a process, one object for all that give the same key.
+
+        Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
+        """
 
     def cuda_support(self) -> tuple[bool, str]:
         """Return whether messages may lie in a CUDA device's memory, as far as is known here, and how it is known."""

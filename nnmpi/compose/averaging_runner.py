@@ -121,7 +121,7 @@ class AveragingRunner:
 
     def _step(self, batch: Batch, number: int, lr: float, tally: Tally, input_s: float, begin: float) -> Progress:
         """Do one update of this rank's own weights with the gradient of its part's mean loss."""
-        started = clock.now()
+        started, self.group.comm.world.step = clock.now(), number
         gradient = self._gradient.run(batch, number)
         if not gradient.is_finite:
             who = f"rank {self.group.rank}"

@@ -130,7 +130,7 @@ class ParameterServerRunner:
             task = ticket.task
             batch = parts.assigned(task.batch, task.part, len(self._workers), worker, self._taken)
             self._taken += len(batch.y)
-            number = segment.number(task.batch)
+            self.group.comm.world.step = number = segment.number(task.batch)
             started = clock.now()
             self._served_s = 0.0
             gradient = self._gradient.run(batch, number)

@@ -341,6 +341,7 @@ class Worker(Trainer):
             self.optimizer.lr = lr
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
+        self.group.comm.world.step = step
         with self._deterministic(), self._meter.running():
             outcome = self.runner.run(batch, step, factor)
         (loss_sum, correct, targets), norm, traffic = self._meet(outcome)

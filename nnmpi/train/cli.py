@@ -28,6 +28,7 @@ from nnmpi.launcher import read_launch
 from nnmpi.train.config import Config, SyncConfig, all_options, assemble, check, flatten
 from nnmpi.train.folder import CONFIG_FILE, default_folder
 from nnmpi.train.log import Console
+from nnmpi.train.loop import StopSignals
 from nnmpi.train.session import run
 
 PROGRAM = "python -m nnmpi.train"
@@ -94,7 +95,8 @@ def launch(words: Sequence[str]) -> None:
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
     cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
-    simulate(partial(main, words), sync.simulate, simulated_machine(sync), sync.simulation_seed, cpu_factor)
+    with StopSignals():
+        simulate(partial(main, words), sync.simulate, simulated_machine(sync), sync.simulation_seed, cpu_factor)
     return None
 
 

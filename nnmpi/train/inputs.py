@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
@@ -63,7 +64,7 @@ def load_inputs(
         UsageError: for an unknown data set, or options that do not fit it.
         DataError: for files that cannot be had or are damaged.
     """
-    data, run = config.data, config.run
+    data, run, once = config.data, config.run, group.comm.world.once
     where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
     downloads = data.dataset in DOWNLOADED and data.data_dir is None
     source: TextSource | None = None
@@ -76,13 +77,15 @@ def load_inputs(
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
-            train, test = _load(config, source)
+            train, test = once("data", lambda: _load(config, source))
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
         parts = count_microbatches(config, stages, batch_size)
-        after = [Normalize.fit(train)] if data.normalize and isinstance(train, Dataset) and not train.is_tokens else []
+        after = []
+        if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
+            after.append(once("normalize", partial(Normalize.fit, train)))
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:

@@ -11,9 +11,10 @@ evaluation, checkpoint, stop.
 """
 
 import signal
+import threading
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from nnmpi import clock
 from nnmpi.compose.runner import EvalReport
@@ -35,20 +36,24 @@ class StopSignals:
     """Catches SIGTERM and SIGINT while it is entered.
 
     A signal may reach one rank or all of them, at different steps; so the ranks must ask one another what they `noted`.
-    A second SIGINT raises KeyboardInterrupt at once, for a step that does not end.
+    A second SIGINT raises KeyboardInterrupt at once, for a step that does not end. Python gives signals to the main
+    thread alone: simulated ranks, which are other threads, see those that it catches.
     """
+
+    _main: ClassVar["StopSignals | None"] = None
 
     def __init__(self) -> None:
         self._noted: int = 0
         self._before: dict[int, signal._HANDLER] = {}
+        self._caught_by: StopSignals = self
 
     def __enter__(self) -> Self:
-        """Catch the signals from now on; outside the main thread, where Python forbids it, leave them as they are."""
-        try:
-            for number in STOPPING:
-                self._before[number] = signal.signal(number, self._note)
-        except ValueError:
-            self._before.clear()
+        """Catch the signals from now on."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+            StopSignals._main = self
+        else:
+            self._caught_by = StopSignals._main or self
         return self
 
     def __exit__(
@@ -57,10 +62,12 @@ class StopSignals:
         """Give the signals back to those who had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if StopSignals._main is self:
+            StopSignals._main = None
 
     def noted(self) -> int:
         """Return the signal that this rank got, 0 for none (not collective)."""
-        return self._noted
+        return self._caught_by._noted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._noted == signal.SIGINT:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
@@ -136,3 +141,46 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
     ending = train(tmp_path, "--simulate 2", ranks=2)
     assert ending.status not in (0, None)
     assert "--simulate runs all ranks in one process" in ending.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    """Python gives signals to the main thread, which is none of the ranks."""
+    run = tmp_path / "run"
+    words = f"--simulate 3 --epochs 1000 --batch-size 30 --backend numpy --out {run}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "nnmpi.train", *words.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        while "epoch 1/" not in job.stdout.readline():
+            pass
+        job.send_signal(number)
+        said = job.stdout.read()
+    step = re.search(rf"stopped by {number.name} after step (\d+); go on with", said)
+    assert step and job.returncode == 128 + number, said
+    assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
+
+
+def test_ranks_of_one_process_share_what_is_only_read() -> None:
+    """Such as a data set: one for all ranks of a run."""
+
+    def main(group: Group) -> int:
+        return id(group.comm.world.once("numbers", lambda: [group.rank]))
+
+    assert len(set(simulate(main, 5))) == 1
+
+
+def test_what_cannot_be_made_is_every_ranks_error() -> None:
+    def main(group: Group) -> str:
+        with pytest.raises(UsageError, match="no such thing"):
+            group.comm.world.once("thing", _refuse)
+        return "raised"
+
+    assert simulate(main, 3) == ["raised"] * 3
+
+
+def _refuse() -> None:
+    raise UsageError("no such thing")

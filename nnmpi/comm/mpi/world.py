@@ -20,9 +20,9 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from mpi4py import MPI
 
@@ -30,6 +30,8 @@ from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi import cuda
 from nnmpi.comm.mpi.window import SHM, Window, find_folder
 from nnmpi.comm.world import Comm, World
+
+T = TypeVar("T")
 
 FIRST_S, LONGEST_S = 50e-6, 1e-3
 # On these a processor's stores, and its loads, are seen in the order in which the program has them.
@@ -124,6 +126,7 @@ class MpiWorld:
     def __init__(self) -> None:
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         self.library = name_library(MPI.Get_library_version())
+        self.step: int | None = None
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
@@ -132,6 +135,10 @@ class MpiWorld:
         while not ready():
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_S)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make()` returns: every rank is a process of its own."""
+        return make()
 
     def cuda_support(self) -> tuple[bool, str]:
         """Return whether messages may lie in a device's memory, and how it is known."""

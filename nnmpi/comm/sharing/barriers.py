@@ -68,9 +68,11 @@ class Watch:
                 self.comm.poke()
                 if time.monotonic() > deadline:
                     late = name_ranks([self.names[rank] for rank in missing()])
+                    step = self.comm.world.step
                     raise CommError(
-                        f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s; all "
-                        "ranks must run the same collectives, in the same order"
+                        f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s"
+                        f"{'' if step is None else f' (in step {step})'}; all ranks must run the same collectives, in "
+                        "the same order"
                     )
 
 

@@ -12,7 +12,7 @@ it has to the n-th collective of its communicator, and the last one lets all go 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -74,6 +74,7 @@ class MessageBoard:
         calls: by (communicator, number of the collective).
         open: what each rank has started and not yet waited for, by number.
         numbers: of the communicators that are made.
+        made: what is there once for all ranks, by key (`World.once`).
     """
 
     def __init__(self, scheduler: Scheduler, network: SimulatedNetwork) -> None:
@@ -82,6 +83,7 @@ class MessageBoard:
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
+        self.made: dict[Hashable, Any] = {}
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
         """Let a request be complete, and its rank know it."""

@@ -73,6 +73,7 @@ class SimulatedRank:
         news: a number that changes when one of its requests becomes complete, and when it has waited for one: then
             looking once more may find something.
         calls: how many calls it has made.
+        step: of training, in which it is; None where nobody trains.
     """
 
     number: int
@@ -82,6 +83,7 @@ class SimulatedRank:
     ended: bool = False
     news: int = 0
     calls: int = 0
+    step: int | None = None
     _awaits: set[Any] | None = None
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
@@ -314,7 +316,8 @@ class Scheduler:
 
 
 def _since(rank: SimulatedRank) -> str:
-    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}"
+    step = "" if rank.step is None else f" and step {rank.step}"
+    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}{step}"
 
 
 def _at(lines: Lines) -> str:

@@ -14,7 +14,7 @@ simulated (`nnmpi.clock`), by what computing takes here and what messages cost o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -38,8 +38,17 @@ class SimulatedWorld:
     keeps_order = False  # a rank that watches a counter would never let another one raise it
 
     def __init__(self, board: MessageBoard, own: SimulatedRank) -> None:
-        self._scheduler, self._own = board.scheduler, own
+        self._scheduler, self._own, self._made = board.scheduler, own, board.made
         self.comm = SimulatedComm(board, self, own, range(len(board.scheduler.ranks)), 0)
+
+    @property
+    def step(self) -> int | None:
+        """The step of training that this rank is in."""
+        return self._own.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._own.step = step
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true; it is asked again whenever a request of this rank has become complete."""
@@ -52,6 +61,13 @@ class SimulatedWorld:
             if own.news == news:
                 scheduler.block(own, set(), "something to become complete", find_lines(), list)
             scheduler.leave(own)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make()` returns, the same object on all ranks."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def cuda_support(self) -> tuple[bool, str]:
         """Return that messages lie in the host's memory."""

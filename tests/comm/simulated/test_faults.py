@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CommError
+from nnmpi.schedule.instruction import SENDS, TRANSFERS, Kind, parts
+from nnmpi.schedule.lower import add_transfers, fuse
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Schedule
 
 LONG = 100_000  # bytes: more than what leaves at once
 HERE = Path(__file__).name
@@ -214,6 +219,42 @@ def test_a_mistake_is_named(fault: Callable[[Any], None], cpu_factor: float) -> 
         assert re.search(FAULTS[fault], text, re.DOTALL), text
         if fault is not all_to_all_without_agreement:  # seen when all have come, by nobody in particular
             assert re.search(rf"{HERE}:\d+", text), text
+
+
+def test_a_deadlock_says_in_which_step_of_training_each_rank_is() -> None:
+    def main(group: Group) -> None:
+        group.comm.world.step = 40 + group.rank
+        if group.rank:
+            group.barrier()
+
+    with pytest.raises(CommError, match=r"rank 1 waits for barrier .* and step 41\n") as raised:
+        simulate(main, ranks=3)
+    assert "ended: rank 0" in str(raised.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
+    """Neighbours send to each other before either receives; with a send and a receive as one, all goes through."""
+    alone = add_transfers(make("1f1b", ranks, 2 * ranks))
+
+    def play(schedule: Schedule, group: Group) -> None:
+        data = np.zeros(LONG)
+        for item in schedule.programs[group.rank]:
+            requests = []
+            for one in parts(item):
+                if one.kind in TRANSFERS:
+                    to = one.stage + (1 if one.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1)
+                    tag = int(one.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD))
+                    start = group.comm.isend if one.kind in SENDS else group.comm.irecv
+                    requests.append(start(data.copy(), to, tag))
+            group.comm.wait_all(requests)
+
+    simulate(partial(play, fuse(alone)), ranks)
+    with pytest.raises(
+        CommError, match=r"rank (\d+) -> rank (\d+) -> rank \1 wait for one another in a circle"
+    ) as raised:
+        simulate(partial(play, alone), ranks)
+    assert re.search(rf"rank \d waits for send to rank \d with tag [01].*\n +at .*{HERE}:\d+", str(raised.value))
 
 
 def test_what_a_rank_raises_comes_out_with_its_rank() -> None:
