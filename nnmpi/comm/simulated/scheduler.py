@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -335,7 +336,7 @@ def find_lines() -> Lines:
     found: list[tuple[str, int]] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        place = _PLACES.get(file) or _PLACES.setdefault(file, _find_place(file))
+        place = _find_place(file)
         if place == OUTSIDE or (place == PACKAGE and not found):
             found.append((file, frame.f_lineno))
         if place == OUTSIDE:
@@ -345,10 +346,9 @@ def find_lines() -> Lines:
 
 
 OUTSIDE, PACKAGE, THIS_FOLDER = "outside", "package", "this folder"
-_PLACES: dict[str, str] = {}
-"""Where files lie, by name: calls are many, and their files few."""
 
 
+@cache  # calls are many, and their files few
 def _find_place(file: str) -> str:
     if not file.startswith(PACKAGE_FOLDER):
         return OUTSIDE
