@@ -71,7 +71,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
             "--hidden has a layer of width 9999999999999999; give whole numbers from 1 to 1e+09",
         ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
-        ("--model resnt", "--model is resnt; choose mlp, cnn, resnet, or give your own as FILE.py:NAME"),
+        ("--model resnt", "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as FILE.py:NAME"),
         ("--schedule cosin", "--schedule is cosin; it must be one of constant, step, cosine"),
         ("--split 3,x", "--split is '3,x'; give auto, or numbers of links such as 5,4,3"),
         ("--split 3,0", "--split is '3,0'; give auto, or numbers of links such as 5,4,3"),
