@@ -129,7 +129,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "takes the values of a whole tensor",
     ),
     "a whole layer": (lambda m, x: m.mlp(x) + m.norm.weight * m.wide(x), "multiply meets a whole tensor"),
-    "a product": (lambda m, x: m.wide(x) @ m.wide(x).transpose(0, 2, 1), "MatMul adds up along all of that axis"),
+    "a product": (
+        lambda m, x: m.wide(x) @ m.wide(x).transpose(0, 2, 1),
+        "(MatMul|Product) adds up along all of that axis",
+    ),
 }
 
 
