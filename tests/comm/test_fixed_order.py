@@ -170,7 +170,7 @@ def is_right(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray])
     return same and out.tobytes() == plain_sum(arrays, top(len(arrays)), 0).tobytes()
 
 
-@pytest.mark.simulated
+@pytest.mark.both_worlds
 @pytest.mark.parametrize("seed", range(8))
 def test_any_dealing_gives_the_same_bits(group: Group, seed: int) -> None:
     """Leaves in runs or at random, ranks without any; lengths that do not divide."""
@@ -181,7 +181,7 @@ def test_any_dealing_gives_the_same_bits(group: Group, seed: int) -> None:
         assert all(group.gather(is_right(group, sorted(dealing) if seed % 2 else dealing, arrays)))
 
 
-@pytest.mark.simulated
+@pytest.mark.both_worlds
 def test_long_arrays_go_in_several_rounds(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few bytes a round, and with as many as usual."""
     assert all(group.gather(is_right(group, [leaf % group.size for leaf in range(5)], wild(5, 300_001))))

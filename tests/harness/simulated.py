@@ -7,7 +7,8 @@
 A test is simulated if it is about what ranks compute and say to one another; it runs under mpirun if something real
 takes part: MPI's own calls and sums, memory that processes share, processes that are started, fail or are killed,
 seconds that go by, transports between devices. In both worlds runs what all of the package rests on: collectives,
-messages, the exchange of gradients, the contract of layouts.
+messages, the exchange of gradients, the contract of layouts; every call of `comm.world` must be among them or under
+mpirun alone.
 
 In a simulated test `group` and `tmp_path` are the rank's own, and so is what fixtures make of them; all else is shared.
 So what one rank patches is patched for all.
