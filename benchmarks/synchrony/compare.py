@@ -15,7 +15,7 @@ from benchmarks.harness.parts import Content
 from benchmarks.synchrony.curve import GoalReached, reach_goal, read
 from benchmarks.synchrony.model import StepCosts, predict
 from benchmarks.synchrony.modes import MODES, REFERENCE
-from nnmpi.synchrony.network import LinkSpeed, parse_network
+from nnmpi.comm.machine import Curve, parse_network
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,22 @@ def groups(content: Content) -> list[tuple[int, str]]:
     return list(dict.fromkeys((row["workers"], row["slow"]) for row in content["rows"]))
 
 
-def speed(content: Content) -> LinkSpeed:
-    """Return the speed of the links of a part's runs."""
+def message_costs(content: Content) -> Curve:
+    """Return what a message costs in a part's runs."""
     network = content["settings"]["network"]
-    return parse_network(network) if network else LinkSpeed()
+    return parse_network(network, 1).inside.one_way if network else Curve.line(0.0, 0.0)
 
 
 def _read(content: Content, row: Mapping[str, Any]) -> Comparison:
     reached = reach_goal(read(row["curve"]), content["settings"]["recipe"]["goal"])
     batches, seconds = reached or (row["batches"], row["seconds"])
-    links = speed(content)
+    messages, nbytes = message_costs(content), content["nbytes"]
     costs = StepCosts(
         row["workers"],
         content["settings"]["pace_s"],
-        content["nbytes"],
-        links.alpha_s,
-        links.beta_s_per_byte,
+        nbytes,
+        messages.alpha_s,
+        messages.beta(nbytes),
         row["slow"],
     )
     return Comparison(row, reached, seconds / batches, predict(MODES[row["mode"]], costs, batches) / batches)

@@ -7,13 +7,15 @@
     gossip, ring      2 messages of M bytes from each rank, a step
     gossip, random    1 message of M bytes from each rank, a step (N even)
 
-A segment has more than its steps: over MPI one reply to every worker at its start, and with each message of a server a
-header; in virtual time, with gossip, an all-reduce at its end. Where nobody is in step the server's own worker, which
-needs no messages, may do more than an N-th of the work, or less: then what counts are the gradients of the others.
+A segment through servers has more than its steps: a reply to every worker at its start, and with each message of a server
+a header. Where nobody is in step the server's own worker, which needs no messages, may do more than an N-th of the work, or
+less: then what counts are the gradients of the others. The synchronous run counts its all-reduces as calls, on each rank
+one of the M bytes and one of the three numbers of its report in a step.
 """
 
 from __future__ import annotations
 
+from nnmpi.compose.worker import NUMBERS_BYTES
 from nnmpi.synchrony.neighbours import RING
 from nnmpi.synchrony.sync import Sync
 
@@ -36,30 +38,13 @@ def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
     return 2.0 * workers * others / every, 2.0 * others * nbytes / every
 
 
-def in_virtual_time(sync: Sync, workers: int, nbytes: int, steps: int, distant: int) -> tuple[float, float]:
-    """Return what a segment counts in virtual time.
+def in_segment(
+    sync: Sync, workers: int, nbytes: int, steps: int, distant: int, header: int
+) -> tuple[float, float]:
+    """Return the messages and bytes of a segment of so many steps; of the synchronous run, calls and bytes.
 
     Args:
         distant: gradients that were computed on other ranks than the (only) server's.
-    """
-    if sync.uses_servers:
-        return 2.0 * distant, 2.0 * distant * nbytes
-    messages, sent = (steps * each for each in per_step(sync, workers, nbytes))
-    if sync.mode == "gossip" and workers > 2:
-        messages += 2 * workers * (workers - 1)
-        sent += 2 * (workers - 1) * nbytes
-    return messages, sent
-
-
-def over_mpi(
-    sync: Sync, workers: int, nbytes: int, steps: int, distant: int, header: int
-) -> tuple[float, float] | None:
-    """Return what a segment counts over MPI; None for the synchronous run, which counts its all-reduces as calls.
-
-    Those are one of M bytes on each rank, and one of three numbers for its report, in a step.
-
-    Args:
-        distant: see `in_virtual_time`.
         header: bytes of a server's message besides the weights.
     """
     if sync.uses_servers:
@@ -68,4 +53,4 @@ def over_mpi(
     if sync.asynchronous:
         messages, sent = per_step(sync, workers, nbytes)
         return steps * messages, steps * sent
-    return None
+    return 2.0 * steps * workers, float(steps * workers * (nbytes + NUMBERS_BYTES))

@@ -99,7 +99,7 @@ def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """MeasuredRun on four ranks, and beside it the same in virtual time, on a network that takes no time."""
+    """Train on four ranks of MPI, and beside them on simulated ones whose messages take no time."""
     recipe = _recipe(check, data_dir)
     pace_s = 0.002 if check else PACE_RANKS_S
     cases = [
@@ -120,7 +120,7 @@ def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def traffic(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Count messages and bytes of a segment on four ranks, and in virtual time."""
+    """Count messages and bytes of a segment on four ranks, of MPI and simulated."""
     recipe = replace(_recipe(check, data_dir), steps=TRAFFIC_STEPS, warm=0)  # fewer than an epoch's: one segment
     modes = {name: sync for name, sync in MODES.items() if name in _COUNTED}
     cases = [

@@ -1,4 +1,4 @@
-"""The curves as PNG files: accuracy and loss against gradients and time, ranks beside virtual time, heterogeneity."""
+"""The curves as PNG files: accuracy and loss against gradients and time, ranks beside simulated ones, heterogeneity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = ("#222222", "#999999", "#c6dbef", "#6baed6", "#08519c", "#d62728", "#
 STYLE: Mapping[str, str] = MappingProxyType(dict(zip(MODES, _COLOURS, strict=True)))
 _DASHED = ("bsp, server", "gossip, random")
 _LOW = 0.90  # of the axis of accuracies; a reduced run's are lower
-_X = (("batches", 0, "batches' worth of gradients"), ("seconds", 1, "virtual time, s"))
+_X = (("batches", 0, "batches' worth of gradients"), ("seconds", 1, "simulated time, s"))
 _Y = (("test accuracy, %", 3, 100.0), ("test loss", 2, 1.0))
 
 
@@ -62,7 +62,7 @@ def _curves(axes: Any, rows: Sequence[Mapping[str, Any]], x: int, y: int, scale:
 
 
 def draw_ranks(folder: Path, content: Content) -> None:
-    """Draw measured curves beside those of virtual time: rows of modes, a column for each kind of slowness."""
+    """Draw measured curves beside those of simulated ranks: rows of modes, a column for each kind of slowness."""
     kinds = list(dict.fromkeys(row["slow"] for row in content["predicted"]))
     figure = new_figure(5.4 * len(kinds), 9)
     goal = content["settings"]["recipe"]["goal"]
@@ -77,7 +77,7 @@ def draw_ranks(folder: Path, content: Content) -> None:
             axes.set_ylim(100 * (goal - 0.07), 100 * min(1.0, goal + 0.01))
             axes.set_xlim(left=0)
             axes.grid(alpha=0.25)
-            axes.set_xlabel("wall time (solid), virtual time (dotted), s")
+            axes.set_xlabel("wall time (solid), simulated time (dotted), s")
             axes.set_ylabel("test accuracy, %")
             axes.legend(loc="lower right", fontsize=8, title=WORDS[slow], title_fontsize=8)
     save(figure, folder / "ranks.png", dpi=80)

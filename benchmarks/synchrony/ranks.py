@@ -1,15 +1,15 @@
 """Runs on ranks, with a minimum step time that is slept: weights are copied on the way, and evaluated after the run.
 
-    settings    "recipe"; "network" of the prediction; "pace_s"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
+    settings    "recipe"; "pace_s"; "observed"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
     result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
 
-Through servers, rank 0 copies what its server holds when a gradient arrives. Otherwise all ranks copy their own weights
-after the same steps, and the mean over the ranks is evaluated, at the time of the last of them.
+In step, rank 0 copies the weights; through servers, it copies what its server holds when a gradient arrives. Otherwise all
+ranks copy their own weights after the same steps, and the mean over the ranks is evaluated, at the time of the last of
+them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -19,14 +19,14 @@ import numpy as np
 
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, stragglers
-from benchmarks.synchrony.recipe import Recipe
+from benchmarks.synchrony.recipe import Data, Recipe
+from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.trainer import Progress, Throttle, Trainer
 from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.server.parameter_server import ParameterServer
@@ -68,26 +68,25 @@ class MeasuredRun:
         group: the ranks, one worker each.
         recipe: what is trained.
         sync: the way of synchronisation.
-        pace: how long a step takes at least, and who is slow.
-        data: to train on and to test with.
+        throttle: how long a step takes at least, and who is slow.
+        data: of the recipe.
     """
 
-    def __init__(
-        self, group: Group, recipe: Recipe, sync: Sync, throttle: Throttle, data: tuple[Dataset, Dataset]
-    ) -> None:
+    def __init__(self, group: Group, recipe: Recipe, sync: Sync, throttle: Throttle, data: Data) -> None:
         self.group, self.recipe, self.sync, self.throttle = group, recipe, sync, throttle
-        train, test = data
-        self.loader, self._test = recipe.loaders(train, test, group.rank, group.size)
-        self.model, self.optimizer = recipe.build(train)
+        self.loader, self._test = recipe.loaders(data, group.rank, group.size)
+        self.model, self.optimizer = recipe.build(data[0])
         self._snapshots: list[Snapshot] = []
         self._batches, self._due = 0.0, float(recipe.every)
         self._begin_s = 0.0
 
     def go(self, observed: bool) -> Row:
-        """Train, then evaluate what was copied; collective."""
-        self._due = self.recipe.every if observed else inf
+        """Train, then evaluate what was copied, or only the last weights; collective."""
+        self._due = 0.0 if observed else inf
         report = self._train()
-        return {**report, "curve": write(self._evaluate())}
+        curve = self._evaluate()
+        end = curve[-1]
+        return {**report, "batches": end.batches, "loss": end.loss, "accuracy": end.accuracy, "curve": write(curve)}
 
     def _build(self) -> tuple[Trainer, ParameterServer | None]:
         """Return what trains, in step by all-reduce on a ring, and this rank's server."""
@@ -107,7 +106,7 @@ class MeasuredRun:
                 self._copy(server.master)  # which has not used this one yet
             if server is not None or trainer.in_step:
                 self._batches += 1 / trainer.reports_per_batch
-            if trainer.in_step:
+            if trainer.in_step and self.group.is_root:
                 self._copy(self.model.storage.data)
 
         def rate(step: int) -> float:
@@ -117,7 +116,8 @@ class MeasuredRun:
             return schedule(step)
 
         self.group.barrier()
-        self._begin_s = time.perf_counter()
+        self._begin_s = clock.now()
+        self._copy(self.model.storage.data)
         messages = sent = 0
         staleness = Staleness(self.group.size)
         for first in range(0, self.recipe.steps, per_epoch):
@@ -127,13 +127,17 @@ class MeasuredRun:
             sent += report.bytes + self.group.size * report.totals.comm_bytes
             if report.staleness is not None:
                 staleness.merge(report.staleness)
-        seconds = self.group.share(time.perf_counter() - self._begin_s)
+        seconds = self.group.share(clock.now() - self._begin_s)
+        self._batches, self._due = float(self.recipe.steps), 0.0
+        self._copy(self.model.storage.data)
         trainer.release()
-        row: Row = {"messages": messages, "bytes": sent, "seconds": seconds}
-        if self.sync.asynchronous:
-            row["staleness"] = {"mean": staleness.mean(), "max": staleness.largest()}
-            row["distant"] = staleness.count() - staleness.count(0)
-        return row
+        return {
+            "messages": messages,
+            "bytes": sent,
+            "seconds": seconds,
+            "staleness": {"mean": staleness.mean(), "max": staleness.largest()},
+            "distant": staleness.count() - staleness.count(0),
+        }
 
     def _copy(self, weights: list[Array]) -> None:
         """Copy weights, if it is time."""
@@ -142,24 +146,23 @@ class MeasuredRun:
             return
         while self._due <= batches:
             self._due += self.recipe.every
-        now_s = time.perf_counter() - self._begin_s
+        now_s = clock.now() - self._begin_s
         self._snapshots.append(Snapshot(batches, now_s, [each.copy() for each in weights]))
 
     def _evaluate(self) -> list[Evaluation]:
         """Return what the copies were worth; collective."""
-        batch = next(iter(self._test.epoch(0)))
+        batch = next(iter(self._test.epoch(0)))  # this rank's part of all
         found = []
         for number in range(int(self.group.share(len(self._snapshots)))):
             batches, seconds, weights = self._agree(number)
             for target, values in zip(self.model.storage.data, weights, strict=True):
                 target[...] = values
-            mine = slice(self.group.rank, None, self.group.size)
             with no_grad(), evaluation():
-                logits = self.model(Tensor(batch.x[mine]))
-                loss = cross_entropy(logits, batch.y[mine], reduction="sum").item()
-            hits = float((np.argmax(logits.data, axis=-1) == batch.y[mine]).sum())
+                logits = self.model(Tensor(batch.x))
+                loss = cross_entropy(logits, batch.y, reduction="sum").item()
+            hits = float((np.argmax(logits.data, axis=-1) == batch.y).sum())
             sums = self.group.sum_floats([loss, hits])
-            found.append(Evaluation(batches, seconds, sums[0] / len(batch.y), sums[1] / len(batch.y)))
+            found.append(Evaluation(batches, seconds, *(each / batch.global_rows for each in sums)))
         return found
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from nnmpi import optim
 from nnmpi.data.catalogue import load, prepare
@@ -14,6 +15,9 @@ from nnmpi.models.mlp import mlp
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import Cosine, Schedule, Warmup
+
+Data: TypeAlias = tuple[Dataset, Dataset, Compose]
+"""To train on, to test with, and what is done to the samples of both."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,27 @@ class Recipe:
         """Make sure that the data are there."""
         prepare(self.dataset, self._place())
 
-    def load(self) -> tuple[Dataset, Dataset]:
+    def load(self) -> Data:
         """Return the data to train on and to test with."""
-        return load(self.dataset, self._place(), seed=0, test_fraction=0.2)
+        train, test = load(self.dataset, self._place(), seed=0, test_fraction=0.2)
+        return train, test, Compose(Normalize.fit(train))
 
     def schedule(self) -> Schedule:
         """Return the learning rate of each batch."""
         return Warmup(self.warm, Cosine(self.lr, (self.decay or self.steps) - self.warm))
 
-    def loaders(self, train: Dataset, test: Dataset, rank: int = 0, world: int = 1) -> tuple[Loader, Loader]:
-        """Return a rank's training data, and the test data, which are one batch and on every rank whole.
+    def loaders(self, data: Data, rank: int, world: int) -> tuple[Loader, Loader]:
+        """Return a rank's training data, and its part of the test data, which are one batch.
 
         Args:
-            train: to train on.
-            test: to test with.
+            data: that `load` gave.
             rank: whose part of the training data it is.
-            world: how many ranks share them.
+            world: how many ranks share both.
         """
-        transform = Compose(Normalize.fit(train))
-        where = {"rank": rank, "world": world, "partition": self.partition}
-        own = Loader(train, self.batch, seed=self.seed, **where, transform=transform, workers=0)
-        return own, Loader(test, len(test), shuffle=False, transform=transform, workers=0)
+        train, test, transform = data
+        common = {"rank": rank, "world": world, "transform": transform, "workers": 0}
+        own = Loader(train, self.batch, seed=self.seed, partition=self.partition, **common)
+        return own, Loader(test, len(test), shuffle=False, **common)
 
     def build(self, train: Dataset) -> tuple[Module, Optimizer]:
         """Return the network with its first weights, and its optimizer."""

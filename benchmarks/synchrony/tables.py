@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.harness.parts import Content
 from benchmarks.harness.tables import Cell, Columns, number, render
-from benchmarks.synchrony.compare import compare_runs, groups, select, speed
-from benchmarks.synchrony.counts import in_virtual_time, over_mpi, per_step
+from benchmarks.synchrony.compare import compare_runs, groups, message_costs, select
+from benchmarks.synchrony.counts import in_segment, per_step
 from benchmarks.synchrony.curve import GoalReached, reach_goal, read
 from benchmarks.synchrony.modes import CHANCE, EQUAL, FACTOR, MODES, ONE, PROBABILITY, REFERENCE
 from nnmpi.parallel.server.wire_format import HEADER_BYTES
@@ -82,18 +82,18 @@ def server_step_s(content: Content, row: Mapping[str, Any]) -> float:
         content: of the part.
         row: one of its rows, with "workers" and "servers".
     """
-    links = speed(content)
-    sent = 2 * (row["workers"] - 1) * content["nbytes"] / row["servers"]
-    return float(content["settings"]["pace_s"] + 2 * links.alpha_s + sent * links.beta_s_per_byte)
+    messages, nbytes = message_costs(content), content["nbytes"]
+    sent = 2 * (row["workers"] - 1) * nbytes / row["servers"]
+    return float(content["settings"]["pace_s"] + 2 * messages.alpha_s + sent * messages.beta(nbytes))
 
 
 @dataclass(frozen=True)
 class RanksAndSimulation:
-    """One mode on ranks beside virtual time: batches and seconds to the goal, and seconds of a batch.
+    """One mode on ranks of MPI beside simulated ones: batches and seconds to the goal, and seconds of a batch.
 
     Attributes:
         mode: its name.
-        measured, predicted: on ranks and in virtual time; None where the goal was not reached.
+        measured, predicted: on ranks of MPI and on simulated ones; None where the goal was not reached.
         batch_s, predicted_batch_s: of the whole run.
     """
 
@@ -105,7 +105,7 @@ class RanksAndSimulation:
 
 
 def ranks(content: Content) -> str:
-    """Return measured times on ranks beside virtual time."""
+    """Return measured times on ranks of MPI beside those on simulated ones."""
     parts = []
     for slow in dict.fromkeys(row["slow"] for row in content["predicted"]):
         runs = [_beside(content, row) for row in content["predicted"] if row["slow"] == slow]
@@ -114,16 +114,16 @@ def ranks(content: Content) -> str:
     return "\n\n".join(parts)
 
 
-def _beside(content: Content, virtual: Mapping[str, Any]) -> RanksAndSimulation:
-    """Return the runs on ranks of the mode and slowness of a row of virtual time, beside it."""
-    mode, slow = virtual["mode"], virtual["slow"]
+def _beside(content: Content, simulated: Mapping[str, Any]) -> RanksAndSimulation:
+    """Return the runs on ranks of MPI of the mode and slowness of a simulated one, beside it."""
+    mode, slow = simulated["mode"], simulated["slow"]
     own = [row for row in content["rows"] if (row["mode"], row["slow"]) == (mode, slow)]
     return RanksAndSimulation(
         mode,
         reached_on_ranks(content, mode, slow),
-        reach_goal(read(virtual["curve"]), content["settings"]["recipe"]["goal"]),
+        reach_goal(read(simulated["curve"]), content["settings"]["recipe"]["goal"]),
         median(row["seconds"] / row["steps"] for row in own),
-        virtual["seconds"] / virtual["batches"],
+        simulated["seconds"] / simulated["batches"],
     )
 
 
@@ -204,17 +204,16 @@ def spread(values: Sequence[float]) -> float:
 def traffic(content: Content) -> str:
     """Return messages and bytes of a step beside the formula, and of the segment."""
     rows = []
-    for virtual, measured in zip(content["simulated"], content["rows"], strict=True):
-        sync, where = MODES[virtual["mode"]], (virtual["workers"], content["nbytes"])
+    for simulated, measured in zip(content["simulated"], content["rows"], strict=True):
+        sync, where = MODES[simulated["mode"]], (simulated["workers"], content["nbytes"])
         rows.append(
             {
-                "mode": virtual["mode"],
+                "mode": simulated["mode"],
                 "step": per_step(sync, *where),
-                "virtual": (virtual["messages"], virtual["bytes"]),
-                "formula": in_virtual_time(sync, *where, measured["steps"], virtual["distant"]),
+                "simulated": (simulated["messages"], simulated["bytes"]),
+                "expected": in_segment(sync, *where, measured["steps"], simulated["distant"], HEADER_BYTES),
                 "measured": (measured["messages"], measured["bytes"]),
-                "counted": over_mpi(sync, *where, measured["steps"], measured.get("distant", 0), HEADER_BYTES),
-                "unit": "" if sync.asynchronous else " calls",
+                "counted": in_segment(sync, *where, measured["steps"], measured["distant"], HEADER_BYTES),
             }
         )
     columns: list[tuple[str, Cell]] = [("mode", "mode")]
@@ -225,9 +224,9 @@ def traffic(content: Content) -> str:
 
         columns += [
             (f"{what} per step", lambda row, which=which, scale=scale: f"{row['step'][which] / scale:.4g}"),
-            ("segment in virtual time", of("virtual")),
-            ("formula", of("formula")),
-            ("over MPI", of("measured") if which else lambda row: f"{row['measured'][0]:.5g}{row['unit']}"),
+            ("segment, simulated", of("simulated")),
+            ("formula", of("expected")),
+            ("over MPI", of("measured")),
             ("formula", of("counted")),
         ]
     return render(columns, rows)

@@ -9,14 +9,14 @@ from statistics import fmean
 
 from benchmarks.harness.parts import Content
 from benchmarks.synchrony.compare import compare_runs, groups, select
-from benchmarks.synchrony.counts import in_virtual_time, over_mpi
+from benchmarks.synchrony.counts import in_segment
 from benchmarks.synchrony.curve import reach_goal, read
 from benchmarks.synchrony.modes import EQUAL, MODES, OWN
 from benchmarks.synchrony.tables import pick, reached_on_ranks, server_step_s, spread
 from nnmpi.parallel.server.wire_format import HEADER_BYTES
 
-OFF = 0.10  # of the model from virtual time
-OFF_RANKS = 0.25  # of the time on ranks from virtual time
+OFF = 0.10  # of the model from simulated time
+OFF_RANKS = 0.25  # of the time on ranks of MPI from simulated time
 OFF_MEAN = 0.05  # of the mean staleness from N - 1, as segments begin and end in step
 FULL = "mnist"  # what is judged by what was learnt; a reduced run's data are too few
 
@@ -54,13 +54,13 @@ def missed_servers(content: Content) -> list[str]:
 
 
 def missed_ranks(content: Content) -> list[str]:
-    """Return in words where ranks are not as fast as virtual time says."""
+    """Return in words where ranks of MPI are not as fast as simulated ones."""
     found = []
     goal = content["settings"]["recipe"]["goal"]
-    for virtual in content["predicted"]:
-        predicted = reach_goal(read(virtual["curve"]), goal)
-        measured = reached_on_ranks(content, virtual["mode"], virtual["slow"])
-        what = f"{virtual['mode']}, {virtual['slow']}"
+    for simulated in content["predicted"]:
+        predicted = reach_goal(read(simulated["curve"]), goal)
+        measured = reached_on_ranks(content, simulated["mode"], simulated["slow"])
+        what = f"{simulated['mode']}, {simulated['slow']}"
         if predicted is None or measured is None:
             found.append(f"{what}: the goal was not reached")
         elif abs(measured.seconds / predicted.seconds - 1) > OFF_RANKS:
@@ -114,12 +114,11 @@ def missed_traffic(content: Content) -> list[str]:
     """Return in words which counts are not those of the formula."""
     found = []
     nbytes = content["nbytes"]
-    for virtual, measured in zip(content["simulated"], content["rows"], strict=True):
-        sync, where = MODES[virtual["mode"]], (virtual["workers"], nbytes, measured["steps"])
-        expected = in_virtual_time(sync, *where, virtual["distant"])
-        counted = over_mpi(sync, *where, measured.get("distant", 0), HEADER_BYTES)
-        for name, row, formula in (("virtual time", virtual, expected), ("MPI", measured, counted)):
+    for simulated, measured in zip(content["simulated"], content["rows"], strict=True):
+        sync, where = MODES[simulated["mode"]], (simulated["workers"], nbytes, measured["steps"])
+        for name, row in (("simulated", simulated), ("MPI", measured)):
+            formula = in_segment(sync, *where, row["distant"], HEADER_BYTES)
             for number, what in enumerate(("messages", "bytes")):
-                if formula is not None and not isclose(row[what], formula[number], rel_tol=1e-9):
-                    found.append(f"{virtual['mode']}, {name}: {row[what]} {what}, formula {formula[number]:.0f}")
+                if not isclose(row[what], formula[number], rel_tol=1e-9):
+                    found.append(f"{simulated['mode']}, {name}: {row[what]} {what}, formula {formula[number]:.0f}")
     return found

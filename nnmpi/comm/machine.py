@@ -24,6 +24,7 @@ from nnmpi.errors import UsageError
 
 # Where a line's second point lies: so far out that the slope computed from the two has every digit of beta.
 _FAR_BYTES = 2.0**40
+_BITS_PER_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,36 @@ class Machine:
             slow_nodes={int(node): factor for node, factor in value["slow_nodes"].items()},
             late={int(rank): seconds for rank, seconds in value["late"].items()},
         )
+
+
+def parse_network(text: str, ranks: int) -> Machine:
+    """Return a machine whose ranks are each on a node of its own, with links such as "alpha_us=50,gbit=10".
+
+    What is left out costs nothing.
+
+    Args:
+        text: microseconds of latency, and 10^9 bits per second.
+        ranks: how many.
+
+    Raises:
+        UsageError: says how it is written.
+    """
+    values: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, number = (each.strip() for each in item.partition("="))
+        try:
+            values[name] = float(number) if name not in values else math.nan
+        except ValueError:
+            values[name] = math.nan
+    fits = all(math.isfinite(value) and value >= 0 for value in values.values()) and values.get("gbit") != 0
+    if not fits or not values.keys() <= {"alpha_us", "gbit"}:
+        raise UsageError(
+            f"network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "
+            "alpha_us=50,gbit=10"
+        )
+    beta_s = _BITS_PER_BYTE / (1e9 * values["gbit"]) if "gbit" in values else 0.0
+    link = Link.line(values.get("alpha_us", 0.0) / 1e6, beta_s)
+    return Machine(link, link, tuple(range(ranks)))
 
 
 def blocks(size: int, per_node: int) -> tuple[int, ...]:

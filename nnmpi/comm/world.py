@@ -16,6 +16,7 @@ that it reads must not be changed, and one that it writes must not be touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import inf
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
@@ -64,8 +65,12 @@ class World(Protocol):
     keeps_order: bool
     step: int | None
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()` is true, leaving the core to others between looks. `ready` may test requests."""
+    def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
+        """Return True when `ready()` is true, leaving the core to others between looks. `ready` may test requests.
+
+        Args:
+            until_s: return False at this time of `nnmpi.clock`.
+        """
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` returns; for ranks that share a process, one object for all that give the same key.

@@ -161,9 +161,9 @@ class ParameterServerRunner:
 
     def _wait_as_slow(self, started: float) -> None:
         """Be as slow as this rank is told to be: what it did for others meanwhile does not count as its step."""
-        poll = self._serve if self.server is not None else None
+        rest = self._talk.serve_until if self.server is not None else None
         spent_s = clock.now() - started - self._served_s
-        self._throttle.wait(started, self.group.rank, self._steps, poll, spent_s)
+        self._throttle.wait(started, self.group.rank, self._steps, rest, spent_s)
         self._steps += 1
 
     def _serve(self) -> None:

@@ -45,8 +45,6 @@ from nnmpi.parallel.pace import Pace
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
-POLL_INTERVAL_S = 0.001
-
 
 @dataclass(frozen=True)
 class Throttle:
@@ -73,7 +71,12 @@ class Throttle:
         return max(computed_s, self.minimum_s) * self.slowdown.factor(rank, step)
 
     def wait(
-        self, begin_s: float, rank: int, step: int, poll: Callable[[], None] | None = None, spent_s: float | None = None
+        self,
+        begin_s: float,
+        rank: int,
+        step: int,
+        rest: Callable[[float], object] | None = None,
+        spent_s: float | None = None,
     ) -> None:
         """Sleep until a step has lasted long enough.
 
@@ -81,21 +84,18 @@ class Throttle:
             begin_s: when it began, of `nnmpi.clock.now`.
             rank: whose step it is.
             step: the number of steps that this rank has done before.
-            poll: called about every millisecond meanwhile; None for nothing.
+            rest: returns at a given time of `nnmpi.clock`; None to sleep until then.
             spent_s: the seconds that it was computed; by default those since `begin_s`.
         """
         computed_s = clock.now() - begin_s if spent_s is None else spent_s
         left_s = self.step_seconds(computed_s, rank, step) - computed_s
         if left_s <= 0:
             return
-        end_s = clock.now() + left_s
         with timeline.span("slowed down", "slowdown"):
-            while (left_s := end_s - clock.now()) > 0:
-                if poll is None:
-                    clock.sleep(left_s)
-                else:
-                    clock.sleep(min(POLL_INTERVAL_S, left_s))
-                    poll()
+            if rest is None:
+                clock.sleep(left_s)
+            else:
+                rest(clock.now() + left_s)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ import functools
 import platform
 import time
 from collections.abc import Callable, Hashable, Sequence
+from math import inf
 from pathlib import Path
 from typing import TypeVar, cast
 
 from mpi4py import MPI
 
+from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi import cuda
 from nnmpi.comm.mpi.window import SHM, Window, find_folder
@@ -129,12 +131,16 @@ class MpiWorld:
         self.step: int | None = None
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()`, asleep between looks at it."""
+    def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
+        """Return when `ready()`, or at a time limit, asleep between looks at it."""
         pause_s = FIRST_S
         while not ready():
-            time.sleep(pause_s)
+            left_s = until_s - clock.now()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LONGEST_S)
+        return True
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` returns: every rank is a process of its own."""

@@ -206,9 +206,12 @@ class SimulatedComm:
         """Let a message travel; it does not arrive before an earlier one."""
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
-        arrives_s = self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways)
-        arrives_s = queue.last_s = max(arrives_s, queue.last_s)
-        self._scheduler.plan(arrives_s, partial(self._arrive, message, arrives_s))
+        due = partial(self._due, message, queue)
+        self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways, due)
+
+    def _due(self, message: SimulatedMessage, queue: MessageQueue, at_s: float) -> None:
+        at_s = queue.last_s = max(at_s, queue.last_s)
+        self._scheduler.plan(at_s, partial(self._arrive, message, at_s))
 
     def _arrive(self, message: SimulatedMessage, at_s: float) -> None:
         message.there, message.ready_s = True, at_s

@@ -28,7 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from math import inf
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -172,8 +173,9 @@ class Scheduler:
         waits_for: str,
         lines: Lines,
         blames: Callable[[], Sequence[int]],
+        until_s: float = inf,
     ) -> None:
-        """Return when all of some requests have become complete.
+        """Return when all of some requests have become complete, or at a time limit.
 
         Args:
             rank: this thread's.
@@ -181,8 +183,11 @@ class Scheduler:
             waits_for: what it waits for, in words.
             lines: where.
             blames: returns the ranks for which it waits, for the report of a deadlock.
+            until_s: when it goes on even so.
         """
         rank.waits_for, rank.lines, rank._awaits, rank._blames = waits_for, lines, awaits, blames
+        if until_s < inf:
+            self.plan(until_s, partial(self._end_wait, rank, awaits, until_s))
         self._pass_on(rank)
 
     def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
@@ -193,6 +198,11 @@ class Scheduler:
             return
         rank._awaits.discard(request)
         if not rank._awaits:
+            self._end_wait(rank, rank._awaits, at_s)
+
+    def _end_wait(self, rank: SimulatedRank, awaits: set[Any], at_s: float) -> None:
+        """Let a rank go on, if it still waits for these requests."""
+        if rank._awaits is awaits:
             rank.clock_s = max(rank.clock_s, at_s)
             rank._awaits = None
             self.plan(rank.clock_s, rank)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextvars import Context
 from dataclasses import dataclass
+from math import inf
 from typing import Generic, TypeVar
 
 from nnmpi import clock
@@ -50,16 +51,22 @@ class SimulatedWorld:
     def step(self, step: int | None) -> None:
         self._own.step = step
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()` is true; it is asked again whenever a request of this rank has become complete."""
+    def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
+        """Return when `ready()` is true, or at a time limit.
+
+        It is asked again whenever a request of this rank has become complete.
+        """
         own, scheduler = self._own, self._scheduler
         while True:
             news = own.news
             if ready():
-                return
+                return True
             scheduler.enter(own)  # in which something may become complete
+            if own.clock_s >= until_s:
+                scheduler.leave(own)
+                return False
             if own.news == news:
-                scheduler.block(own, set(), "something to become complete", find_lines(), list)
+                scheduler.block(own, set(), "something to become complete", find_lines(), list, until_s)
             scheduler.leave(own)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -153,7 +160,7 @@ def run_simulation(
     if not 0 <= cpu_factor < float("inf"):
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
     scheduler = Scheduler(ranks, seed, cpu_factor)
-    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), ranks))
+    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), scheduler))
     results: list[T | None] = [None] * ranks
 
     def live(number: int) -> None:

@@ -199,6 +199,15 @@ class PushPull:
         if self._endpoint is not None:
             self._endpoint.poll()
 
+    def serve_until(self, until_s: float) -> None:
+        """Do so whenever something comes, and return at this time of `nnmpi.clock`."""
+
+        def look() -> bool:
+            self.serve()
+            return False
+
+        self._wait_until(look, until_s)
+
     def finish(self) -> None:
         """End the segment: serve until it is over, then give all ranks the servers' weights. Collective.
 
