@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import Layout
     from nnmpi.compose.options import GradientExchange, Numerics
-    from nnmpi.compose.virtual import VirtualWorker
     from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
     from nnmpi.synchrony.sync import Sync
@@ -50,7 +49,6 @@ __all__ = [
     "AsynchronousWorker",
     "Sync",
     "Tensor",
-    "VirtualWorker",
     "Worker",
     "arrange",
     "backend",
@@ -79,7 +77,6 @@ _WHEN_USED = {
     "Numerics": "nnmpi.compose.options",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.synchrony.sync",
-    "VirtualWorker": "nnmpi.compose.virtual",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
     "simulate": "nnmpi.comm.simulated.world",

@@ -7,15 +7,13 @@
     gossip, ring      2 messages of M bytes from each rank, a step
     gossip, random    1 message of M bytes from each rank, a step (N even)
 
-A segment through servers has more than its steps: a reply to every worker at its start, and with each message of a server
-a header. Where nobody is in step the server's own worker, which needs no messages, may do more than an N-th of the work, or
-less: then what counts are the gradients of the others. The synchronous run counts its all-reduces as calls, on each rank
-one of the M bytes and one of the three numbers of its report in a step.
+A segment through servers has more than its steps: a reply to every worker at its start, and with each message of a
+server a header. Where nobody is in step the server's own worker, which needs no messages, may do more than an N-th of
+the work, or less: then what counts are the gradients of the others.
 """
 
 from __future__ import annotations
 
-from nnmpi.compose.worker import NUMBERS_BYTES
 from nnmpi.synchrony.neighbours import RING
 from nnmpi.synchrony.sync import Sync
 
@@ -40,8 +38,10 @@ def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
 
 def in_segment(
     sync: Sync, workers: int, nbytes: int, steps: int, distant: int, header: int
-) -> tuple[float, float]:
-    """Return the messages and bytes of a segment of so many steps; of the synchronous run, calls and bytes.
+) -> tuple[float, float] | None:
+    """Return the messages and bytes of a segment of so many steps; None for the synchronous run.
+
+    That counts its all-reduces as calls: in a step on each rank one of the gradient and one of the report's three numbers.
 
     Args:
         distant: gradients that were computed on other ranks than the (only) server's.
@@ -53,4 +53,4 @@ def in_segment(
     if sync.asynchronous:
         messages, sent = per_step(sync, workers, nbytes)
         return steps * messages, steps * sent
-    return 2.0 * steps * workers, float(steps * workers * (nbytes + NUMBERS_BYTES))
+    return None

@@ -3,9 +3,9 @@
     settings    "recipe"; "pace_s"; "observed"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
     result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
 
-In step, rank 0 copies the weights; through servers, it copies what its server holds when a gradient arrives. Otherwise all
-ranks copy their own weights after the same steps, and the mean over the ranks is evaluated, at the time of the last of
-them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
+In step, rank 0 copies the weights; through servers, it copies what its server holds when a gradient arrives. Otherwise
+all ranks copy their own weights after the same steps, and the mean over the ranks is evaluated, at the time of the last
+of them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class MeasuredRun:
             sent += report.bytes + self.group.size * report.totals.comm_bytes
             if report.staleness is not None:
                 staleness.merge(report.staleness)
+        self.group.barrier()  # a slow rank may still be at it
         seconds = self.group.share(clock.now() - self._begin_s)
         self._batches, self._due = float(self.recipe.steps), 0.0
         self._copy(self.model.storage.data)

@@ -214,6 +214,7 @@ def traffic(content: Content) -> str:
                 "expected": in_segment(sync, *where, measured["steps"], simulated["distant"], HEADER_BYTES),
                 "measured": (measured["messages"], measured["bytes"]),
                 "counted": in_segment(sync, *where, measured["steps"], measured["distant"], HEADER_BYTES),
+                "unit": "" if sync.asynchronous else " calls",
             }
         )
     columns: list[tuple[str, Cell]] = [("mode", "mode")]
@@ -224,9 +225,9 @@ def traffic(content: Content) -> str:
 
         columns += [
             (f"{what} per step", lambda row, which=which, scale=scale: f"{row['step'][which] / scale:.4g}"),
-            ("segment, simulated", of("simulated")),
+            ("segment, simulated", of("simulated") if which else lambda row: f"{row['simulated'][0]:.5g}{row['unit']}"),
             ("formula", of("expected")),
-            ("over MPI", of("measured")),
+            ("over MPI", of("measured") if which else lambda row: f"{row['measured'][0]:.5g}{row['unit']}"),
             ("formula", of("counted")),
         ]
     return render(columns, rows)

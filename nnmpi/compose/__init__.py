@@ -15,7 +15,6 @@ Read in this order:
     server_runner          gradients and weights go through parameter servers
     averaging_runner       every rank trains alone, and weights are averaged
     segment              what asynchronous ranks count between two meetings, and exchange there
-    virtual              VirtualWorker: many workers in one process, in virtual time; see simulated_cluster
 
 Which file to change:
 

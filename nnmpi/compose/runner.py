@@ -231,17 +231,13 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation: mean loss and accuracy over the targets in the samples of all ranks, in `seconds`.
-
-    In virtual time `virtual_s` says when; else it is None.
-    """
+    """One evaluation: mean loss and accuracy over the targets in the samples of all ranks, in `seconds`."""
 
     loss: float
     accuracy: float
     samples: int
     targets: int
     seconds: float
-    virtual_s: float | None = None
 
     @property
     def perplexity(self) -> float:

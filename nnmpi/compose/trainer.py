@@ -263,10 +263,8 @@ class SegmentReport:
 
     Attributes:
         totals: over the batches that were done (fewer than asked for after a signal), and the samples of the gradients
-            that were used. Out of step the times are means over the workers, and `wall_s` lasts to the meeting;
-            in virtual time they are virtual.
+            that were used. Out of step the times are means over the workers, and `wall_s` lasts to the meeting.
         signal: the number of the signal that ended it early, else 0.
-        virtual: where the clocks of virtual workers stand; else None.
 
     What only ranks out of step have to tell:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
@@ -282,7 +280,6 @@ class SegmentReport:
 
     totals: Totals
     signal: int = 0
-    virtual: dict[str, Any] | None = None
     messages: int = 0
     bytes: int = 0
     updates: int = 0
@@ -379,7 +376,7 @@ class Trainer(ABC):
         """Train on the batches first..stop-1 of an epoch, and meet. Collective.
 
         Args:
-            loader: of the training data. Through servers and in virtual time, any rank's; else this rank's own part.
+            loader: of the training data. Through servers, any rank's; else this rank's own part.
             step: the number of batches before them in the whole run, which keys dropout and the learning rate.
             lr: the learning rate of a step.
             bsp: whether workers that need not be in step are so this time: a warm-up.

@@ -5,7 +5,6 @@
     neighbours       who averages with whom in gossip
     staleness        how old the weights were that gradients were computed on
     slowdown         workers that are made slower on purpose
-    event_queue      what happens when in virtual time; network: how long messages take there
 
 Nothing is imported here: import the module that defines the name.
 """

@@ -96,10 +96,6 @@ class Sync:
         """Return which of the ranks compute."""
         return range(self.server_count if self.dedicated else 0, ranks)
 
-    def ranks_of(self, workers: int) -> int:
-        """Return how many ranks there are where so many compute: dedicated servers are further ones."""
-        return workers + (self.server_count if self.dedicated else 0)
-
     def check(self, ranks: int) -> None:
         """Check that the settings make sense on so many ranks.
 

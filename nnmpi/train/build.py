@@ -25,7 +25,6 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.trainer import Throttle, Trainer
-from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError
@@ -269,10 +268,7 @@ def build_trainer(
             sync.pace_ms / MS_PER_S, sync.slowdown(config.run.seed), _read_pace(sync.pace, group, where)
         ),
     }
-    if sync.virtual_workers:
-        rule, workers = sync.rule, sync.virtual_workers
-        return VirtualWorker(model, optimizer, group, rule, workers, network=sync.links, **common)
-    if sync.asynchronous:
+    if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     exchange = build_exchange(config.parallel, group, where, model.storage, algorithms)
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
@@ -362,14 +358,8 @@ def check_sync(config: Config, group: Group) -> None:
         UsageError: on all ranks.
     """
     sync, rule = config.sync, config.sync.rule
-    if sync.virtual_workers and group.size > 1:
-        raise UsageError(
-            f"--virtual-workers {sync.virtual_workers} plays all workers in one process, but there are {group.size} "
-            "ranks; start it without mpirun"
-        )
-    ranks = sync.ranks(group.size)
-    rule.check(ranks)
-    sync.slowdown(config.run.seed).check(rule.worker_ranks(ranks))
+    rule.check(group.size)
+    sync.slowdown(config.run.seed).check(rule.worker_ranks(group.size))
 
 
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
@@ -436,7 +426,7 @@ def _take_fit(config: Config, group: Group) -> list[str]:
 
     A run that goes on may do so with other ranks, for which the fit that it began with does not hold.
     """
-    if config.parallel.fit == "none" or group.size == 1 or config.sync.asynchronous:
+    if config.parallel.fit == "none" or group.size == 1 or config.sync.rule.asynchronous:
         return []
     try:
         group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))

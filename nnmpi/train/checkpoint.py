@@ -176,7 +176,7 @@ def restore(
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
-    trainer.load_scalars({**last.values["optimizer"], "virtual": last.values["virtual"]})
+    trainer.load_scalars(last.values["optimizer"])
     return state, [*last.notices, *_moved(last, trainer)]
 
 

@@ -18,14 +18,13 @@ from typing import Any
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.train.config import Config, SyncConfig, all_options, assemble, check, flatten
+from nnmpi.train.config import Config, all_options, assemble, check, flatten
 from nnmpi.train.folder import CONFIG_FILE, default_folder
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
@@ -60,7 +59,7 @@ FIXED = (
 )
 
 # In which world a run goes on is said anew: it may begin in one and go on in the other.
-SIMULATION = ("simulate", "simulation_seed")
+SIMULATION = ("simulate", "simulation_seed", "network")
 
 # What belongs to another option, and is left out when a run goes on with another value of that one.
 DETAILS = {
@@ -68,7 +67,6 @@ DETAILS = {
         *("staleness", "local_steps", "servers", "dedicated_servers", "backup", "neighbours", "staleness_lr"),
         "sync_warmup_epochs",
     ),
-    "virtual_workers": ("network",),
 }
 
 
@@ -96,16 +94,8 @@ def launch(words: Sequence[str]) -> None:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
     cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
     with StopSignals():
-        simulate(partial(main, words), sync.simulate, simulated_machine(sync), sync.simulation_seed, cpu_factor)
+        simulate(partial(main, words), sync.simulate, sync.machine, sync.simulation_seed, cpu_factor)
     return None
-
-
-def simulated_machine(sync: SyncConfig) -> Machine | None:
-    """Return what messages cost between simulated ranks: each is a node of its own if there is a network."""
-    if not sync.network:
-        return None
-    link = Link.line(sync.links.alpha_s, sync.links.beta_s_per_byte)
-    return Machine(link, link, tuple(range(sync.simulate)))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -190,8 +180,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
     left_out = {"out", "resume", "config", *SIMULATION}
-    if not values.get("virtual_workers"):
-        left_out.add("network")  # it was that of the simulated ranks
     return {name: value for name, value in values.items() if name not in left_out}
 
 

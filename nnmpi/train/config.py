@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.units import parse_bytes
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.errors import UsageError
-from nnmpi.synchrony.network import LinkSpeed, parse_network
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 from nnmpi.train.custom_model import MODELS, is_custom
@@ -176,7 +176,7 @@ class ParallelConfig:
         return next((option for option, is_given in given.items() if is_given), None)
 
 
-MOST_VIRTUAL_WORKERS = 1024
+MOST_SIMULATED_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,12 @@ class SyncConfig:
     """Ranks that are slowed down: "rank=2,factor=3"; or all by chance: "random,probability=0.25,factor=3"; several
     separated by semicolons."""
     pace_ms: float = 0.0
-    """Every step takes at least this many milliseconds, as on a slower machine; with --virtual-workers, exactly."""
+    """Every step takes at least this many milliseconds, as on a slower machine; with --simulate, exactly."""
     pace: Path | None = None
     """Times of forward, backward and update in each stage, a file such as the times.json of a run: each lasts at least
     so long."""
-    virtual_workers: int = 0
-    """Play this many workers in one process, in virtual time: the same curve on any machine."""
     network: str = ""
-    """For --simulate and --virtual-workers: the links, such as "alpha_us=50,gbit=10" (default: messages take no
-    time)."""
+    """For --simulate: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
     simulate: int = 0
     """Run so many ranks in this process, without MPI, on simulated clocks. With --pace-ms or --pace computing takes
     just that; else the processor time that it takes here."""
@@ -226,7 +223,6 @@ class SyncConfig:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
         not_negative("--sync-warmup-epochs", self.sync_warmup_epochs)
         not_negative("--pace-ms", self.pace_ms, LONG)
-        not_negative("--virtual-workers", self.virtual_workers, MOST_VIRTUAL_WORKERS)
         if self.servers is not None:
             at_least_one("--servers", self.servers)
         for option, given, modes in (  # the rule checks those whose names and defaults are its own, too
@@ -237,23 +233,18 @@ class SyncConfig:
         ):
             known = " or ".join(modes)
             require(not given or self.sync in modes, f"{option} is for --sync {known}, not {self.sync}; leave it out")
-        _ = (self.rule, self.slowdown(0), self.links)  # each raises for words that it cannot read
+        _ = (self.rule, self.slowdown(0), self.machine)  # each raises for words that it cannot read
         asynchronous = self.rule.asynchronous
         require(
             asynchronous or not self.sync_warmup_epochs,
             "--sync-warmup-epochs does nothing for --sync bsp; leave it out",
         )
-        not_negative("--simulate", self.simulate, MOST_VIRTUAL_WORKERS)
+        not_negative("--simulate", self.simulate, MOST_SIMULATED_RANKS)
         not_negative("--simulation-seed", self.simulation_seed)
-        virtual = self.virtual_workers > 0
-        require(not (virtual and self.simulate), "--virtual-workers and --simulate exclude one another; leave one out")
         require(self.simulate > 0 or not self.simulation_seed, "--simulation-seed is for --simulate; leave it out")
         require(
-            virtual or self.simulate > 0 or not self.network,
+            self.simulate > 0 or not self.network,
             "--network is for --simulate; messages between real ranks take their time",
-        )
-        require(
-            not virtual or self.pace_ms > 0, "--virtual-workers needs the time of a step; give --pace-ms, such as 10"
         )
 
     @property
@@ -270,19 +261,10 @@ class SyncConfig:
             self.staleness_lr,
         )
 
-    def ranks(self, size: int) -> int:
-        """Return how many ranks the rule is for: those of the job, or those that virtual workers stand for."""
-        return self.rule.ranks_of(self.virtual_workers) if self.virtual_workers else size
-
     @property
-    def links(self) -> LinkSpeed:
-        """The network of virtual time."""
-        return parse_network(self.network) if self.network else LinkSpeed()
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether ranks meet only now and then; virtual workers count as such, whatever their rule is."""
-        return self.rule.asynchronous or self.virtual_workers > 0
+    def machine(self) -> Machine | None:
+        """What messages cost between simulated ranks, each a node of its own; None where they take no time."""
+        return parse_network(self.network, self.simulate) if self.network else None
 
     def slowdown(self, seed: int) -> Slowdown:
         """Return which ranks are slowed down, and by how much."""
@@ -294,11 +276,9 @@ class SyncConfig:
         Raises:
             UsageError: naming the option.
         """
-        if not self.asynchronous:
+        if not self.rule.asynchronous:
             return
-        what = f"--virtual-workers {self.virtual_workers}" if self.virtual_workers else f"--sync {self.sync}"
-        if self.servers and not self.virtual_workers:
-            what += f" with --servers {self.servers}"
+        what = f"--sync {self.sync}" + (f" with --servers {self.servers}" if self.servers else "")
         plain = ParallelConfig()
         for option, given, why in (
             ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
@@ -595,8 +575,6 @@ class Config:
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
         )
-        traced = self.run.trace and self.sync.virtual_workers
-        require(not traced, "--trace shows what ranks did, and virtual workers are none; leave it out")
 
 
 # ---- options by name ----

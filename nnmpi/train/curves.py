@@ -82,7 +82,7 @@ CURVES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "learning_rate.png": ("learning_rate", "learning rate", ("train",)),
     "samples_per_second.png": ("samples_per_second", "samples per second", ("train",)),
 }
-# drawn against virtual time as well, where a run has one
+# drawn against the seconds of the run as well
 OVER_TIME: Mapping[str, str] = {"loss_over_time.png": "loss.png", "accuracy_over_time.png": "accuracy.png"}
 TIMES = (("compute_s", "compute"), ("sync_s", "synchronisation"), ("input_s", "input"))
 
@@ -103,10 +103,8 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
     files = [_draw_curve(figure_type, records, CURVES[name], folder / name, "global_step", "step") for name in CURVES]
-    if any("virtual_s" in each for each in records):
-        for name, of in OVER_TIME.items():
-            label = "virtual time in seconds"
-            files.append(_draw_curve(figure_type, records, CURVES[of], folder / name, "virtual_s", label))
+    for name, of in OVER_TIME.items():
+        files.append(_draw_curve(figure_type, records, CURVES[of], folder / name, "elapsed_s", "seconds"))
     files.append(_draw_times(figure_type, records, folder / "step_time.png"))
     stale = sum_staleness(records)
     if stale.count():

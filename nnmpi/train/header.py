@@ -25,7 +25,7 @@ def header(context: RunContext) -> list[str]:
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
     named = [
-        f"layout: {_layout(config, trainer)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
+        f"layout: {_layout(trainer)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
         *_pipeline(inputs, trainer.arrangement),
         *_synchrony(config, group),
@@ -98,11 +98,9 @@ def count(n: int, singular: str, plural: str = "") -> str:
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
-def _layout(config: Config, trainer: Trainer) -> str:
+def _layout(trainer: Trainer) -> str:
     """Return how the model is spread over the ranks."""
-    where, virtual = trainer.arrangement, config.sync.virtual_workers
-    if virtual:
-        return f"{virtual} virtual workers in virtual time"
+    where = trainer.arrangement
     if where is None:
         return f"dp {trainer.group.size}"
     return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
@@ -123,14 +121,12 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     sync = config.sync
     slow, pace = sync.slowdown(config.run.seed).describe(), ""
     if sync.pace_ms:
-        pace = f"a step takes {'' if sync.virtual_workers or sync.simulate else 'at least '}{sync.pace_ms:g} ms"
+        pace = f"a step takes {'' if sync.simulate else 'at least '}{sync.pace_ms:g} ms"
     if sync.pace:
         pace = "; ".join(filter(None, (pace, f"computing takes the times in {sync.pace}")))
-    if sync.virtual_workers:
-        pace += f", {sync.links.describe()}"
     simulated = []
     if sync.simulate:
-        links = sync.links.describe() if sync.network else "messages that take no time"
+        links = f"links of {sync.network}" if sync.network else "messages that take no time"
         computing = "just the pace" if sync.pace_ms or sync.pace else "the processor time that it takes here"
         simulated = [
             f"simulated: {count(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
@@ -140,7 +136,7 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
     return [
         *simulated,
-        *([f"sync: {sync.rule.describe(sync.ranks(group.size))}{begins}"] if sync.asynchronous else []),
+        *([f"sync: {sync.rule.describe(group.size)}{begins}"] if sync.rule.asynchronous else []),
         *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
     ]
 

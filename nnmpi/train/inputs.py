@@ -81,7 +81,7 @@ def load_inputs(
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
-            check_partition(len(train), data.partition, config.sync.virtual_workers or replica[1])
+            check_partition(len(train), data.partition, replica[1])
         parts = count_microbatches(config, stages, batch_size)
         after = []
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:

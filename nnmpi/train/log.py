@@ -123,6 +123,7 @@ class Reporter:
                 "accuracy": window.accuracy,
                 "learning_rate": lr,
                 "grad_norm": norm if isfinite(norm) else None,
+                "elapsed_s": state.elapsed_s,
                 "samples_per_second": window.samples_per_second,
                 "compute_s": window.per_step(window.compute_s),
                 "sync_s": window.per_step(window.sync_s),
@@ -230,10 +231,10 @@ class Reporter:
                 "epoch": self._extent.passes(state),
                 "loss": report.loss,
                 "accuracy": report.accuracy,
+                "elapsed_s": state.elapsed_s,
                 "runtime": report.seconds,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
                 **self._of_tokens(report.perplexity, report.targets / seconds),
-                **({} if report.virtual_s is None else {"virtual_s": report.virtual_s}),
             }
         )

@@ -101,7 +101,7 @@ class Loop:
         self._context, self._trainer, self._reporter, self._recorder = context, context.trainer, reporter, recorder
         self._signals = StopSignals()
         self._saved_step = state.step
-        self._since = clock.now()
+        self._began = clock.now() - state.elapsed_s
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
         self._window = state.window  # sums since the last line of metrics
@@ -126,7 +126,7 @@ class Loop:
                 self._save()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
                 raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
-        self._reporter.evaluation("test", self.state, report)
+        self._reporter.evaluation("test", self._on_time(), report)
         if not self._trainer.in_step:
             self._reporter.whole_run(self.state)
         return report
@@ -162,7 +162,7 @@ class Loop:
             )
         if not trainer.in_step or before.step + report.batches == self._context.extent.steps:
             self._log()
-        self.state = replace(before.after(report.totals), window=self._window, virtual=report.virtual)
+        self.state = replace(before.after(report.totals), window=self._window)
         self._told = 0
         if report.batches and not trainer.in_step:
             self._reporter.segment(self.state, report)
@@ -194,7 +194,7 @@ class Loop:
         last, step = self._last, self._step
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
-            state = replace(self.state, step=step, batch=self.state.batch + step - self.state.step, window=window)
+            state = replace(self._on_time(), step=step, batch=self.state.batch + step - self.state.step, window=window)
             more = {**last.more, **device_use(self._context.backend)}
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
@@ -224,7 +224,7 @@ class Loop:
         self.state = self.state.after_epoch()
         if is_due(self.state.epoch, self._context.config.run.eval_every):
             report = self._evaluate()
-            self._reporter.evaluation("eval", self.state, report)
+            self._reporter.evaluation("eval", self._on_time(), report)
             self.state = self.state.after_evaluation(report.accuracy, self.state.epoch)
         self._reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
 
@@ -247,12 +247,13 @@ class Loop:
         """Write a checkpoint, unless this step has one. Collective."""
         if self._saved_step == self.state.step:
             return
-        now = clock.now()
-        self.state = replace(self.state, elapsed_s=self.state.elapsed_s + now - self._since)
-        self._since = now
-        context = self._context
+        context, self.state = self._context, self._on_time()
         save(context.trainer, self.state, context.folder, self._recorder, context.group, context.config.run.keep)
         self._saved_step = self.state.step
+
+    def _on_time(self) -> RunState:
+        """Return the state with the seconds of the run up to now."""
+        return replace(self.state, elapsed_s=clock.now() - self._began)
 
     def _how_to_resume(self) -> str:
         return f"go on with: python -m nnmpi.train --resume {self._context.folder.path}"

@@ -1,10 +1,10 @@
 """metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ..., "wait_s": ...,
-     "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
-    {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "runtime": ...,
-     "samples_per_second": ..., "steps_per_second": ...}
+     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ...,
+     "wait_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
+    {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
+     "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
     {"kind": "test", ...}     as eval, once, at the end
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
      "dropped": ..., "undealt": ..., "disagreement": ..., "messages": ..., "bytes": ...,
@@ -38,7 +38,8 @@ to the loss, and "tokens_per_second"; padding is no token.
 
 On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
 
-In virtual time, train, eval and test records have "virtual_s": the seconds since the run began.
+`elapsed_s` are the seconds of the run so far, without those between its parts if it was resumed. On simulated ranks all
+times are simulated ones.
 """
 
 import importlib

@@ -45,7 +45,6 @@ class RunState:
         best_accuracy, best_epoch: the best evaluation so far and after how many epochs it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
-        virtual: where the clocks of virtual workers stand, in runs that have some; else None.
     """
 
     step: int = 0
@@ -57,7 +56,6 @@ class RunState:
     best_epoch: int = 0
     elapsed_s: float = 0.0
     samples: int = 0
-    virtual: dict[str, Any] | None = None
 
     def after(self, totals: Totals) -> RunState:
         """Return the state after the steps that have these sums."""
@@ -151,16 +149,6 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, dict) and _is_count(value.get("steps"))
 
 
-def _are_clocks(value: Any) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, dict) or not _is_number(value.get("now_s")):
-        return False
-    clocks = value.get("clocks")
-    steps = all(_are_counts(value.get(name)) for name in ("steps", "taken"))
-    return steps and isinstance(clocks, list) and all(map(_are_counts, clocks))
-
-
 _WAY = "remove the folder with that file to go on from an older checkpoint"
 _COUNT = _Kind("a whole number from 0 on", _is_count)
 _NUMBER = _Kind("a number", _is_number)
@@ -169,7 +157,6 @@ _KINDS = {
     **dict.fromkeys(("step", "epoch", "batch", "best_epoch", "samples"), _COUNT),
     **dict.fromkeys(("best_accuracy", "elapsed_s"), _NUMBER),
     **dict.fromkeys(("window", "in_epoch"), _SUMS),
-    "virtual": _Kind("null, or the clocks of virtual workers", _are_clocks),
     "optimizer": _Kind('numbers by name with "steps"', _is_optimizer),
     "ranks": _Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0),
     "layout": _Kind("whole numbers from 1 on for dp, pp and tp", _is_layout),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
@@ -78,3 +78,19 @@ def test_what_does_not_fit_is_named() -> None:
 def test_places() -> None:
     assert blocks(5, 2) == (0, 0, 1, 1, 2)
     assert Machine.uniform(1.0, 1.0).places(3) == (0, 0, 0)
+
+
+def test_a_network_is_given_as_text() -> None:
+    machine = parse_network("alpha_us=50, gbit=10", 3)
+    assert machine.places(3) == (0, 1, 2)
+    assert machine.link(across=True).one_way(10**6) == pytest.approx(50e-6 + 8e6 / 10e9)
+    assert machine.link(across=True).both_ways(10**6) == pytest.approx(50e-6 + 8e6 / 10e9)
+    assert parse_network("alpha_us=20", 2).inside == Link.line(20e-6, 0.0)
+    assert parse_network("gbit=1", 2).inside.one_way.alpha_s == 0
+
+
+@pytest.mark.parametrize("text", ["", "gbit", "gbit=0", "gbit=-1", "gbit=fast", "mbit=3", "gbit=1,gbit=2", "gbit=inf"])
+def test_a_network_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="such as alpha_us=50,gbit=10") as told:
+        parse_network(text, 2)
+    assert repr(text) in str(told.value)

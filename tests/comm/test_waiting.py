@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from nnmpi import clock
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.world import LONGEST_S, mpi_world
 
@@ -43,3 +44,10 @@ def test_what_is_finished_is_not_waited_for() -> None:
     for _ in range(100):
         mpi_world().wait_until(lambda: True)
     assert time.perf_counter() - began < 0.1
+
+
+def test_a_wait_ends_at_its_time() -> None:
+    began_s = clock.now()
+    assert not mpi_world().wait_until(lambda: False, began_s + 0.05)
+    assert 0.05 <= clock.now() - began_s < 5
+    assert mpi_world().wait_until(lambda: True, began_s)  # what is ready is not late

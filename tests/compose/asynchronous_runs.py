@@ -17,7 +17,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
-from tests.compose.virtual_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
+from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 
 # (epoch, first, stop) of six batches, of which the last one has 2 rows: with more ranks some have none.

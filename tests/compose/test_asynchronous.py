@@ -25,7 +25,7 @@ from tests.compose.asynchronous_runs import (
     skip_unless_fitting,
     train,
 )
-from tests.compose.virtual_runs import BATCHES, ROWS, build, optimizer_of, weights
+from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
 
 pytestmark = pytest.mark.simulated

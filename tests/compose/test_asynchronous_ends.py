@@ -28,7 +28,7 @@ from tests.compose.asynchronous_runs import (
     skip_unless_fitting,
     train,
 )
-from tests.compose.virtual_runs import BATCH, BATCHES, build, weights
+from tests.compose.small_runs import BATCH, BATCHES, build, weights
 from tests.equivalence.reference import tolerance
 
 pytestmark = pytest.mark.both_worlds

@@ -9,7 +9,7 @@ from nnmpi.compose.trainer import Progress, SegmentReport
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import equal_on_all, make, name_of, skip_unless_fitting, train
-from tests.compose.virtual_runs import BATCHES, ROWS, weights
+from tests.compose.small_runs import BATCHES, ROWS, weights
 
 pytestmark = pytest.mark.mpi
 

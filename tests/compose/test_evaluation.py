@@ -9,13 +9,12 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.virtual import VirtualWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
-from tests.compose.virtual_runs import build, dataset, optimizer_of
+from tests.compose.small_runs import build, dataset, optimizer_of
 
 ROWS = 23
 
@@ -31,22 +30,18 @@ def expected() -> tuple[float, float]:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("kind", ["worker", "asynchronous", "virtual"])
+@pytest.mark.parametrize("kind", ["worker", "asynchronous"])
 def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     """With batches and parts that divide nothing, and ranks that have no sample of the last batch."""
     model = build()
-    alone = group.split(group.rank)
     workers: dict[str, Any] = {
         "worker": lambda: Worker(model, optimizer_of(model), group),
         "asynchronous": lambda: AsynchronousWorker(model, optimizer_of(model), group, Sync("local")),
-        "virtual": lambda: VirtualWorker(model, optimizer_of(model), alone, Sync("asp"), 3),
     }
     worker = workers[kind]()
-    own = worker.group
-    batches = Loader(dataset(ROWS), 7, rank=own.rank, world=own.size, shuffle=False, dtype="float64", workers=0)
+    batches = Loader(dataset(ROWS), 7, rank=group.rank, world=group.size, shuffle=False, dtype="float64", workers=0)
     report = worker.evaluate(batches.epoch(0))
     worker.release()
-    alone.free()
     found = (report.loss, report.accuracy)
     assert (
         group.gather([bool(np.allclose(found, expected(), rtol=1e-12)), report.samples]) == [[True, ROWS]] * group.size

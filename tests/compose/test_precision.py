@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,11 +14,12 @@ from nnmpi import data, models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.virtual import VirtualWorker
+from nnmpi.compose.trainer import Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DivergenceError, UsageError
@@ -225,26 +227,26 @@ def test_what_does_not_go_together(group: Group, options: dict[str, Any], words:
         Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options))
 
 
-def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16(group: Group) -> None:
+def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16() -> None:
     train_set, _ = data.load("digits")
-    losses = {}
-    for precision in ("float32", "bf16", "fp16"):
+
+    def main(precision: str, group: Group) -> tuple[float, float]:
         model = models.mlp((8, 8, 1), 10).initialize(seed=0)
-        options = {"precision": precision, "seed": 1}
-        optimizer = optim.SGD(model.storage, lr=0.1)
-        if precision == "fp16":
-            with pytest.raises(UsageError, match="in virtual time they do not meet in every step; use bf16"):
-                VirtualWorker(model, optimizer, group, Sync("asp"), 3, **grouped(**options))
-            with pytest.raises(UsageError, match="with asp they do not meet in every step; use bf16"):
-                AsynchronousWorker(model, optimizer, group, Sync("asp"), **grouped(**options))
-            continue
-        worker = VirtualWorker(model, optimizer, group, Sync("asp"), 3, **grouped(**options))
-        loader = Loader(train_set, 30, world=3, workers=0)
+        options = {"precision": precision, "seed": 1, "throttle": Throttle(0.01)}
+        worker = AsynchronousWorker(model, optim.SGD(model.storage, lr=0.1), group, Sync("asp"), **grouped(**options))
+        loader = Loader(train_set, 30, rank=group.rank, world=3, workers=0)
         report = worker.run(loader, 0, 0, 30, step=0, lr=lambda step: 0.1)
-        losses[precision] = report.totals.loss
-        assert worker.evaluate(Loader(train_set, 50, workers=0).epoch(0)).accuracy > 0.3
-    assert losses["bf16"] != losses["float32"]
-    assert losses["bf16"] == pytest.approx(losses["float32"], rel=2**-7)
+        test = Loader(train_set, 50, rank=group.rank, world=3, shuffle=False, workers=0)
+        accuracy = worker.evaluate(test.epoch(0)).accuracy
+        worker.release()
+        return report.totals.loss, accuracy
+
+    found = {each: simulate(partial(main, each), 3, cpu_factor=0)[0] for each in ("float32", "bf16")}
+    assert all(accuracy > 0.3 for _, accuracy in found.values())
+    assert found["bf16"][0] != found["float32"][0]
+    assert found["bf16"][0] == pytest.approx(found["float32"][0], rel=2**-7)
+    with pytest.raises(UsageError, match="with asp they do not meet in every step; use bf16"):
+        simulate(partial(main, "fp16"), 3, cpu_factor=0)
 
 
 @pytest.mark.simulated

@@ -22,7 +22,7 @@ from tests.compose.asynchronous_runs import (
     skip_unless_fitting,
     train,
 )
-from tests.compose.virtual_runs import BATCHES, build, weights
+from tests.compose.small_runs import BATCHES, build, weights
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import batches, release, tolerance
 from tests.equivalence.reference import build as build_worker

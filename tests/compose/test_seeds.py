@@ -11,7 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, all_reduced, everything, make, name_of, train
-from tests.compose.virtual_runs import ROWS, build, weights
+from tests.compose.small_runs import ROWS, build, weights
 from tests.harness.slow import MORE_SEEDS, once_more
 
 SEEDS = [range(20), once_more(range(20, 120), reason=MORE_SEEDS)]

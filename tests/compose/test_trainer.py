@@ -15,7 +15,7 @@ from nnmpi.compose.worker import Worker
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import all_reduced, loader_of, rate
-from tests.compose.virtual_runs import BATCHES, ROWS, build, optimizer_of, weights
+from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 
 SLOW = Throttle(0.002, Slowdown.parse("rank=0,factor=3", seed=7))
 KINDS: dict[str, Callable[[Group, Throttle], Trainer]] = {

@@ -30,7 +30,7 @@ LAYOUTS = {
     "fixed": ("--model mlp --hidden 24 16 --reduction fixed --dp 2 --pp 2 --split 3,3", 4),
     "local": ("--model mlp --hidden 24 16 --sync local --local-steps 3", 2),
     "gossip": ("--model mlp --hidden 24 16 --sync gossip", 3),
-    "virtual": ("--model mlp --hidden 24 16 --sync ssp --virtual-workers 3 --pace-ms 10", 1),
+    "simulated": ("--model mlp --hidden 24 16 --sync ssp --simulate 3 --pace-ms 10", 1),
 }
 
 

@@ -18,8 +18,8 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
-from tests.compose.virtual_runs import BATCH, dataset
-from tests.compose.virtual_runs import build as small
+from tests.compose.small_runs import BATCH, dataset
+from tests.compose.small_runs import build as small
 from tests.equivalence.cover import SETUPS, spread
 from tests.equivalence.reference import digits
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise

@@ -25,6 +25,7 @@ def test_curves_are_png_files(tmp_path: Path) -> None:
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
     files = draw(metrics, tmp_path / "curves")
     names = {"loss.png", "accuracy.png", "learning_rate.png", "samples_per_second.png", "step_time.png"}
+    names |= {"loss_over_time.png", "accuracy_over_time.png"}
     assert {file.name for file in files} == names
     for file in files:
         assert file.read_bytes().startswith(b"\x89PNG")
@@ -33,7 +34,7 @@ def test_curves_are_png_files(tmp_path: Path) -> None:
 def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text("")
-    assert len(draw(tmp_path / "metrics.jsonl", tmp_path / "curves")) == 5
+    assert len(draw(tmp_path / "metrics.jsonl", tmp_path / "curves")) == 7
 
 
 def staleness(*workers: list[list[int]]) -> dict[str, Any]:
@@ -89,15 +90,6 @@ def test_bars_hold_every_gradient_once(largest: int) -> None:
         for start in range(0, largest + 1, width)
     ]
     assert second == [0] * (len(second) - 1) + [1]
-
-
-def test_curves_over_virtual_time(tmp_path: Path) -> None:
-    """Where the records have it; one that has not is left out."""
-    pytest.importorskip("matplotlib")
-    over_time = {"loss_over_time.png", "accuracy_over_time.png"}
-    assert not over_time & drawn(tmp_path)
-    record = {"kind": "eval", "global_step": 30, "loss": 0.1, "accuracy": 0.9, "virtual_s": 12.5}
-    assert over_time < drawn(tmp_path, record)
 
 
 def test_event_files_hold_the_records(tmp_path: Path) -> None:

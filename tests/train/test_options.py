@@ -18,7 +18,7 @@ warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 dp pp tp pipeline virtual_stages microbatches split recompute reduction memory_limit
 allreduce fit bucket_mb overlap fused_update check_weights
 sync staleness local_steps servers dedicated_servers backup neighbours staleness_lr sync_warmup_epochs
-straggler pace_ms pace virtual_workers network simulate simulation_seed
+straggler pace_ms pace network simulate simulation_seed
 backend dtype precision convolution jit seed out resume config log_every print_every eval_every save_every save_steps
 trace trace_steps keep
 """

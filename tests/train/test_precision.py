@@ -131,10 +131,6 @@ def test_the_header_names_it(train: Train, capsys: pytest.CaptureFixture[str]) -
         ("--precision fp16 --jit", "--jit compiles for float32 on the CPU alone"),
         ("--precision fp8", "fp8"),
         ("--precision fp16 --sync asp", "with asp they do not meet in every step; use bf16"),
-        (
-            "--precision fp16 --virtual-workers 3 --pace-ms 10",
-            "in virtual time they do not meet in every step; use bf16",
-        ),
     ],
 )
 def test_what_does_not_go_together(train: Train, words: str, message: str) -> None:

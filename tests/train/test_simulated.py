@@ -120,7 +120,9 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     [
         ("--simulate -1", "--simulate"),
         ("--simulation-seed 3", "--simulation-seed is for --simulate"),
-        ("--simulate 2 --virtual-workers 2 --pace-ms 1", "exclude one another"),
+        ("--simulate 2 --network fast", "network 'fast' is not understood; give a latency in "),
+        ("--simulate 3 --servers 4", "servers 4 on 3 ranks: every server is a rank of its own"),
+        ("--simulate 3 --straggler rank=3,factor=2", "a straggler has the rank 3, which is none"),
         ("--simulate 2 --dp 3", "3"),
         ("--network gbit=1", "--network is for --simulate"),
     ],

@@ -26,12 +26,11 @@ GOOD = {
     "algorithms": {"p0 t0": ["ring"]},
     "cuts": [2, 1],
 }
-CLOCKS = {"now_s": 0.5, "steps": [1, 2], "taken": [3, 4], "clocks": [[1, 2]]}
 
 
 def test_what_runs_write_is_accepted() -> None:
     check_stored(GOOD, FILE)
-    check_stored({**GOOD, "virtual": CLOCKS, "algorithms": {}, "cuts": [], "later": 1}, FILE)
+    check_stored({**GOOD, "algorithms": {}, "cuts": [], "later": 1}, FILE)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +47,6 @@ def test_what_runs_write_is_accepted() -> None:
         ("window", 3, "has window 3, not sums by name"),
         ("window", {"steps": "x"}, "has window {'steps': 'x'}, not sums by name"),
         ("in_epoch", {"stops": 1}, "has in_epoch {'stops': 1}, not sums by name"),
-        ("virtual", 3, "has virtual 3, not null, or the clocks of virtual workers"),
-        ("virtual", CLOCKS | {"now_s": "x"}, "not null, or the clocks"),
-        ("virtual", CLOCKS | {"steps": 3}, "not null, or the clocks"),
-        ("virtual", CLOCKS | {"clocks": [3]}, "not null, or the clocks"),
         ("optimizer", {"steps": "abc"}, """has optimizer {'steps': 'abc'}, not numbers by name with "steps";"""),
         ("optimizer", {}, "has optimizer {}, not"),
         ("optimizer", [], "has optimizer [], not"),

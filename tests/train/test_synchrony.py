@@ -1,11 +1,11 @@
-"""Training out of step by the command: wrong options in a sentence, and virtual workers, the same curve each time."""
+"""Training out of step by the command: wrong options in a sentence, one worker is the serial run, odd sizes."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
@@ -18,9 +18,6 @@ from tests.train.jobs import ROOT
 Train: TypeAlias = Callable[[str], Path]
 
 BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
-VIRTUAL = f"{BASE} --virtual-workers 4 --pace-ms 10 --straggler rank=3,factor=3 --network alpha_us=50,gbit=1"
-# Real times, and the numbers that are made of them.
-REAL = ("runtime", "samples_per_second", "steps_per_second", "input_s")
 
 
 @pytest.fixture
@@ -71,10 +68,6 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
         ("--sync asp --sync-warmup-epochs -1", "--sync-warmup-epochs is -1; "),
         ("--sync asp --pace-ms -1", "--pace-ms is -1.0; "),
         ("--sync asp --network gbit=10", "--network is for --simulate; messages between real ranks take their time"),
-        ("--sync asp --virtual-workers 3", "--virtual-workers needs the time of a step; give --pace-ms, such as 10"),
-        ("--virtual-workers 3 --pace-ms 1 --network fast", "network 'fast' is not understood; give a latency in "),
-        ("--virtual-workers 3 --pace-ms 1 --servers 4", "servers 4 on 3 ranks: every server is a rank of its own"),
-        ("--virtual-workers 3 --pace-ms 1 --straggler rank=3,factor=2", "a straggler has the rank 3, which is none"),
         ("--sync never", "--sync "),
     ],
 )
@@ -108,9 +101,6 @@ def test_wrong_use_is_the_same_sentence_on_all_ranks(group: Group, tmp_path: Pat
             "with 1 dedicated server on 1 rank" if count == 1 else "a straggler has the rank 0, which is none"
         ),
     }
-    if count > 1:
-        text = f"--virtual-workers 3 plays all workers in one process, but there are {count} ranks; start it without"
-        wrong["--virtual-workers 3 --pace-ms 5"] = text
     for words, sentence in wrong.items():
         with pytest.raises(UsageError) as caught:
             main(f"{BASE} {words} --out {tmp_path / 'run'}".split(), group)
@@ -119,56 +109,10 @@ def test_wrong_use_is_the_same_sentence_on_all_ranks(group: Group, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def without_times(run: Path) -> list[dict[str, Any]]:
-    records = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in record.items() if key not in REAL} for record in records]
-
-
 def files(run: Path) -> list[bytes]:
     """Return the last checkpoint's arrays."""
     last = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
     return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
-
-
-MODES = (
-    "",
-    "--sync asp --staleness-lr",
-    "--sync ssp --staleness 1 --servers 2 --dedicated-servers --straggler rank=3,factor=2",
-    "--backup 1",
-    "--sync local --local-steps 3 --sync-warmup-epochs 1",
-    "--sync gossip --neighbours random",
-)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_virtual_workers_give_the_same_curve_each_time_and_after_a_break(train: Train, mode: str) -> None:
-    words = f"{VIRTUAL} {mode} --optimizer sgd --momentum 0.9 --dropout 0.1 --schedule constant --log-every 2"
-    one, other = train(f"{words} --epochs 3 --save-steps 4"), train(f"{words} --epochs 3 --save-steps 4")
-    assert without_times(one) == without_times(other)
-    assert files(one) == files(other)
-    broken = train(f"{words} --epochs 3 --save-steps 4 --max-steps 8")
-    train(f"--resume {broken.name} --max-steps 15")
-    assert files(one) == files(broken)
-    times = [record["virtual_s"] for record in without_times(one) if "virtual_s" in record]
-    assert times == sorted(times) and times[-1] > 0.01
-    # The test in the middle and what was averaged over the broken run are told once more.
-    kinds = ("train", "eval", "staleness")
-    told = [[record for record in without_times(run) if record["kind"] in kinds] for run in (one, broken)]
-    assert told[0] == told[1]
-
-
-def test_a_virtual_run_goes_on_with_other_workers_or_in_real_time(train: Train) -> None:
-    run = train(f"{BASE} --virtual-workers 4 --pace-ms 10 --sync asp --epochs 2")
-    train(f"--resume {run.name} --virtual-workers 6 --epochs 3")
-    steps = 3 * 5
-    virtual = [record.get("virtual_s") for record in without_times(run) if record["kind"] in ("eval", "test")]
-    assert len(virtual) == 4 and virtual == sorted(virtual)
-    for mode in ("--sync asp", "--sync bsp"):
-        steps += 5
-        train(f"--resume {run.name} {mode} --virtual-workers 0 --pace-ms 0 --epochs {steps // 5}")
-    late = [record for record in without_times(run) if record["global_step"] > 15]
-    assert late and late[-1]["global_step"] == steps
-    assert not any("virtual_s" in record for record in late)
 
 
 def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
@@ -186,10 +130,7 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--sync asp --virtual-workers 64 --pace-ms 1 --batch-size 3 --epochs 1",  # more workers than rows
-        "--sync ssp --virtual-workers 3 --pace-ms 1 --batch-size 1 --max-steps 1 --eval-every 0 --save-every 0",
         "--sync local --batch-size full --epochs 2 --save-steps 1 --log-every 1",
-        "--virtual-workers 1 --pace-ms 1 --epochs 1",
         "--sync asp --sync-warmup-epochs 99 --epochs 2 --batch-size 100",
         "--sync ssp --grad-accum 3 --epochs 1 --clip 0.1",
     ],

@@ -13,10 +13,10 @@ comes later has what is left. Messages between the same two ranks go one behind 
     to three workers       |-- to 2 -------------|      at the server           |..........|-- of 2 --|
                            |-- to 3 -------------|                              |.....................|-- of 3 --|
 
-So after a synchronous step all workers begin at once and their gradients meet again; and workers out of step, who begin at
-once, are soon spread out. Both was measured with `benchmarks/netlab`: 6 hosts of which one is the server, too, 300 KB,
-95 Mbit/s, steps of 500 ms. Of 10 steps of bsp each took 766 ms (simulated 772), of 40 of asp 566 (559). One behind the
-other both ways bsp would take 671, and shared evenly both ways asp 702.
+So after a synchronous step all workers begin at once and their gradients meet again; and workers out of step, who begin
+at once, are soon spread out. Both was measured with `benchmarks/netlab`: 6 hosts of which one is the server, too, 300
+KB, 95 Mbit/s, steps of 500 ms. Of 10 steps of bsp each took 766 ms (simulated 772), of 40 of asp 566 (559). One behind
+the other both ways bsp would take 671, and shared evenly both ways asp 702.
 
 Where the order of what happens is not that of the clocks (`scheduler`), what will leave meanwhile is not known when a
 message leaves. There they go one behind the other (`simulation.links`).

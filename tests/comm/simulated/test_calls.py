@@ -147,6 +147,76 @@ def test_times_are_the_machines() -> None:
     assert run_simulation(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
 
 
+def test_what_leaves_together_shares_the_link_and_what_enters_is_served_in_turn() -> None:
+    """So that replies arrive together, and gradients that meet one after the other."""
+    message_s, ranks = 8e5 * BYTE_S, 5
+    link = Link.line(LATENCY_S, BYTE_S)
+    machine = Machine(link, link, tuple(range(ranks)))
+
+    def main(group: Group) -> list[float]:
+        comm, buffer, found = group.comm, np.zeros(10**5), list[float]()
+        for outward in (True, False):
+            comm.barrier()
+            begin_s = clock.now()
+            if group.rank:
+                comm.wait_all([comm.irecv(buffer, 0, 0) if outward else comm.isend(buffer, 0, 0)])
+            elif outward:
+                comm.wait_all([comm.isend(buffer, rank, 0) for rank in range(1, ranks)])
+            else:
+                comm.wait_all([comm.irecv(np.zeros(10**5), rank, 0) for rank in range(1, ranks)])
+            found.append(clock.now() - begin_s)
+        return found
+
+    found = simulate(main, ranks, machine, seed=1, cpu_factor=0)
+    assert [out for out, _ in found] == pytest.approx([LATENCY_S + 4 * message_s] * ranks)
+    entered = sorted(into for _, into in found[1:])
+    assert entered == pytest.approx([LATENCY_S + count * message_s for count in (1, 2, 3, 4)])
+    assert found[0][1] == pytest.approx(entered[-1])
+
+
+def test_a_link_gives_what_one_message_leaves_to_the_next() -> None:
+    """Two ranks send to two others each: all four messages share, and when one sender's are through, nothing changes.
+
+    rank 0   --> 2 |==== half ====|      and rank 1 sends to 2 and 3 as well: the links of 2 and 3 are full with the
+             --> 3 |==== half ====|      halves of two senders.
+    """
+    message_s, link = 8e5 * BYTE_S, Link.line(0.0, BYTE_S)
+
+    def main(group: Group) -> float:
+        comm, buffers = group.comm, [np.zeros(10**5), np.zeros(10**5)]
+        if group.rank < 2:
+            comm.wait_all([comm.isend(buffer, to, 0) for buffer, to in zip(buffers, (2, 3), strict=True)])
+        else:
+            comm.wait_all([comm.irecv(buffer, source, 0) for buffer, source in zip(buffers, (0, 1), strict=True)])
+        return clock.now()
+
+    found = simulate(main, 4, Machine(link, link, (0, 1, 2, 3)), cpu_factor=0)
+    assert found == pytest.approx([2 * message_s] * 4)
+
+
+@pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
+def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor: float) -> None:
+    """And a rank that has waited in vain may do so again; who waits for ever is still found."""
+
+    def main(group: Group) -> list[bool]:
+        comm, buffer = group.comm, np.zeros(1)
+        if group.rank == 0:
+            clock.sleep(10.0)
+            comm.wait_all([comm.isend(buffer, 1, 0)])
+            return []
+        request = comm.irecv(buffer, 0, 0)
+        found, ends_s = [], []
+        for until_s in (3.0, 4.0, 1e9):
+            found.append(comm.world.wait_until(lambda: comm.test_all([request]), until_s))
+            ends_s.append(clock.now())
+        if cpu_factor == 0:
+            assert ends_s == pytest.approx([3.0, 4.0, 10.0], abs=1e-3)
+        return found
+
+    found = simulate(main, 2, cpu_factor=cpu_factor)[1]
+    assert found == [False, False, True] if cpu_factor == 0 else found[-1]
+
+
 def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> None:
     """They travel one behind the other."""
 
