@@ -41,7 +41,7 @@ def in_segment(
 ) -> tuple[float, float] | None:
     """Return the messages and bytes of a segment of so many steps; None for the synchronous run.
 
-    That counts its all-reduces as calls: in a step on each rank one of the gradient and one of the report's three numbers.
+    That counts its all-reduces as calls: on each rank one of the gradient and one of the report's three numbers a step.
 
     Args:
         distant: gradients that were computed on other ranks than the (only) server's.

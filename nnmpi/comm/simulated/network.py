@@ -45,7 +45,7 @@ Due: TypeAlias = Callable[[float], None]
 
 
 @dataclass(eq=False)
-class Transfer:
+class NetworkTransfer:
     """A message on its way between two nodes.
 
     Attributes:
@@ -79,18 +79,18 @@ class SharedLinks:
 
     def __init__(self, nodes: int, scheduler: Scheduler) -> None:
         self._plan = scheduler.plan
-        self._out: list[dict[Transfer, None]] = [{} for _ in range(nodes)]  # as dicts have an order
-        self._into: list[dict[Transfer, None]] = [{} for _ in range(nodes)]
-        self._lines: defaultdict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+        self._out: list[dict[NetworkTransfer, None]] = [{} for _ in range(nodes)]  # as dicts have an order
+        self._into: list[dict[NetworkTransfer, None]] = [{} for _ in range(nodes)]
+        self._lines: defaultdict[tuple[int, int], deque[NetworkTransfer]] = defaultdict(deque)
 
-    def send(self, transfer: Transfer, now_s: float) -> None:
+    def send(self, transfer: NetworkTransfer, now_s: float) -> None:
         """Let a message go, behind those between the same two ranks."""
         line = self._lines[transfer.ranks]
         line.append(transfer)
         if len(line) == 1:
             self._begin(line, now_s)
 
-    def _begin(self, line: deque[Transfer], now_s: float) -> None:
+    def _begin(self, line: deque[NetworkTransfer], now_s: float) -> None:
         leaves, enters = line[0].nodes
         self._out[leaves][line[0]] = self._into[enters][line[0]] = None
         self._divide(leaves, enters, now_s)
@@ -104,7 +104,7 @@ class SharedLinks:
                 free = free - share if free - share > _ROUNDING else 0.0
                 self._go_on(each, share, now_s)
 
-    def _go_on(self, transfer: Transfer, share: float, now_s: float) -> None:
+    def _go_on(self, transfer: NetworkTransfer, share: float, now_s: float) -> None:
         """Let a message go on with another share, and plan its end."""
         if share == transfer.share:
             return
@@ -114,7 +114,7 @@ class SharedLinks:
             end_s = now_s + transfer.left_s / share
             self._plan(end_s, partial(self._end, transfer, transfer.planned, end_s))
 
-    def _end(self, transfer: Transfer, planned: int, now_s: float) -> None:
+    def _end(self, transfer: NetworkTransfer, planned: int, now_s: float) -> None:
         """Take a message off the links when its last byte has passed, if this is still the time of it."""
         if planned != transfer.planned:
             return
@@ -168,7 +168,7 @@ class SimulatedNetwork:
         if self._machine.slow_nodes:
             wire_s *= max(self._machine.slow_nodes.get(node, 1.0) for node in nodes)
         if self._shared is not None:
-            return self._shared.send(Transfer((source, target), nodes, wire_s, latency_s, due), ready_s)
+            return self._shared.send(NetworkTransfer((source, target), nodes, wire_s, latency_s, due), ready_s)
         return due(self._links.send(*nodes, ready_s, wire_s) + wire_s + latency_s)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
