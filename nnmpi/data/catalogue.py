@@ -2,7 +2,7 @@
 
 bundled                     iris, digits                      in the package, split by seed
 downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own test part
-text                        shakespeare                       in the package; see `text`
+text                        paradise-lost                     in the package; see `text`
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
                             .txt, .jsonl, .csv                texts, see `documents`
                             folder                            of IDX files, CIFAR batches, or train.csv and test.csv
@@ -29,7 +29,7 @@ Pair = tuple[Dataset, Dataset]
 
 BUNDLED = ("iris", "digits")
 DOWNLOADED = ("mnist", "fashion-mnist", "cifar10")
-TEXTS = ("shakespeare",)
+TEXTS = ("paradise-lost",)
 NAMES = BUNDLED + DOWNLOADED + TEXTS
 
 CLASS_NAMES = {
@@ -92,7 +92,7 @@ def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
         UsageError: for a file that is not there, and for columns of what is no table.
     """
     if name_or_path in TEXTS:
-        return _bundled(f"{name_or_path}.txt")
+        return _bundled(f"{name_or_path.replace('-', '_')}.txt")
     if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
         return _existing(name_or_path)
     if columns:

@@ -376,7 +376,7 @@ class DataConfig:
 
     dataset: str = "digits"
     """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder; for language
-    models shakespeare (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns."""
+    models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns."""
     tokenizer: str | None = None
     """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or GPT-2's vocab.json
     and merges.txt, which need pip install nnmpi[text] (default: characters; with --pretrained, what lies there)."""

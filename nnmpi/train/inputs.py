@@ -119,7 +119,7 @@ def text_source(config: Config) -> TextSource | None:
     if path is None:
         for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
             if given:
-                raise UsageError(f"{option} is for texts, such as shakespeare or a .txt file; leave it out")
+                raise UsageError(f"{option} is for texts, such as paradise-lost or a .txt file; leave it out")
         return None
     if data.data_dir is not None:
         raise UsageError("a text names its file itself; leave --data-dir out")

@@ -160,7 +160,7 @@ def test_data_dir_where_it_does_nothing_is_refused(name: str, tmp_path: Path) ->
         ("cifar-10", "did you mean cifar10"),
         (
             "zebra",
-            "'zebra' is unknown; choose one of iris, digits, mnist, fashion-mnist, cifar10, shakespeare, or the path",
+            "'zebra' is unknown; choose one of iris, digits, mnist, fashion-mnist, cifar10, paradise-lost, or the path",
         ),
         ("none.csv", "'none.csv': no such file"),
         ("some/folder", "'some/folder': no such file"),

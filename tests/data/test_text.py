@@ -217,14 +217,14 @@ def test_a_text_that_may_not_be_read_is_not_called_damaged(txt: Path, monkeypatc
 
 def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
     assert find_text("iris") is None and find_text(str(tmp_path / "a.csv")) is None
-    bundled = find_text("shakespeare")
-    assert bundled is not None and bundled.read_text().startswith("First Citizen:\n")
+    bundled = find_text("paradise-lost")
+    assert bundled is not None and bundled.read_text().startswith("PARADISE LOST\nBOOK I.\n")
     with pytest.raises(UsageError, match="no such file"):
         find_text(str(tmp_path / "missing.txt"))
     with pytest.raises(UsageError, match="has no columns of text"):
         find_text("digits", ("a",))
     with pytest.raises(UsageError, match="is a text"):
-        load("shakespeare")
+        load("paradise-lost")
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
