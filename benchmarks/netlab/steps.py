@@ -283,6 +283,10 @@ def draw(file: Path, rows: Sequence[StepTimes]) -> None:
         measured, simulated = [row.measured_s for row in own], [row.simulated_s for row in own]
         axes.plot(measured, simulated, "o", ms=5, mfc="none", c=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="simulated step, s", xlim=ends, ylim=ends)
+    marks = [mark for mark in (0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5) if ends[0] <= mark <= ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(marks, [f"{mark:g}" for mark in marks])
+        axis.set_ticks([], minor=True)
     axes.legend(frameon=False, fontsize=8)
     plots.save(figure, file)
 
