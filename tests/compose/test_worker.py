@@ -178,7 +178,7 @@ def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group
     assert all(group.gather(report.grad_norm > 0.01))
 
 
-@pytest.mark.simulated
+@pytest.mark.mpi
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
     group: Group, monkeypatch: pytest.MonkeyPatch

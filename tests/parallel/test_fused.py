@@ -119,7 +119,7 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, order
     assert set(lengths) == {lengths[0]}
 
 
-@pytest.mark.simulated
+@pytest.mark.mpi
 def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
