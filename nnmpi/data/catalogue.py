@@ -92,7 +92,7 @@ def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
         UsageError: for a file that is not there, and for columns of what is no table.
     """
     if name_or_path in TEXTS:
-        return _bundled(f"{name_or_path.replace('-', '_')}.txt")
+        return _bundled(f"{name_or_path}.txt")
     if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
         return _existing(name_or_path)
     if columns:

@@ -146,9 +146,14 @@ class Placement:
             old, new: whole shapes, of the same number of elements.
             size: the number of ranks.
         """
+        first = 0
+        if not prod(old):  # of no samples it is as of one; of anything else without elements there is no telling
+            if not (old[0] == new[0] == 0 < prod(old[1:]) and self.axis):
+                return None
+            old, new, first = (1, *old[1:]), (1, *new[1:]), 1
         outer, inner = prod(old[: self.axis]) * (self.repeats or 1), self.unit * prod(old[self.axis + 1 :])
         fitting = []
-        for axis, length in enumerate(new if prod(old) else ()):
+        for axis, length in list(enumerate(new))[first:]:
             left, right = prod(new[:axis]), prod(new[axis + 1 :])
             if outer % left:
                 continue

@@ -39,6 +39,8 @@ LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
     "Sigmoid": (nn.Sigmoid, FLAT),
     "Softmax": (lambda: nn.Softmax(0), FLAT),
     "Flatten": (nn.Flatten, PIXELS),
+    "TiedLinear": (lambda: nn.Sequential(nn.Linear(24, 35), nn.TiedLinear(nn.Embedding(9, 35))), SEQUENCES),
+    "LSTM": (lambda: nn.LSTM(24, 10, layers=2, bidirectional=True), SEQUENCES),
     "Embedding": (lambda: nn.Embedding(24, 3), np.arange(60).reshape(5, 12) % 24),
     "Dropout": (lambda: nn.Dropout(0.5), FLAT),
     "BatchNorm": (lambda: nn.BatchNorm(24), FLAT),
@@ -46,7 +48,7 @@ LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
     "Sequential": (lambda: nn.Sequential(nn.Linear(24, 8), nn.GELU("tanh"), nn.Linear(8, 3)), FLAT),
     "Residual": (lambda: nn.Residual(nn.Linear(24, 24), nn.Linear(24, 24)), FLAT + 3),
 }
-NO_LAYERS = {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding"}
+NO_LAYERS = {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding", "Units"}
 
 
 def run(make: Callable[[], nn.Module], values: Any, backend: Backend, mode: str) -> dict[str, Any]:

@@ -43,6 +43,25 @@ def linear_gelu(draw: Draw) -> Case:
     return Case(lambda x, weight, bias=None: ops.linear_gelu(x, weight, bias, form), case.inputs)
 
 
+def linear_transposed(draw: Draw) -> Case:
+    """The weight's rows are the outputs."""
+    leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    return Case(ops.linear_transposed, arrays(draw, anywhere, [(*leading, i), (o, i)]))
+
+
+def lstm(draw: Draw) -> Case:
+    """Whole sequences and shorter ones, either way round, with and without a first state and the last one."""
+    n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
+    sizes = [(n, time, i), (i, 4 * o), (o, 4 * o), (4 * o,), (n, o), (n, o)]
+    lengths = np.array([draw(st.integers(1, time)) for _ in range(n)]) if draw(st.booleans()) else None
+    reverse, ends, begun = (draw(st.booleans()) for _ in range(3))
+
+    def run(x, weight, recurrent, bias, *state):
+        return ops.lstm(x, weight, recurrent, bias, state or None, lengths, reverse, ends)
+
+    return Case(run, arrays(draw, anywhere, sizes if begun else sizes[:4]))
+
+
 def conv2d(draw: Draw) -> Case:
     """Every option, different for rows and columns; also no image at all, and borders wider than the kernel."""
     groups = draw(st.integers(1, 2))
@@ -175,6 +194,8 @@ OPS: list[Row] = [
     *rows("ops.linear", any=linear_case),
     *rows("ops.linear_gelu", any=linear_gelu),
     *rows("ops.linear_relu", any=linear_relu_case),
+    *rows("ops.linear_transposed", any=linear_transposed),
+    *rows("ops.lstm", any=lstm),
     *rows("ops.conv2d", any=conv2d),
     *rows("ops.conv_relu", any=conv_relu_pool),
     *rows("ops.conv_relu_pool", any=conv_relu_pool),

@@ -19,9 +19,20 @@ from tests.device.here import on_device
 Train: TypeAlias = Callable[[str], Path]
 
 # Other programs read these.
-TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second"]
-TRAIN_KEYS += ["compute_s", "sync_s", "input_s", "wait_s", "hidden_s", "comm_bytes", "comm_calls", "predicted_sync_s"]
-EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "runtime", "samples_per_second", "steps_per_second"]
+TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "elapsed_s"]
+TRAIN_KEYS += [
+    "samples_per_second",
+    "compute_s",
+    "sync_s",
+    "input_s",
+    "wait_s",
+    "hidden_s",
+    "comm_bytes",
+    "comm_calls",
+    "predicted_sync_s",
+]
+EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "elapsed_s", "runtime"]
+EVAL_KEYS += ["samples_per_second", "steps_per_second"]
 
 
 @pytest.fixture
