@@ -33,7 +33,7 @@ def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
         everything: whether on few ranks nothing is to be left out.
     """
     if everything and ranks <= FEW:
-        return ["--sizes", "4"] if ranks == 0 else []
+        return ["--sizes", "2"] if ranks == 0 else []
     shared = [each for each in among if not everything or each > FEW]
     return ["--quick", *(["--deal", ",".join(map(str, shared))] if ranks else [])]
 

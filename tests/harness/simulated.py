@@ -14,8 +14,9 @@ In a simulated test `group` and `tmp_path` are the rank's own, and so is what fi
 So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
-many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 4 with
-its --all. Without it a test runs on all of them, and on few ranks with several seeds.
+many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 2 with
+its --all; on more than 12 ranks whole trainings (`equivalence`) are left out then, which take half a minute each. Without
+it a test runs on all of them, and on few ranks with several seeds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
+MOST_DEALT = 12  # ranks of a whole training
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worlds = [(item, world) for item in items if (world := _simulation(item)) is not None]
     sizes: dict[str, list[int]] = {}
     for item, world in worlds:
-        sizes.setdefault(_name(item, world), []).append(world.ranks)
+        if world.ranks <= MOST_DEALT or "equivalence" not in item.path.parts:
+            sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:
         name, count = _name(item, world), _dealt_to(config) * (1 if left_out.is_dealt(item) else 2)

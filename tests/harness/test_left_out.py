@@ -40,7 +40,7 @@ def test_the_contract_runs_on_many_ranks_too() -> None:
 
 def test_with_all_everything_runs_on_few_ranks() -> None:
     everything = [1, 2, 3, 4, 6, 8]
-    assert options(0, everything, everything=True) == ["--sizes", "4"]
+    assert options(0, everything, everything=True) == ["--sizes", "2"]
     assert all(options(ranks, everything, everything=True) == [] for ranks in (1, 2, 3, 4))
     assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "6,8"] for ranks in (6, 8))
     slow = item("train/test_a.py::test_b", slow=("why",))
