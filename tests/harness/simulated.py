@@ -15,8 +15,8 @@ So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
 many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 2 with
-its --all; on more than 12 ranks whole trainings (`equivalence`) are left out then, which take half a minute each. Without
-it a test runs on all of them, and on few ranks with several seeds.
+its --all. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are dealt to at most 12. Without it a
+test runs on all of them, and on few ranks with several seeds.
 """
 
 from __future__ import annotations
