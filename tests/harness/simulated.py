@@ -15,8 +15,8 @@ So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
 many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 2 with
-its --all. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are dealt to at most 12. Without it a
-test runs on all of them, and on few ranks with several seeds.
+its --all. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are dealt to at most 12, and to 4 on
+the double of a device. Without it a test runs on all of them, and on few ranks with several seeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
-MOST_DEALT = 12  # ranks of a whole training
+MOST_DEALT, MOST_ON_DOUBLE = 12, 4  # ranks of a whole training, on the host and on the double of a device
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     worlds = [(item, world) for item in items if (world := _simulation(item)) is not None]
     sizes: dict[str, list[int]] = {}
+    most = MOST_DEALT if config.getoption("--backend", default="numpy") == "numpy" else MOST_ON_DOUBLE
     for item, world in worlds:
-        if world.ranks <= MOST_DEALT or "equivalence" not in item.path.parts:
+        if world.ranks <= most or "equivalence" not in item.path.parts:
             sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:
         name, count = _name(item, world), _dealt_to(config) * (1 if left_out.is_dealt(item) else 2)
-        if world.ranks not in _spread(sizes[name], count, crc32(name.encode())):
+        if name not in sizes or world.ranks not in _spread(sizes[name], count, crc32(name.encode())):
             others.add(item)
     if others:
         config.hook.pytest_deselected(items=list(others))
