@@ -78,4 +78,6 @@ def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:
 def is_pinned(array: Any) -> bool:
     """Return whether a NumPy array lies in page-locked memory."""
     address = array.ctypes.data
-    return any(first <= address and address + array.nbytes <= first + size for first, size in list(_RANGES.items()))
+    return any(
+        first <= address and address + array.nbytes <= first + size for first, size in _RANGES.copy().items()
+    )  # a list could begin a collection of garbage, which may free some
