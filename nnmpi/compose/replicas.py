@@ -48,7 +48,7 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.pace import Pace
+from nnmpi.parallel.pace import Pace, Rest
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -234,9 +234,14 @@ class LocalGradient:
         self._passes = ForwardBackward(model, loss, evaluation_loss or loss, backend, seed, alone=True, pace=pace)
         self._precision = precision
         self._poll: Callable[[], None] | None = None
+        self._rest: Rest | None = None
 
-    def look_after(self, poll: Callable[[], None]) -> None:
-        """Call this many times from now on while a gradient is computed, for a rank that has something else to do.
+    def look_after(self, poll: Callable[[], None], rest: Rest) -> None:
+        """Do something else, too, from now on while a gradient is computed.
+
+        Args:
+            poll: called many times while it is computed.
+            rest: what is done while it is computed already, but is to last longer; see `pace.rest_until`.
 
         Raises:
             UsageError: when a strategy has the model's hooks already.
@@ -244,7 +249,7 @@ class LocalGradient:
         parameters = [span.parameter for span in self.model.storage.spans]
         if any(each.hook is not None or each.guard is not None for each in parameters):
             raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
-        self._poll = poll
+        self._poll, self._rest = poll, rest
         for parameter in parameters:
             parameter.hook = lambda _: poll()
 
@@ -270,7 +275,7 @@ class LocalGradient:
                 began = clock.now()
                 # as `DataParallel.backward` divides, but the parts' gradients are added up elsewhere
                 loss.backward(np.full(loss.shape, 1 / max(batch.global_targets, 1)))
-                self._passes.pace.finish(Kind.B, 0, began, self._poll)
+                self._passes.pace.finish(Kind.B, 0, began, self._rest)
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
         if targets and self.backend.is_device:

@@ -70,7 +70,7 @@ class ParameterServerRunner:
             group, sync, model.storage, shards, self.server, self._noted, synchronous_sends, backend=backend
         )
         if self.server is not None and self._is_worker:
-            gradient.look_after(self._serve)
+            gradient.look_after(self._serve, self._talk.serve_until)
         self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
         self._taken = 0  # samples, likewise
         self._told_s = 0.0  # when a gradient was told of

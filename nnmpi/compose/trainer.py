@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from nnmpi import clock, timeline
+from nnmpi import clock
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
@@ -41,7 +41,7 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
-from nnmpi.parallel.pace import Pace
+from nnmpi.parallel.pace import Pace, Rest, rest_until
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
@@ -75,27 +75,21 @@ class Throttle:
         begin_s: float,
         rank: int,
         step: int,
-        rest: Callable[[float], object] | None = None,
+        rest: Rest | None = None,
         spent_s: float | None = None,
     ) -> None:
-        """Sleep until a step has lasted long enough.
+        """Return when a step has lasted long enough.
 
         Args:
             begin_s: when it began, of `nnmpi.clock.now`.
             rank: whose step it is.
             step: the number of steps that this rank has done before.
-            rest: returns at a given time of `nnmpi.clock`; None to sleep until then.
+            rest: see `pace.rest_until`.
             spent_s: the seconds that it was computed; by default those since `begin_s`.
         """
         computed_s = clock.now() - begin_s if spent_s is None else spent_s
         left_s = self.step_seconds(computed_s, rank, step) - computed_s
-        if left_s <= 0:
-            return
-        with timeline.span("slowed down", "slowdown"):
-            if rest is None:
-                clock.sleep(left_s)
-            else:
-                rest(clock.now() + left_s)
+        rest_until(clock.now() + left_s, rest)
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,14 @@ class DataParallel:
         self._unshare_gradients()
 
     def _hook(self, number: int) -> Callable[[Parameter], None]:
-        spans = self.storage.spans
-        done = sum(span.parameter.size for span in spans[number:]) / sum(span.parameter.size for span in spans)
+        paced, done = self._pace.costs is not None, 0.0
+        if paced:
+            sizes = [span.parameter.size for span in self.storage.spans]
+            done = sum(sizes[number:]) / sum(sizes)
 
         def final(parameter: Parameter) -> None:
-            self._pace.reach(Kind.B, 0, self._begin_s, done)
+            if paced:
+                self._pace.reach(Kind.B, 0, self._begin_s, done)
             if self._last:
                 parameter.finish_gradient()  # in its place, if somebody has set another array
                 self.exchange.ready(number)

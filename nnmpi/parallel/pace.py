@@ -10,16 +10,20 @@ is not cut is one stage. A run writes what it has measured as such a table, and 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from nnmpi import clock, timeline
 from nnmpi.comm.group import Group
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.simulate import InstructionCosts
 
-POLL_INTERVAL_S = 0.001
 SAMPLES_KEPT = 20  # enough for a median, and old ones may be of another load of the machine
+
+Rest: TypeAlias = Callable[[float], object]
+"""Returns at a given time of `nnmpi.clock`; for a rank that has something else to do meanwhile than to sleep."""
 
 
 class Pace:
@@ -31,11 +35,9 @@ class Pace:
 
     def __init__(self, costs: InstructionCosts | None = None) -> None:
         self.costs = costs
-        self._samples: dict[tuple[Kind, int], deque[float]] = {}
+        self._samples: defaultdict[tuple[Kind, int], deque[float]] = defaultdict(partial(deque, maxlen=SAMPLES_KEPT))
 
-    def reach(
-        self, kind: Kind, stage: int, begin_s: float, share: float = 1.0, poll: Callable[[], None] | None = None
-    ) -> None:
+    def reach(self, kind: Kind, stage: int, begin_s: float, share: float = 1.0, rest: Rest | None = None) -> None:
         """Return when a part of what began at `begin_s` has lasted as long as it is to.
 
         Args:
@@ -43,25 +45,25 @@ class Pace:
             stage: of which stage.
             begin_s: when it began, of `nnmpi.clock.now`.
             share: how much of it is done.
-            poll: called about every millisecond meanwhile.
+            rest: see `rest_until`.
         """
         if self.costs is not None:
-            sleep_until(begin_s + share * self.costs.of(kind.at(stage)), poll)
+            rest_until(begin_s + share * self.costs.of(kind.at(stage)), rest)
 
-    def finish(self, kind: Kind, stage: int, begin_s: float, poll: Callable[[], None] | None = None) -> None:
+    def finish(self, kind: Kind, stage: int, begin_s: float, rest: Rest | None = None) -> None:
         """Return when all of it has lasted as long as it is to, and note how long that was; see `reach`."""
-        self.reach(kind, stage, begin_s, poll=poll)
+        self.reach(kind, stage, begin_s, rest=rest)
         self._note(kind, stage, clock.now() - begin_s)
 
     def finish_update(self, stages: Sequence[int], begin_s: float) -> None:
         """Do so with the update of all of a rank's stages, which is noted for each as its part."""
         if self.costs is not None:
-            sleep_until(begin_s + sum(self.costs.of(Kind.STEP.at(stage)) for stage in stages))
+            rest_until(begin_s + sum(self.costs.of(Kind.STEP.at(stage)) for stage in stages))
         for stage in stages:
             self._note(Kind.STEP, stage, (clock.now() - begin_s) / len(stages))
 
     def _note(self, kind: Kind, stage: int, seconds: float) -> None:
-        self._samples.setdefault((kind, stage), deque(maxlen=SAMPLES_KEPT)).append(seconds)
+        self._samples[kind, stage].append(seconds)
 
     def measured(self, group: Group) -> InstructionCosts | None:
         """Return the medians of what was noted on all ranks; None if nothing was. Collective."""
@@ -73,19 +75,18 @@ class Pace:
         return InstructionCosts.measured(1 + max(stage for _, stage, _ in told), samples)
 
 
-def sleep_until(end_s: float, poll: Callable[[], None] | None = None) -> None:
-    """Sleep until a moment of `nnmpi.clock.now`.
+def rest_until(end_s: float, rest: Rest | None = None) -> None:
+    """Return at a moment of `nnmpi.clock.now`.
 
     Args:
         end_s: the moment.
-        poll: called about every millisecond meanwhile; None for nothing.
+        rest: what is done until then; None to sleep.
     """
-    if clock.now() >= end_s:
+    left_s = end_s - clock.now()
+    if left_s <= 0:
         return
     with timeline.span("slowed down", "slowdown"):
-        while (left_s := end_s - clock.now()) > 0:
-            if poll is None:
-                clock.sleep(left_s)
-            else:
-                clock.sleep(min(POLL_INTERVAL_S, left_s))
-                poll()
+        if rest is None:
+            clock.sleep(left_s)
+        else:
+            rest(end_s)
