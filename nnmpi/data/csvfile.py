@@ -12,6 +12,7 @@ import csv
 import io
 import math
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,26 +44,36 @@ def read_csv(path: Path) -> Table:
         text = read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    values, labels, width, header = array("d"), [], 0, True
-    try:
-        for cells in reader:
-            if not cells:
-                continue  # blank lines separate nothing
-            if header:
-                header, width = False, len(cells)
-                if _is_header(path, cells):
-                    continue
-            if len(cells) != width:
-                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
-            values.extend(_numbers(path, reader.line_num, cells))
-            labels.append(_label(path, reader.line_num, cells))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    values, labels, width = array("d"), [], 0
+    for line, cells in read_cells(path, io.StringIO(text, newline="")):
+        if not width:
+            width = len(cells)
+            if _is_header(path, cells):
+                continue
+        values.extend(_numbers(path, line, cells))
+        labels.append(_label(path, line, cells))
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
     features = np.frombuffer(values, np.float64).reshape(len(labels), width - 1).astype(np.float32)
     return Table(path, features, tuple(labels))
+
+
+def read_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the line and the cells of each row of a table; blank lines separate nothing.
+
+    Raises:
+        DataError: for what is no CSV, and for rows of different length.
+    """
+    reader, width = csv.reader(lines, strict=True), 0
+    try:
+        for cells in reader:
+            width = width or len(cells)
+            if len(cells) not in (0, width):
+                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
+            if cells:
+                yield reader.line_num, cells
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
 
 
 def _is_header(path: Path, first: list[str]) -> bool:

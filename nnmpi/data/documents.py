@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
+from nnmpi.data.csvfile import read_cells
+from nnmpi.data.files import opened
 from nnmpi.errors import DataError, UsageError
 
 CHUNK_BYTES = 2**20
@@ -62,21 +60,9 @@ def read_documents(path: Path, columns: Sequence[str] = (), lines: bool = False)
         raise DataError(f"{path}: there are no rows")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """Open a file for reading its bytes, and say what is wrong with it in a sentence."""
-    try:
-        with path.open("rb") as plain:
-            yield gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gz file ({error}); get it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
 def _decoded(path: Path) -> Iterator[str]:
     """Yield a file's text, in pieces that need not end where lines do; line ends are as they are in the file."""
-    with _opened(path) as stream:
+    with opened(path) as stream:
         decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
         while True:
             chunk = stream.read(CHUNK_BYTES)
@@ -149,21 +135,12 @@ def _whole_lines(pieces: Iterator[str]) -> Iterator[str]:
 def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the line and the cells of each row of a CSV table with a header."""
     csv.field_size_limit(CELL_BYTES)
-    reader = csv.reader(_whole_lines(_decoded(path)), strict=True)
     places: list[int] | None = None
-    width = 0
-    try:
-        for cells in reader:
-            if not cells:
-                continue  # blank lines separate nothing
-            if places is None:
-                places, width = [_place(path, cells, column) for column in columns], len(cells)
-                continue
-            if len(cells) != width:
-                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
-            yield f"line {reader.line_num}", [_unix(cells[place]) for place in places]
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    for line, cells in read_cells(path, _whole_lines(_decoded(path))):
+        if places is None:
+            places = [_place(path, cells, column) for column in columns]
+        else:
+            yield f"line {line}", [_unix(cells[place]) for place in places]
 
 
 def _place(path: Path, header: Sequence[str], column: str) -> int:

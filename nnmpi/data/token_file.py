@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +57,9 @@ class TextSource:
         """Return the tokenizer; None for one that is made of the text."""
         return None if self.tokenizer == CHARACTERS else load_tokenizer(self.tokenizer)
 
+    @cached_property
     def key(self) -> str:
-        """Return what names its tokens: a hash of the text, the tokenizer, and what a document is.
+        """What names its tokens: a hash of the text, the tokenizer, and what a document is.
 
         Raises:
             DataError: when the file cannot be read.
@@ -98,7 +100,7 @@ def prepare_tokens(source: TextSource) -> Path:
             folder that cannot be written.
     """
     parent = cache_folder() / "tokens"
-    folder = parent / source.key()
+    folder = parent / source.key
     if folder.is_dir():
         return folder
     with locked(parent):
@@ -113,7 +115,7 @@ def open_tokens(source: TextSource) -> TokenFile:
     Raises:
         UsageError, DataError: as `prepare_tokens`; for files that are damaged.
     """
-    folder = cache_folder() / "tokens" / source.key()
+    folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
         tokenizer = load_tokenizer(BYTES if source.tokenizer == BYTES else folder)

@@ -145,7 +145,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
     assert prepare_tokens(source) in folders
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.bin")} == before
     write(txt, "another text")
-    assert prepare_tokens(source) not in folders
+    assert prepare_tokens(TextSource(txt, "bytes")) not in folders
 
 
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
