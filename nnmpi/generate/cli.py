@@ -13,8 +13,6 @@ from nnmpi import clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
-from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
@@ -23,7 +21,7 @@ from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint import find, load_weights
-from nnmpi.train.cli import read_run
+from nnmpi.train.cli import read_run, start_ranks
 from nnmpi.train.config import SEQUENCE_MODELS, assemble, at_least_one, flatten, not_negative, require
 from nnmpi.train.device import explained, take_backend
 from nnmpi.train.folder import RunFolder
@@ -75,19 +73,9 @@ def launch(words: Sequence[str]) -> None:
     """Write on the ranks that MPI has started, or with --simulate on simulated ones.
 
     Raises:
-        NnmpiError: see `main`.
+        NnmpiError: see `train.cli.start_ranks` and `main`.
     """
-    if not any(word.partition("=")[0] == "--simulate" for word in words):
-        return main(words, start())
-    watch_alone()
-    try:
-        _, options = parse(words)
-    except HelpAsked as asked:
-        return Console(quiet=False).say(str(asked))
-    if not options.simulate:
-        return main(words, start())
-    simulate(partial(main, words), options.simulate)
-    return None
+    start_ranks(words, main, lambda: {"ranks": parse(words)[1].simulate})
 
 
 def parse(words: Sequence[str]) -> tuple[Path, WritingConfig]:

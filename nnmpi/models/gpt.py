@@ -101,10 +101,7 @@ def gpt(
     model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
     model.sharding = {
         "0.tokens": Sharding.VOCAB,
-        "*.attention.qkv": Sharding.COLUMN,
-        "*.attention.proj": Sharding.ROW,
-        "*.mlp.0": Sharding.COLUMN,
-        "*.mlp.2": Sharding.ROW,
+        **{f"*.{name}": sharding for name, sharding in TransformerBlock.sharding.items()},
         str(layers + 3): Sharding.VOCAB,
     }
     return model

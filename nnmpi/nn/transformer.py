@@ -39,8 +39,7 @@ class TransformerBlock(Module):
 
     sharding = MappingProxyType(
         {
-            "attention.qkv": Sharding.COLUMN,
-            "attention.proj": Sharding.ROW,
+            **{f"attention.{name}": sharding for name, sharding in CausalSelfAttention.sharding.items()},
             "mlp.0": Sharding.COLUMN,
             "mlp.2": Sharding.ROW,
         }

@@ -10,7 +10,8 @@ installs prints what all ranks raise once, and lets all of them end with the sam
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,24 +78,53 @@ def launch(words: Sequence[str]) -> None:
         words: of the command line, without the program.
 
     Raises:
+        NnmpiError: see `start_ranks` and `main`.
+    """
+
+    def simulation() -> dict[str, Any]:
+        sync = parse(words).sync
+        cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
+        return {
+            "ranks": sync.simulate,
+            "machine": sync.machine,
+            "seed": sync.simulation_seed,
+            "cpu_factor": cpu_factor,
+        }
+
+    start_ranks(words, main, simulation, StopSignals)
+
+
+def start_ranks(
+    words: Sequence[str],
+    program: Callable[[Sequence[str], Group], None],
+    simulation: Callable[[], dict[str, Any]],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Call a command's program on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Args:
+        words: of the command line.
+        program: is given the words, and the group.
+        simulation: returns the arguments of `simulate`, as the words have them; 0 ranks for those of MPI.
+        around: entered while ranks are simulated.
+
+    Raises:
         LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
-        NnmpiError: see `main`.
     """
     if not any(word.partition("=")[0] == "--simulate" for word in words):
-        return main(words, start())
+        return program(words, start())
     watch_alone()
     started = read_launch(os.environ)
     try:
-        sync = parse(words).sync
+        options = simulation()
     except HelpAsked as asked:
         return Console(quiet=started is not None and started.rank > 0).say(str(asked))
-    if not sync.simulate:
-        return main(words, start())
+    if not options["ranks"]:
+        return program(words, start())
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
-    cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
-    with StopSignals():
-        simulate(partial(main, words), sync.simulate, sync.machine, sync.simulation_seed, cpu_factor)
+    with around():
+        simulate(partial(program, words), **options)
     return None
 
 
