@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_theirs(tmp_path):
     loss.backward()
     assert np.abs(result.data - logits.detach().numpy()).max() < 1e-12 * np.abs(result.data).max()
     assert np.isclose(loss.item(), expected.item(), rtol=1e-13)
-    grads = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    grads = {name: np.asarray(parameter.grad) for name, parameter in ours.named_parameters()}
     save_pretrained(tmp_path / "grads", grads, size.heads)  # under their names
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "grads", dtype=torch.float64)
     for mine, twin in zip(found.parameters(), model.parameters(), strict=True):
