@@ -65,6 +65,7 @@ class Arrangement:
         names: the names of the model's links.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
+        stages_of: the stages of each of the model's parameters that stand in several.
         classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
         lower: names of tied parameters that a rank before this one writes and counts.
     """
@@ -81,6 +82,7 @@ class Arrangement:
     names: tuple[str, ...] = ()
     costs: tuple[LinkCost, ...] = ()
     ties: tuple[Tie, ...] = ()
+    stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lower: frozenset[str] = frozenset()
     classes: int = 0
 
@@ -181,7 +183,8 @@ def _cut(
     stages = cut_chain(links, cuts)
     mine = range(mesh.pp.rank, count, ranks)
     part = ModelPart(model, [link for number in mine for link in stages[number]])
-    ties, lower = _tie(mesh, layout, part, model, stages)
+    stages_of = _shared_parameters(layout, model, stages)
+    ties, lower = _tie(mesh, part, stages_of)
     return Arrangement(
         layout,
         mesh,
@@ -193,6 +196,7 @@ def _cut(
         tuple(link.name for link in links),
         costs,
         ties,
+        stages_of,
         lower,
     )
 
@@ -243,22 +247,41 @@ def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...
     return tuple(range(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
-def _tie(
-    mesh: BoundMesh, layout: Layout, part: ModelPart, model: Module, stages: Sequence[Sequence[ChainLink]]
-) -> tuple[tuple[Tie, ...], frozenset[str]]:
-    """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
+def _shared_parameters(
+    layout: Layout, model: Module, stages: Sequence[Sequence[ChainLink]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the stages of each parameter that stands in several.
+
+    Raises:
+        LayoutError: with pipedream, whose stages have copies of different versions.
+    """
+    _refuse_shared_buffers(model, stages)
     where: dict[int, list[int]] = {}
     for number, links in enumerate(stages):
         for parameter in ModelPart(model, links).parameters():
             where.setdefault(id(parameter), []).append(number)
-    _refuse_ties(layout, model, where)
-    _refuse_shared_buffers(model, stages)
+    found = {name: tuple(where.get(id(parameter), ())) for name, parameter in model.named_parameters()}
+    shared = {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+    if shared and layout.asynchronous:
+        name, numbers = next(iter(shared.items()))
+        asked = f"the pipeline schedule {layout.schedule}"
+        raise LayoutError(
+            f"{name} stands in the stages {', '.join(map(str, numbers))}, which does not go with {asked}; cut the "
+            f"model so that all layers that have it share a stage, or leave {asked} out"
+        )
+    return shared
+
+
+def _tie(
+    mesh: BoundMesh, part: ModelPart, stages_of: Mapping[str, Sequence[int]]
+) -> tuple[tuple[Tie, ...], frozenset[str]]:
+    """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
     own = dict(part.named_parameters())
     ties: list[Tie] = []
     lower: set[str] = set()
     groups: dict[tuple[int, ...], Group] = {}
-    for name, parameter in model.named_parameters():
-        ranks = tuple(sorted({number % mesh.pp.size for number in where.get(id(parameter), ())}))
+    for name, stages in stages_of.items():
+        ranks = tuple(sorted({number % mesh.pp.size for number in stages}))
         if len(ranks) < 2:
             continue
         if ranks not in groups:
@@ -268,23 +291,6 @@ def _tie(
             if mesh.pp.rank != ranks[0]:
                 lower.add(name)
     return tuple(ties), frozenset(lower)
-
-
-def _refuse_ties(layout: Layout, model: Module, where: Mapping[int, Sequence[int]]) -> None:
-    """Refuse a parameter that stands in several stages where its gradients cannot be added up as asked for.
-
-    A fixed order has no place for what several stages give, and with pipedream their copies are of different versions.
-    """
-    if not layout.fixed and not layout.asynchronous:
-        return
-    for name, parameter in model.named_parameters():
-        stages = where.get(id(parameter), ())
-        if len(stages) > 1:
-            asked = "reduction fixed" if layout.fixed else f"the pipeline schedule {layout.schedule}"
-            raise LayoutError(
-                f"{name} stands in the stages {', '.join(map(str, stages))}, which does not go with {asked}; cut the "
-                f"model so that all layers that have it share a stage, or leave {asked} out"
-            )
 
 
 def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLink]]) -> None:

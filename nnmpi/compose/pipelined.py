@@ -1,6 +1,7 @@
 """The runner of a pipeline: microbatches through this rank's stages, and what becomes of the parameters' gradients.
 
-    backward of stage s, microbatch m  --> added(s, m)       fixed order: taken into the tree of s
+    backward of stage s, microbatch m  --> added(s, m)       fixed order: taken into the tree of s; tied parameters'
+                                                             go to the stage before that has them (pipeline.relay)
     the last one of stage s            --> reduce(s)         else: its sum over the replicas begins, beside the rest
     all done                           --> finish            wait for the sums; add up tied parameters over stages
 
@@ -48,6 +49,7 @@ from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
+from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
@@ -103,9 +105,8 @@ class Pipelined:
         self._last = count - 1
         self._numbers = _numbers(arrangement)
         self._waiting = self._holders()
-        parts = list(self._numbers.values())
         self._places = {stage: i for i, stage in enumerate(self._numbers)}
-        self.fixed = FixedReduction(self.model, mesh.dp, parts, backend) if layout.fixed else None
+        self.fixed = FixedReduction(self.model, mesh.dp, _first_numbers(arrangement), backend) if layout.fixed else None
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
         self._correct = correct_of(arrangement)
         self.scalars, self._check = DeferredScalars(backend), label_check(loss, arrangement.classes)
@@ -129,6 +130,10 @@ class Pipelined:
         place = mesh.place
         self.pipeline = Pipeline(
             mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, f"d{place.d}t{place.t}", pace
+        )
+        tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
+        self._relay = GradientRelay(
+            tied, arrangement.stages_of, self.pipeline.messages, mesh.pp.size, 3 * count, backend
         )
 
     @property
@@ -273,10 +278,16 @@ class Pipelined:
 
     # ---- what the pipeline calls: see parallel.pipeline.executor.GradientSink ----
 
+    def adds(self, stage: int, microbatch: int) -> None:
+        """See `GradientSink.adds`."""
+        if self.fixed is not None:
+            self._relay.begin(stage, microbatch)
+
     def added(self, stage: int, microbatch: int) -> None:
         """See `GradientSink.added`."""
         running = self._batch
         if self.fixed is not None and running is not None:
+            self._relay.end(stage, microbatch)
             self.fixed.add(self._places[stage], running.batch.cuts[microbatch].number)
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
@@ -317,6 +328,7 @@ class Pipelined:
             self.parallel.finish()
         own = {span.parameter.name: span.parameter for span in self.model.storage.spans}
         for tie in self.arrangement.ties:  # in the same order on all ranks of the pipeline
+            own[tie.name].finish_gradient()  # in a fixed order the first stage has all, the others nothing
             grad = own[tie.name].grad
             assert grad is not None
             total: Array = namespace(grad).ascontiguousarray(grad)
@@ -361,6 +373,13 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
         stage: sorted({number_of[id(p)] for link in links for _, module in link.members for p in module.parameters()})
         for stage, links in arrangement.stages.items()
     }
+
+
+def _first_numbers(arrangement: Arrangement) -> list[list[int]]:
+    """Return the same, but of a parameter that stands in several stages the first alone."""
+    spans = arrangement.model.storage.spans
+    shared = {i: arrangement.stages_of.get(span.parameter.name, ())[:1] for i, span in enumerate(spans)}
+    return [[i for i in numbers if shared[i] in ((), (stage,))] for stage, numbers in _numbers(arrangement).items()]
 
 
 @dataclass(frozen=True)

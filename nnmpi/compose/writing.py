@@ -103,6 +103,9 @@ class Writer:
 class _NoGradients:
     """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
 
+    def adds(self, stage: int, microbatch: int) -> None:
+        """Nothing will be added."""
+
     def added(self, stage: int, microbatch: int) -> None:
         """Nothing was added."""
 

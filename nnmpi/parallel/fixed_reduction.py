@@ -9,11 +9,12 @@ tree that depends on their number alone (see `comm.fixed_order`):
     3 replicas          0 + 1  |  2  |  3               the tree stays
 
 It works for any number of replicas (those beyond the number of microbatches have nothing to do), of stages and of
-microbatches, as long as no parameter is used in two stages and no batch norm in two places. Two runs have the same bits
-if they have the same number of microbatches. That holds for what training computes (losses, gradients, their length,
-weights, running statistics), and not for the loss of an evaluation, whose batches the layout cuts. It holds on one
-processor type, with one BLAS library and one thread. Batch statistics are those of a microbatch; running statistics
-take in the microbatches in order.
+microbatches, as long as no batch norm is used in two places. A parameter of several stages belongs to the first one,
+which adds to what the later ones hand on to it (see `parallel.pipeline.relay`). Two runs have the same bits if they
+have the same number of microbatches. That holds for what training computes (losses, gradients, their length, weights,
+running statistics), and not for the loss of an evaluation, whose batches the layout cuts. It holds on one processor
+type, with one BLAS library and one thread. Batch statistics are those of a microbatch; running statistics take in the
+microbatches in order.
 """
 
 from __future__ import annotations
@@ -41,14 +42,12 @@ class FixedReduction:
     Args:
         model: initialized; its batch norms' running statistics are updated here from now on.
         group: the replicas.
-        parts: for each part (a stage, or the whole model) its parameters, by their numbers in the model's storage.
+        parts: for each part (a stage, or the whole model) its parameters, by their numbers in the model's storage; each
+            in one part alone.
         backend: where the model lives.
 
     Attributes:
         microbatch: the one whose forward runs, to which batch statistics then belong; the caller sets it before.
-
-    Raises:
-        UsageError: when a parameter belongs to two parts.
     """
 
     def __init__(self, model: Module, group: Group, parts: Sequence[Sequence[int]], backend: Backend) -> None:
@@ -56,10 +55,10 @@ class FixedReduction:
         self.storage = model.storage
         self.microbatch = 0
         self._parts = [list(part) for part in parts]
-        self._ranges = [self._find_ranges(part) for part in self._parts]
+        self._pieces = [self._find_pieces(part) for part in self._parts]
         self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
         self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
-        self._trees: list[dict[int, SumTree]] = []
+        self._trees: list[list[SumTree]] = []
         self._count = 0
         for number, norm in enumerate(self._norms):
             norm.observe = partial(self._observe, number)
@@ -67,7 +66,7 @@ class FixedReduction:
     def begin(self, microbatches: int) -> None:
         """Begin a step with so many microbatches, over all replicas."""
         self._count = microbatches
-        self._trees = [{buffer: SumTree(microbatches) for buffer in ranges} for ranges in self._ranges]
+        self._trees = [[SumTree(microbatches) for _ in pieces] for pieces in self._pieces]
         for seen in self._seen:
             seen.clear()
 
@@ -75,8 +74,8 @@ class FixedReduction:
         """Take the gradients of one microbatch for one part of the model, and clear them in the model."""
         for number in self._parts[part]:
             self.storage.spans[number].parameter.finish_gradient()
-        for buffer, tree in self._trees[part].items():
-            tree.push(microbatch, to_host(self._slice(part, buffer)))
+        for tree, place in zip(self._trees[part], self._places(part), strict=True):
+            tree.push(microbatch, to_host(place))
         for number in self._parts[part]:
             self.storage.spans[number].parameter.grad = None
 
@@ -89,8 +88,7 @@ class FixedReduction:
 
     def _sum(self) -> None:
         for part, trees in enumerate(self._trees):
-            for buffer, tree in trees.items():
-                place = self._slice(part, buffer)
+            for tree, place in zip(trees, self._places(part), strict=True):
                 out = room_like(place, place.shape) if is_device(place) else place
                 sum_in_fixed_order(self.group, tree, out)
                 put(out, place)
@@ -117,8 +115,7 @@ class FixedReduction:
     @property
     def sent_bytes(self) -> int:
         """The bytes of gradients that are summed over the replicas in a step; 0 for a single one."""
-        ranges = [(buffer, place) for part in self._ranges for buffer, place in part.items()]
-        size = sum((place.stop - place.start) * self.storage.grads[buffer].itemsize for buffer, place in ranges)
+        size = sum(place.nbytes for part in range(len(self._parts)) for place in self._places(part))
         return size if self.group.size > 1 else 0
 
     def release(self) -> None:
@@ -144,25 +141,20 @@ class FixedReduction:
         for mean, variance in everyones:
             norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))
 
-    def _find_ranges(self, part: Sequence[int]) -> dict[int, slice]:
-        """Return where a part's parameters lie in each flat array."""
-        ranges: dict[int, slice] = {}
-        for number in part:
-            span = self.storage.spans[number]
-            known = ranges.get(span.buffer, slice(span.start, span.stop))
-            ranges[span.buffer] = slice(min(known.start, span.start), max(known.stop, span.stop))
-        inside = [
-            number
-            for number, span in enumerate(self.storage.spans)
-            if span.buffer in ranges and ranges[span.buffer].start <= span.start < ranges[span.buffer].stop
-        ]
-        if sorted(inside) != sorted(set(part)):
-            raise UsageError(
-                "a fixed order of sums needs each stage's parameters for itself, but some stand in two stages; cut the "
-                "model so that tied layers share a stage, or sum gradients in any order"
-            )
-        return ranges
+    def _find_pieces(self, part: Sequence[int]) -> list[tuple[int, slice]]:
+        """Return where a part's parameters lie in the flat arrays: (number of the array, elements), few and long."""
+        pieces: list[tuple[int, slice]] = []
+        growing: dict[int, int] = {}  # for each flat array the piece that the next parameter lies beside
+        for number, span in enumerate(self.storage.spans):
+            if number not in part:
+                growing.pop(span.buffer, None)
+            elif span.buffer in growing:
+                at = growing[span.buffer]
+                pieces[at] = (span.buffer, slice(pieces[at][1].start, span.stop))
+            else:
+                growing[span.buffer] = len(pieces)
+                pieces.append((span.buffer, slice(span.start, span.stop)))
+        return pieces
 
-    def _slice(self, part: int, buffer: int) -> Array:
-        view: Array = self.storage.grads[buffer][self._ranges[part][buffer]]
-        return view
+    def _places(self, part: int) -> list[Array]:
+        return [self.storage.grads[buffer][place] for buffer, place in self._pieces[part]]

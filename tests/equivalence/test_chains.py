@@ -62,14 +62,13 @@ def test_the_state_holds_tied_weights_once(group: Group) -> None:
         release(worker)
 
 
-@pytest.mark.parametrize("options", [{"reduction": "fixed"}, {"schedule": "pipedream"}], ids=str)
-def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group, options: dict[str, Any]) -> None:
+def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) -> None:
     """On all ranks, also those that have no part in it. In one stage they are right."""
     setup = Setup(own.tied)
     for pp in sorted({1, 2 if group.size % 2 == 0 else 1, min(group.size, links(setup))}):
         if group.size % pp:
             continue
-        layout = spread(setup, (group.size // pp, pp, 1), **{"schedule": "1f1b", **options})
+        layout = spread(setup, (group.size // pp, pp, 1), "pipedream")
         if pp == 1:
             release(build(setup, group, layout))
             continue

@@ -9,7 +9,8 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
-from tests.equivalence.cover import MODELS, SCHEDULES, SETUPS, Case, meshes
+from tests.equivalence import own
+from tests.equivalence.cover import MODELS, SCHEDULES, SETUPS, Case, links, meshes, spread
 from tests.equivalence.reference import Run, Setup, run, serial_run
 
 
@@ -24,12 +25,12 @@ def bits_that_differ(parallel: Run, serial: Run) -> list[str]:
     return [name for name, ours, theirs in pairs if not np.array_equal(ours, theirs)]
 
 
-def assert_same_bits(group: Group, setup: Setup, case: Case, serial: Run | None) -> None:
+def assert_same_bits(group: Group, setup: Setup, layout: Layout, serial: Run | None) -> None:
     """Fail on all ranks if a run under a fixed order of sums has other bits than the one on rank 0 alone."""
-    parallel = run(setup, group, case.layout, synchronous_sends=True)
+    parallel = run(setup, group, layout, synchronous_sends=True)
     found = bits_that_differ(parallel, serial) if serial is not None else []
     everyones = group.gather([found, parallel.losses])
-    assert not everyones[0][0], f"{case} in {setup.microbatches} microbatches: {everyones[0][0]}"
+    assert not everyones[0][0], f"{layout} in {setup.microbatches} microbatches: {everyones[0][0]}"
     assert all(theirs[1] == everyones[0][1] for theirs in everyones)
 
 
@@ -43,7 +44,7 @@ def test_replicas_and_pipelines_have_the_serial_bits(group: Group, alone: Group,
         setup = replace(SETUPS[model], microbatches=microbatches, worker={"clip": 0.5})
         serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
         schedule = SCHEDULES[(number + microbatches) % len(SCHEDULES)]
-        assert_same_bits(group, setup, Case(model, dp, pp, 1, schedule, reduction="fixed"), serial)
+        assert_same_bits(group, setup, Case(model, dp, pp, 1, schedule, reduction="fixed").layout, serial)
 
 
 @pytest.mark.simulated
@@ -55,7 +56,19 @@ def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> 
     serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
     for recompute in ("never", "except-last"):
         case = Case(model, dp, group.size // dp, 1, "1f1b", reduction="fixed", recompute=recompute)
-        assert_same_bits(group, setup, case, serial)
+        assert_same_bits(group, setup, case.layout, serial)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ties_over_stages_have_the_serial_bits(group: Group, alone: Group, dtype: str) -> None:
+    """A layer in three stages, and a bias in two, of one rank or of several."""
+    setup = Setup(own.tied, {}, "adam", {"lr": 0.1}, dtype, microbatches=5, worker={"clip": 0.5})
+    serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
+    for number, (dp, pp, tp) in enumerate(meshes(group.size, links(setup))):
+        if tp == 1 < pp:
+            schedule = SCHEDULES[(number + (dtype == "float64") + group.size) % len(SCHEDULES)]
+            assert_same_bits(group, setup, spread(setup, (dp, pp, 1), schedule, reduction="fixed"), serial)
 
 
 @pytest.mark.simulated

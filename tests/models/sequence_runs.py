@@ -1,4 +1,4 @@
-"""Training runs of language models on simulated ranks, whatever the layout: batches that divide nothing."""
+"""Training runs of language models, whatever the layout: sentences of many lengths, in batches that divide nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,44 +11,57 @@ from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
+from nnmpi.data import sampler
+from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.nn.module import Module
-from nnmpi.shard import split
+from tests.worker_options import grouped
 
-ROWS, TIME, TOKENS, MICROBATCHES, STEPS = 11, 7, 23, 3, 3
+TIME, TOKENS, MICROBATCHES, STEPS = 7, 23, 3, 4
+SHAPES = ((7, TIME), (5, 4), (11, TIME), (2, 5))  # rows and tokens of each step's batch
 
 Run = tuple[list[tuple[float, float]], dict[str, Any]]
 
 
-def batch(step: int, rank: int, world: int, rows: int = ROWS) -> Batch:
-    """Return a rank's part of a batch of drawn tokens."""
+def batch(step: int, rank: int, world: int, whole: bool = False) -> Batch:
+    """Return a rank's part of a batch of drawn tokens, or its whole microbatches; sentences end anywhere."""
     draw = np.random.default_rng(step)
-    x, y = (draw.integers(0, TOKENS, (rows, TIME)) for _ in range(2))
-    cuts, places = [], list[int]()
-    for number, part in enumerate(split(rows, MICROBATCHES)):
-        own = split(len(part), world)[rank]
-        first = part.start + own.start
-        cuts.append(Cut(len(places), len(places) + len(own), first, number))
-        places += range(first, first + len(own))
-    indices = np.array(places, np.int64)
-    return Batch(x[indices], y[indices], indices, tuple(cuts), rows, 0, step, MICROBATCHES)
+    rows, time = SHAPES[step]
+    x, y = (draw.integers(0, TOKENS, (rows, time)) for _ in range(2))
+    y[np.arange(time) >= draw.integers(0, time + 1, (rows, 1))] = IGNORED
+    everyones, _ = sampler.rows(rows, rows, 0, microbatches=MICROBATCHES)
+    own, _ = sampler.rows(rows, rows, 0, rank, world, MICROBATCHES, whole)
+    targets = tuple(int((y[part.start : part.stop] >= 0).sum()) for part in everyones.values())
+    cuts, indices = [], np.array([place for part in own.values() for place in part], np.int64)
+    for number, part in own.items():
+        start = cuts[-1].stop if cuts else 0
+        cuts.append(Cut(start, start + len(part), part.start, number))
+    return Batch(x[indices], y[indices], indices, tuple(cuts), rows, 0, step, len(everyones), targets=targets)
 
 
-def train(group: Group, build: Callable[[], Module], layout: Layout, **options: Any) -> Run:
+def train(group: Group, build: Callable[[], Module], layout: Layout, dtype: str = "float64", **options: Any) -> Run:
     """Return each step's loss and gradient norm, and the last weights."""
-    where = arrange(build(), group, layout, np.zeros((2, TIME), np.int64), "float64")
-    model = where.model.initialize(seed=5, dtype="float64")
-    worker = Worker(model, optim.Adam(model.storage, lr=1e-2), group, arrangement=where, seed=3, **options)
-    reports = [worker.step(batch(step, where.data_rank, where.data_ranks)) for step in range(STEPS)]
+    where = arrange(build(), group, layout, np.zeros((2, TIME), np.int64), dtype)
+    model = where.model.initialize(seed=5, dtype=dtype)
+    optimizer = optim.Adam(model.storage, lr=1e-2)
+    worker = Worker(model, optimizer, group, arrangement=where, **grouped(**{"seed": 3, "clip": 0.5, **options}))
+    parts = [batch(step, where.data_rank, where.data_ranks, layout.fixed) for step in range(STEPS)]
+    reports = [worker.step(each) for each in parts]
     weights = worker.state()[0].to_dict(everywhere=True)
+    worker.release()
+    where.free()
     return [(report.loss, report.grad_norm) for report in reports], weights
 
 
-def differences(build: Callable[[], Module], ranks: int, layout: Layout) -> tuple[float, float]:
-    """Return how far a layout is from the serial run: losses and norms relative, weights absolute."""
-    ((serial, weights),) = simulate(lambda group: train(group, build, Layout()), 1)
-    found, theirs = simulate(lambda group: train(group, build, layout), ranks)[0]
-    assert weights.keys() == theirs.keys()
-    ours, expected = np.array(found), np.array(serial)
+def compare(found: Run, serial: Run) -> tuple[float, float]:
+    """Return how far a run is from the serial one: losses and norms relative, weights absolute."""
+    assert serial[1].keys() == found[1].keys()
+    ours, expected = np.array(found[0]), np.array(serial[0])
     relative = float((np.abs(ours - expected) / expected).max())
-    return relative, max(float(np.abs(weights[name] - theirs[name]).max()) for name in weights)
+    return relative, max(float(np.abs(value - found[1][name]).max()) for name, value in serial[1].items())
+
+
+def differences(build: Callable[[], Module], ranks: int, layout: Layout) -> tuple[float, float]:
+    """Return how far a layout on simulated ranks is from the serial run, as `compare` does."""
+    (serial,) = simulate(lambda group: train(group, build, Layout()), 1)
+    return compare(simulate(lambda group: train(group, build, layout), ranks)[0], serial)

@@ -57,9 +57,3 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
     with nn.training(), pytest.raises(UsageError, match="normalizes twice in one microbatch"):
         model(np.ones((3, 2), np.float32))
     fixed.release()
-
-
-def test_parameters_of_two_parts_are_refused(group: Group) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).initialize()
-    with pytest.raises(UsageError, match="some stand in two stages"):
-        FixedReduction(model, group, [[0, 1, 4], [2, 3, 5]], numpy_backend())

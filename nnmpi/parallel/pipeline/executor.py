@@ -36,6 +36,9 @@ INFERENCE = "inference"
 class GradientSink(Protocol):
     """What becomes of the parameters' gradients: so a pipeline need not know data parallelism."""
 
+    def adds(self, stage: int, microbatch: int) -> None:
+        """A microbatch's gradients will now be added to the parameters of a stage."""
+
     def added(self, stage: int, microbatch: int) -> None:
         """A microbatch's gradients have been added to the parameters of a stage."""
 
@@ -92,6 +95,9 @@ class Pipeline:
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
         label: tells this pipeline from its replicas in a trace.
         pace: how long computing lasts in training.
+
+    Attributes:
+        messages: between the ranks; tags from 3 * `count` on are free for others.
     """
 
     def __init__(
@@ -109,13 +115,13 @@ class Pipeline:
         self.group, self.stages, self.count, self.schedule = group, dict(stages), count, schedule
         self.sink, self.backend, self.label = sink, backend, label
         self.pace = Pace() if pace is None else pace
-        self._messages = Messages(group, synchronous_sends)
+        self.messages = Messages(group, synchronous_sends)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._passes = 0
         boundaries = (
             {s for stage in stages for s in (stage - 1, stage) if 0 <= s < count - 1} if group.size > 1 else set()
         )
-        self._boundaries = {s: StageBoundary(self._messages, self._peer(s), s, backend) for s in sorted(boundaries)}
+        self._boundaries = {s: StageBoundary(self.messages, self._peer(s), s, backend) for s in sorted(boundaries)}
 
     def plan(self, microbatches: int, name: str | None = None) -> Schedule:
         """Return the schedule for so many microbatches, with transfers, after it has been checked.
@@ -146,7 +152,7 @@ class Pipeline:
 
     def free(self) -> None:
         """Give the communicator back to MPI. Collective."""
-        self._messages.free()
+        self.messages.free()
 
     def _peer(self, boundary: int) -> int:
         """Return the rank at the other end of the boundary after a stage."""
@@ -155,7 +161,7 @@ class Pipeline:
 
     def _run(self, schedule: Schedule, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
         self._passes += 1
-        one = _Pass(self, schedule, inputs, seeds, self._boundaries, self._messages, f"{self.label}/{self._passes}")
+        one = _Pass(self, schedule, inputs, seeds, self._boundaries, self.messages, f"{self.label}/{self._passes}")
         try:
             return one.run()
         except BaseException:
@@ -273,6 +279,7 @@ class _Pass:
             self._values[stage + 1, microbatch] = result
 
     def _backward(self, stage: int, microbatch: int) -> None:
+        self._sink.adds(stage, microbatch)
         self._go_back(stage, microbatch, halves=False)
         self._sink.added(stage, microbatch)
 
@@ -280,6 +287,7 @@ class _Pass:
         self._go_back(stage, microbatch, halves=True)
 
     def _weight_half(self, stage: int, microbatch: int) -> None:
+        self._sink.adds(stage, microbatch)
         self._stages[stage].finish(microbatch)
         self._sink.added(stage, microbatch)
 
