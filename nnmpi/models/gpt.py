@@ -64,9 +64,9 @@ def gpt(
 
     The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside; the output is the token embedding's
     table, transposed. Weights are drawn normal with standard deviation 0.02, those of the last layer of each branch
-    with 0.02 / sqrt(2 layers), because as many are added up; biases are 0. Dropout comes after the embedding and
-    after each branch (of attention's probabilities none is dropped). The chain can be cut before and after each
-    block; the table of tokens then stands in the first and the last stage, which add up its gradients.
+    with 0.02 / sqrt(2 layers), because as many are added up; biases are 0. Dropout comes after the embedding, after
+    each branch and to the attention's probabilities, as in GPT-2. The chain can be cut before and after each block;
+    the table of tokens then stands in the first and the last stage, which add up its gradients.
 
     Its table cuts the vocabulary, each attention by heads, and each mlp by its inner features.
 

@@ -37,6 +37,7 @@ BLOCK = {
 }
 IDLE = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # constants, and the tied output
 DTYPES = ("F16", "F32", "F64")
+DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}  # with what they are where config.json is silent
 
 # What config.json may say of the architecture, and the one value that `models.gpt` is.
 FIXED: Mapping[str, Any] = {
@@ -66,16 +67,7 @@ def read_size(folder: Path) -> GPTSize:
     Raises:
         DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not.
     """
-    file = folder / CONFIG
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
-        ) from None
-    if not isinstance(found, dict) or found.get("model_type") != "gpt2":
-        kind = found.get("model_type") if isinstance(found, dict) else None
-        raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
+    file, found = _read_config(folder)
     for name, value in FIXED.items():
         if found.get(name, value) != value:
             raise DataError(f"{file}: {name} is {found[name]!r}; only {value!r} can be read")
@@ -90,6 +82,23 @@ def read_size(folder: Path) -> GPTSize:
     if inner not in (None, 4 * sizes[2]):
         raise DataError(f"{file}: n_inner is {inner}; only 4 n_embd, {4 * sizes[2]}, can be read")
     return GPTSize(*sizes)
+
+
+def read_dropout(folder: Path) -> float:
+    """Return the probability with which the model in a folder drops elements in training.
+
+    Raises:
+        DataError: when config.json cannot be read, or has several.
+    """
+    file, found = _read_config(folder)
+    rates = {name: found.get(name, usual) for name, usual in DROPOUTS.items()}
+    rate = rates["attn_pdrop"]
+    if not isinstance(rate, int | float) or not 0 <= rate < 1 or set(rates.values()) != {rate}:
+        raise DataError(
+            f"{file}: {', '.join(f'{name} is {value!r}' for name, value in rates.items())}; only one probability in "
+            "[0, 1) for all three can be read; choose a dropout for this run"
+        )
+    return float(rate)
 
 
 def load_pretrained(model: Module, folder: Path) -> None:
@@ -125,13 +134,14 @@ def load_pretrained(model: Module, folder: Path) -> None:
         raise DataError(f"{file} cannot be read ({error})") from None
 
 
-def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int) -> None:
+def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int, dropout: float = 0.0) -> None:
     """Write a GPT-2 as transformers reads it.
 
     Args:
         folder: where config.json and model.safetensors go; it is made if it is not there.
         weights: the whole model's, by name, as `model.state()` gives them.
         heads: of each attention.
+        dropout: what it was trained with.
 
     Raises:
         OSError: when it cannot be written.
@@ -148,12 +158,32 @@ def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int) -> N
         "n_layer": layers,
         "n_head": heads,
         "dtype": str(weights["0.tokens.weight"].dtype),
+        **dict.fromkeys(DROPOUTS, dropout),
         **FIXED,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     arrays = {PREFIX + theirs: np.ascontiguousarray(weights[ours]) for ours, theirs in _names(layers)}
     save_file(arrays, folder / WEIGHTS, {"format": "pt"})
+
+
+def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return where config.json is, and what it says.
+
+    Raises:
+        DataError: when it cannot be read, or is of no GPT-2.
+    """
+    file = folder / CONFIG
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
+        ) from None
+    if not isinstance(found, dict) or found.get("model_type") != "gpt2":
+        kind = found.get("model_type") if isinstance(found, dict) else None
+        raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
+    return file, found
 
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:

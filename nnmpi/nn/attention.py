@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 
 from nnmpi.errors import UsageError
+from nnmpi.nn.dropout import mask_place
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
@@ -31,6 +33,7 @@ class CausalSelfAttention(Module):
         init: draws both weights; by default as `Linear` does.
         proj_init: draws the second one, if it is another way.
         bias_init: draws the biases; by default as `Linear` does.
+        dropout: the probability with which one of the attention's probabilities is dropped in training (see `Dropout`).
     """
 
     sharding = MappingProxyType({"qkv": Sharding.COLUMN, "proj": Sharding.ROW})
@@ -43,20 +46,24 @@ class CausalSelfAttention(Module):
         init: Initializer | None = None,
         proj_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        dropout: float = 0.0,
     ) -> None:
         if heads < 1 or features < 1 or features % heads:
             raise UsageError(
                 f"attention of {features} features with {heads} heads does not work; both must be at least 1, "
                 "and the features a multiple of the heads"
             )
-        self.heads = heads
+        if not 0 <= dropout < 1:
+            raise UsageError(f"attention's dropout is a probability in [0, 1), not {dropout}")
+        self.heads, self.dropout = heads, dropout
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
         self.qkv = Linear(features, 3 * features, bias, init, bias_init)
         self.proj = Linear(features, features, bias, proj_init or init, bias_init)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention's result, of the shape of x. See `ops.attention`."""
-        memory = current().memory
+        memory, rate = current().memory, self.dropout if current().training else 0.0
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
-        y: Tensor = self.proj(attention(self.qkv(x), self.heads, True, before))
+        place = partial(mask_place, self.path)
+        y: Tensor = self.proj(attention(self.qkv(x), self.heads, True, before, rate, place))
         return y

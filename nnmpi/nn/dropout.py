@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import current
@@ -30,9 +32,10 @@ class Dropout(Module):
         """Return x, or in training x with dropped elements."""
         if not current().training or self.rate == 0:
             return x
-        return dropout(x, self.rate, self._draw)
+        return dropout(x, self.rate, partial(mask_place, self.path))
 
-    def _draw(self) -> tuple[tuple[int, int], int]:
-        """Return what the mask depends on: asked anew whenever a compiled step comes here."""
-        mode = current()
-        return key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row
+
+def mask_place(path: str) -> tuple[tuple[int, int], int]:
+    """Return what the mask of a layer depends on, given its full name: asked anew in each pass of a compiled step."""
+    mode = current()
+    return key_pair("dropout", mode.seed, mode.step, path), mode.first_row

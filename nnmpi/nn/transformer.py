@@ -32,7 +32,8 @@ class TransformerBlock(Module):
         bias: whether the linear layers have one.
         init: draws their weights; by default as `Linear` does.
         eps: of the normalizations.
-        dropout: the probability with which an element of what a branch adds is dropped in training.
+        dropout: the probability with which an element of what a branch adds is dropped in training, and one of the
+            attention's probabilities.
         proj_init: draws the weights of the branches' last layers, if it is another way than `init`.
         bias_init: draws the biases; by default as `Linear` does.
     """
@@ -61,7 +62,7 @@ class TransformerBlock(Module):
         if hidden < 1:
             raise UsageError(f"a transformer block needs at least 1 hidden feature, not {hidden}")
         self.norm1 = LayerNorm(features, eps)
-        self.attention = CausalSelfAttention(features, heads, bias, init, proj_init, bias_init)
+        self.attention = CausalSelfAttention(features, heads, bias, init, proj_init, bias_init, dropout)
         self.norm2 = LayerNorm(features, eps)
         self.mlp = Sequential(
             Linear(features, hidden, bias, init, bias_init),

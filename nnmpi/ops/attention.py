@@ -9,14 +9,16 @@ causal mask does to NaN is told in `backend.kernels.attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.attention import Heads
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.dropout import Place
 from nnmpi.tensor.convert import converted, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, require_floating
@@ -109,12 +111,13 @@ class PackedAttention(Function):
         before: the tokens before these, which are added to them; None for none.
     """
 
-    __slots__ = ("before", "causal", "heads", "kernels")
+    __slots__ = ("before", "causal", "first", "heads", "kernels")
 
     replayable = True
 
     def __init__(self, heads: int, causal: bool, kernels: Kernels, before: KeyValues | None = None) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
+        self.first = 0  # of the heads that this rank has
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: by heads, where queries, keys and values are each cut by heads.
@@ -129,6 +132,7 @@ class PackedAttention(Function):
         by_heads: Placement | None = None if cut.axis != 2 else cut.placement.reshaped(qkv.shape, apart, cut.group.size)
         if by_heads is None or by_heads.axis != 3:
             raise cut.refuse(self, "needs queries, keys and values of whole heads on each rank")
+        self.first = by_heads.region((self.heads,), 0, cut.group.size, cut.group.rank).start
         self.heads = cut.own(by_heads)
         return replace(by_heads, unit=width // (3 * by_heads.units), axis=2)
 
@@ -136,7 +140,7 @@ class PackedAttention(Function):
         batch, time, width = qkv.shape
         y: Array = self.xp.empty((batch, time, width // 3), qkv.dtype)
         if not self.heads:  # more ranks than heads
-            self.saved = (None,)
+            self.saved = (None, ())
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
@@ -144,16 +148,21 @@ class PackedAttention(Function):
         if self.before is not None:
             causal = causal and not self.before.count  # one token behind others sees all
             k, v = self.before.extend(self.xp, k, v)
-        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, causal, True in self.needs),)
+        drop = self.draw(q.shape[2], k.shape[2])
+        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, causal, True in self.needs, *drop), drop)
         return y
 
+    def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:
+        """Return which probabilities of so many queries and keys are dropped, if some are."""
+        return ()
+
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (residuals,), (batch, time, features) = self.saved, grad.shape
+        (residuals, drop), (batch, time, features) = self.saved, grad.shape
         to_qkv: Array = self.xp.empty((batch, time, 3 * features), grad.dtype)
         if residuals is None:
             return (to_qkv,)
         (heads,), (to_q, to_k, to_v) = self._split(grad, 1), self._split(to_qkv, 3)
-        self.kernels.attend_grad(self.xp, heads, residuals, to_q, to_k, to_v, self.causal)
+        self.kernels.attend_grad(self.xp, heads, residuals, to_q, to_k, to_v, self.causal, *drop)
         return (to_qkv,)
 
     def _split(self, packed: Array, parts: int) -> tuple[Heads, ...]:
@@ -164,7 +173,44 @@ class PackedAttention(Function):
         return tuple(heads[i] for i in range(parts))
 
 
-def attention(qkv: Tensor, heads: int, causal: bool = False, before: KeyValues | None = None) -> Tensor:
+class DroppedAttention(PackedAttention):
+    """The same, with probabilities set to 0 at random and the others scaled up, so that the mean stays.
+
+    The mask is a function of a key, the sequence's place in the global batch, head, query and key: every layout drops
+    the same ones.
+
+    Args:
+        rate: the probability of 0.
+        place: returns the key and the first row; asked in every forward pass.
+        heads, causal, kernels: as for `PackedAttention`.
+    """
+
+    __slots__ = ("place", "rate")
+
+    replayable = False  # a compiled step asks for another place each time
+
+    def __init__(self, rate: float, place: Callable[[], Place], heads: int, causal: bool, kernels: Kernels) -> None:
+        super().__init__(heads, causal, kernels)
+        self.rate, self.place = rate, place
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as without dropout, where each has whole sequences."""
+        uncut(self, inputs[0], (0, 1), "needs whole sequences")
+        return super().placed(*inputs)
+
+    def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:
+        """See `PackedAttention.draw`."""
+        return (AttentionDropout(self.rate, *self.place()).from_head(self.first, queries, keys),)
+
+
+def attention(
+    qkv: Tensor,
+    heads: int,
+    causal: bool = False,
+    before: KeyValues | None = None,
+    dropout: float = 0.0,
+    place: Callable[[], Place] | None = None,
+) -> Tensor:
     """Return multi-head attention of a packed projection, the heads side by side.
 
     Args:
@@ -173,13 +219,15 @@ def attention(qkv: Tensor, heads: int, causal: bool = False, before: KeyValues |
         causal: whether each position sees only itself and those before it; NaN in a later value may still be seen (see
             the module), in a later query or key not.
         before: keys and values of the tokens before, to which these are added; there is no backward pass then.
+        dropout: the probability with which a probability is dropped, the others being divided by 1 - dropout.
+        place: returns what the dropped ones depend on, as for `ops.dropout`; needed where dropout is not 0.
 
     Returns:
         (batch, time, features), in the dtype of qkv; in a mode of mixed precision in the lower one.
 
     Raises:
         ShapeError: when qkv is not of three axes, or the last is no multiple of 3 * heads.
-        UsageError: when there are no heads.
+        UsageError: when there are no heads, or dropout is not in [0, 1), has no place, or comes with `before`.
         DtypeError: when qkv is not floating point.
     """
     if heads < 1:
@@ -189,8 +237,14 @@ def attention(qkv: Tensor, heads: int, causal: bool = False, before: KeyValues |
             f"attention with {heads} heads needs (batch, time, 3 * features) with features a multiple of {heads}, "
             f"not {qkv.shape}"
         )
+    if not 0 <= dropout < 1 or (dropout and (place is None or before is not None)):
+        raise UsageError(
+            f"attention's dropout is a probability in [0, 1) and needs a place, and nothing before; not {dropout}"
+        )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kernels = kernels_for(packed.data)
+    if place is not None and dropout:
+        return with_kernels(kernels, DroppedAttention(dropout, place, heads, causal, kernels), packed)
     return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
 
 

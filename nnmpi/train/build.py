@@ -33,7 +33,7 @@ from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import load_pretrained, read_size
+from nnmpi.models.pretrained import load_pretrained, read_dropout, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
@@ -95,9 +95,9 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     if is_custom(config.model):
         return build_custom_model(config.model, sample_shape, classes)
     if config.model == "mlp":
-        return mlp(sample_shape, classes, config.hidden, config.activation, config.dropout)
+        return mlp(sample_shape, classes, config.hidden, config.activation, dropout_of(config))
     if config.model == "cnn":
-        return cnn(sample_shape, classes, config.hidden, config.dropout)
+        return cnn(sample_shape, classes, config.hidden, dropout_of(config))
     if config.model == "resnet":
         return resnet(sample_shape, classes)
     return _build_sequence_model(config, sample_shape, classes)
@@ -111,16 +111,27 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
             "model cnn or mlp"
         )
     if config.model == "lstm":
-        return lstm(tokens, config.features, config.layers, config.dropout, decided(config.tied) is not False)
+        return lstm(tokens, config.features, config.layers, dropout_of(config), decided(config.tied) is not False)
     if config.pretrained is None:
-        return gpt(tokens, sample_shape[0], config.features, config.layers, config.heads, config.dropout)
+        return gpt(tokens, sample_shape[0], config.features, config.layers, config.heads, dropout_of(config))
     size = read_size(config.pretrained)
     if size.vocabulary < tokens or size.context < sample_shape[0]:
         raise UsageError(
             f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of {size.context}, but the "
             f"data {tokens} and {sample_shape[0]}; give its own tokenizer, and a --context of at most {size.context}"
         )
-    return gpt(**vars(size), dropout=config.dropout)
+    return gpt(**vars(size), dropout=dropout_of(config))
+
+
+def dropout_of(config: ModelConfig) -> float:
+    """Return the model's dropout: as given, else what a pretrained one says, else 0.
+
+    Raises:
+        DataError: when that cannot be read.
+    """
+    if config.dropout is None:
+        return 0.0 if config.pretrained is None else read_dropout(config.pretrained)
+    return config.dropout
 
 
 def check_samples(model: str, samples: Samples) -> None:

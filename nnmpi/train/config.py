@@ -321,9 +321,9 @@ class ModelConfig:
     """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is linear."""
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
     """Activation of the hidden layers of mlp."""
-    dropout: float = 0.0
+    dropout: float | None = None
     """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between lstm's layers, and of
-    what gpt's blocks add."""
+    gpt's embedding, attention probabilities and what its blocks add (default: 0; with --pretrained, what that has)."""
     layers: int = 2
     """Layers of lstm, blocks of gpt."""
     features: int = 128
@@ -344,7 +344,8 @@ class ModelConfig:
         require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
-        fraction("--dropout", self.dropout)
+        if self.dropout is not None:
+            fraction("--dropout", self.dropout)
         plain = {each.name: each.default for each in fields(self)}
         for name, models in MODELS_WITH.items():
             known, given = " or ".join(models), getattr(self, name) != plain[name]

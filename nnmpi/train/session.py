@@ -15,7 +15,7 @@ from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
-from nnmpi.train.build import RunContext, set_up, settle
+from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
@@ -110,7 +110,8 @@ def _write_model(context: RunContext) -> None:
         return
     weights = context.trainer.state()[0].to_dict()
     heads = options.heads if options.pretrained is None else read_size(options.pretrained).heads
-    on_root(context.group, partial(save_pretrained, context.folder.path / "model", weights, heads))
+    where = context.folder.path / "model"
+    on_root(context.group, partial(save_pretrained, where, weights, heads, dropout_of(options)))
     tokenizer = context.inputs.tokenizer
     if tokenizer is not None:
         on_root(context.group, partial(tokenizer.save, context.folder.path / "model"))

@@ -13,7 +13,7 @@ from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError
-from nnmpi.models.pretrained import GPTSize, load_pretrained, read_size, save_pretrained
+from nnmpi.models.pretrained import GPTSize, load_pretrained, read_dropout, read_size, save_pretrained
 
 SIZE = GPTSize(vocabulary=23, context=9, features=12, layers=3, heads=3)
 
@@ -64,6 +64,18 @@ def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
         return len(where.model.parameters())
 
     assert min(simulate(main, (layout.pp or 1) * (layout.tp or 1))) > 0
+
+
+def test_dropout_is_read_and_written(folder: Path, tmp_path: Path) -> None:
+    """GPT-2's own is 0.1, also where the file says nothing."""
+    assert read_dropout(folder) == 0.0
+    save_pretrained(tmp_path / "other", small().state(), SIZE.heads, 0.3)
+    assert read_dropout(tmp_path / "other") == 0.3
+    change(folder, attn_pdrop=0.1)
+    with pytest.raises(DataError, match="embd_pdrop is 0.0, resid_pdrop is 0.0, attn_pdrop is 0.1; only one prob"):
+        read_dropout(folder)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert read_dropout(folder) == 0.1
 
 
 @pytest.mark.parametrize(

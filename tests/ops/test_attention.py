@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops
+from nnmpi import nn, ops
 from nnmpi.backend.kernels import attention as module
+from nnmpi.backend.random import random_bits
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
-def reference(q, k, v, grad, causal):
-    """Return the result and the gradients, from the formulas, in float64; arrays are (batch, heads, time, features)."""
+def reference(q, k, v, grad, causal, left=1):
+    """Return the result and the gradients, from the formulas, in float64; arrays are (batch, heads, time, features).
+
+    `left` is what probabilities are multiplied by.
+    """
     q, k, v, grad = (a.astype("float64") for a in (q, k, v, grad))
     factor = 1 / np.sqrt(q.shape[-1])
     scores = np.einsum("bhid,bhjd->bhij", q, k) * factor
@@ -20,10 +24,10 @@ def reference(q, k, v, grad, causal):
         scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    to_p = np.einsum("bhid,bhjd->bhij", grad, v)
+    to_p = np.einsum("bhid,bhjd->bhij", grad, v) * left
     to_scores = p * (to_p - (p * to_p).sum(-1, keepdims=True)) * factor
     to_q, to_k = np.einsum("bhij,bhjd->bhid", to_scores, k), np.einsum("bhij,bhid->bhjd", to_scores, q)
-    return np.einsum("bhij,bhjd->bhid", p, v), to_q, to_k, np.einsum("bhij,bhid->bhjd", p, grad)
+    return np.einsum("bhij,bhjd->bhid", p * left, v), to_q, to_k, np.einsum("bhij,bhid->bhjd", p * left, grad)
 
 
 def split(packed, parts, heads):
@@ -256,3 +260,34 @@ def test_what_does_not_fit(make, error, words):
     """One sentence that names the values."""
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dropped_probabilities(dtype, causal, monkeypatch):
+    """By the formulas, with the mask that its description gives, in blocks and bands of any size."""
+    monkeypatch.setattr(module, "ELEMENTS", 500)
+    monkeypatch.setattr(module, "SCORES", 8)
+    monkeypatch.setattr(module, "PRODUCTS", 4)
+    batch, time, heads, features, rate, key, row = 3, 21, 5, 4, 0.3, (7, 2**32 - 5), 11
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((batch, time, 3 * heads * features)).astype(dtype)
+    grad = rng.standard_normal((batch, time, heads * features)).astype(dtype)
+    x = Tensor(qkv, requires_grad=True)
+    y = ops.attention(x, heads, causal, dropout=rate, place=lambda: (key, row))
+    y.backward(grad)
+    bits = random_bits(np, row, batch, heads * time * time, key)
+    left = (bits >= rate * 2**32).reshape(batch, heads, time, time) / (1 - rate)
+    assert 0.6 < (left > 0).mean() < 0.8
+    exact = reference(*split(qkv, 3, heads), split(grad, 1, heads)[0], causal, left)
+    near(split(y.data, 1, heads), exact[:1], dtype)
+    near(split(x.grad, 3, heads), exact[1:], dtype)
+
+
+def test_dropout_that_does_not_work():
+    qkv = Tensor(np.zeros((1, 2, 6)))
+    for options in ({"dropout": 1.0, "place": lambda: ((0, 0), 0)}, {"dropout": 0.5}):
+        with pytest.raises(UsageError, match=r"a probability in \[0, 1\) and needs a place, .* not"):
+            ops.attention(qkv, 1, **options)
+    with pytest.raises(UsageError, match=r"attention's dropout is a probability in \[0, 1\), not 1.5"):
+        nn.CausalSelfAttention(4, 2, dropout=1.5)

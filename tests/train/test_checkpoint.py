@@ -9,9 +9,12 @@ import pytest
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import Mesh
+from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.optim import names
 from nnmpi.train import checkpoint_files as module
@@ -22,6 +25,7 @@ from nnmpi.train.folder import RunFolder, sha256
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
 from nnmpi.train.tensor_file import TensorFile, TensorWriter
+from tests.models.sequence_runs import TIME, TOKENS, batch
 from tests.parallel.test_model_state import LAYOUTS, WHOLE, equal, make, text_on_all
 
 
@@ -85,6 +89,34 @@ def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
     assert (state.step, other.optimizer.steps) == (4, steps)
     assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
     assert all(group.gather(equal(arrays_of(other), expected)))
+
+
+@pytest.mark.simulated(min_size=4, max_size=4)
+def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(group: Group, tmp_path: Path) -> None:
+    """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2, stages in turn."""
+    folder, alone = RunFolder(shared(group, tmp_path)), group.split(group.rank)
+    stages = {"schedule": "interleaved", "virtual_stages": 2}
+    layouts = (Layout(tp=4), Layout(pp=2, tp=2, **stages), Layout(dp=2, pp=2, **stages))
+
+    def worker_of(layout: Layout, ranks: Group, seed: int) -> Worker:
+        model = gpt(TOKENS, TIME, features=12, layers=2, heads=3)
+        where = arrange(model, ranks, layout, np.zeros((2, TIME), np.int64), "float64")
+        where.model.initialize(seed, "float64")
+        return Worker(where.model, names.build("adam", where.model.storage, lr=0.1), ranks, arrangement=where)
+
+    def everything(worker: Worker) -> list[dict[str, Array]]:
+        return [each.to_dict(everywhere=True) for each in worker.state()]
+
+    for step, layout in enumerate(layouts, 1):
+        writes = worker_of(layout, group, seed=0)
+        assert writes.arrangement is not None
+        writes.step(batch(0, writes.arrangement.data_rank, writes.arrangement.data_ranks))
+        save_at(writes, folder, group, step)
+        expected = everything(writes)
+        for other, ranks in ((layouts[step % len(layouts)], group), (Layout(), alone)):
+            reads = worker_of(other, ranks, seed=1)
+            restore(reads, find(folder, ranks), folder, samples=9)
+            assert all(group.gather(all(map(equal, everything(reads), expected)))), f"{layout} by {other}"
 
 
 @pytest.mark.simulated

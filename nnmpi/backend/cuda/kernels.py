@@ -12,7 +12,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.cuda.table import DeviceFunctions
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.attention import Heads
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.kernels.updates import UpdateKernels
@@ -100,7 +100,17 @@ class DeviceKernels(Kernels):
 
     # ---- attention
 
-    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+    def attend(
+        self,
+        xp: Any,
+        q: Heads,
+        k: Heads,
+        v: Heads,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
+    ) -> Residuals:
         """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place between the products.
 
         scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
@@ -113,20 +123,33 @@ class DeviceKernels(Kernels):
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
         perform(self.functions.softmax, scores, 1 / sqrt(q.shape[3]), causal, scores)
         p = self.cast(xp, scores, q.dtype)
-        gemm(xp, p, v, out=y)
+        gemm(xp, self._left(xp, p, drop), v, out=y)
         return (q, k, v, p)
 
     def attend_grad(
-        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+        self,
+        xp: Any,
+        grad: Heads,
+        residuals: Residuals,
+        to_q: Heads,
+        to_k: Heads,
+        to_v: Heads,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
-        """Write all three gradients."""
+        """Write all three gradients; the mask is drawn again."""
         q, k, v, p = residuals
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
-        gemm(xp, p.swapaxes(2, 3), grad, out=to_v)
+        gemm(xp, self._left(xp, p, drop).swapaxes(2, 3), grad, out=to_v)
+        d = self._left(xp, d, drop)
         perform(self.functions.softmax_grad, d, p, 1 / sqrt(q.shape[3]), causal, d)
         gemm(xp, d, k, out=to_q)
         gemm(xp, d.swapaxes(2, 3), q, out=to_k)
+
+    def _left(self, xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
+        """Return what dropout leaves of probabilities (batch, heads, queries, keys), or of their gradient."""
+        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)[0]
 
     # ---- rows
 

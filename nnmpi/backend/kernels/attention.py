@@ -19,6 +19,7 @@ diverged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, nan, sqrt
 from types import ModuleType
@@ -28,6 +29,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.kernels.blocks import ELEMENTS
+from nnmpi.backend.random import random_bits
 
 # Queries whose scores are computed at once, and those whose product with probabilities is one GEMM.
 SCORES, PRODUCTS = 128, 64
@@ -35,12 +37,64 @@ SCORES, PRODUCTS = 128, 64
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
 
 
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Which probabilities are dropped: those of head h, query i and key j have column (h queries + i) keys + j.
+
+    Attributes:
+        rate: the probability with which one is, in [0, 1).
+        key, first_row: as for `random_bits`; a row is a sequence.
+    """
+
+    rate: float
+    key: tuple[int, int]
+    first_row: int
+
+    @property
+    def factor(self) -> float:
+        """What the others are multiplied by, so that the mean stays."""
+        return 1 / (1 - self.rate)
+
+    def from_head(self, first: int, queries: int, keys: int) -> AttentionDropout:
+        """Return the same for some of the heads, from the first one on."""
+        return replace(self, key=((self.key[0] + first * queries * keys) & 0xFFFFFFFF, self.key[1]))
+
+    def mark(self, p: Array, block: tuple[slice, slice], first: int, queries: int, keys: int) -> None:
+        """Turn the sign of the probabilities that are dropped.
+
+        So one array is both: P is |p|, and what is left of it max(p, 0) times `factor`.
+
+        Args:
+            p: (sequences, heads, some keys, some queries), changed in place.
+            block: which sequences and heads these are.
+            first: the first query.
+            queries, keys: how many there are in all.
+        """
+        xp, count = namespace(p), p.shape
+        heads, rows, columns = (xp.arange(n, dtype=xp.uint32) for n in (count[1], count[3], count[2]))
+        heads, rows = heads + xp.uint32(block[1].start), rows + xp.uint32(first)
+        places = (heads[:, None, None] * xp.uint32(queries) + rows) * xp.uint32(keys) + columns[:, None]
+        bits = random_bits(xp, self.first_row + block[0].start, count[0], places.reshape(-1), self.key)
+        dropped = (bits < xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(count)
+        p[...] = xp.where(dropped, -p, p)
+
+
 class AttentionKernels:
     """Attention by the array library's functions, a few heads at a time, whose scores lie in the cache."""
 
     __slots__ = ()
 
-    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+    def attend(
+        self,
+        xp: Any,
+        q: Heads,
+        k: Heads,
+        v: Heads,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
+    ) -> Residuals:
         """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
 
         Args:
@@ -51,6 +105,7 @@ class AttentionKernels:
             y: (batch, heads, queries, values).
             causal: whether query i sees the keys up to i alone; there are as many of both, then.
             keep: whether `attend_grad` will be called.
+            drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
         """
         batch, heads, queries, features = q.shape
         keys, scale = k.shape[2], 1 / sqrt(features)
@@ -72,12 +127,23 @@ class AttentionKernels:
                     corner = columns[:, :, i:]
                     xp.fmin(corner, _bound(namespace(q), j - i, q.dtype), out=corner)
                 _softmax(xp, columns, ones[:, :seen])
+                if drop is not None:
+                    drop.mark(columns, block, i, queries, keys)
             for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
-                xp.matmul(p[:, :, :seen, i:j].swapaxes(2, 3), vb[:, :, :seen], out=yb[:, :, i:j])
+                left = _left(xp, p[:, :, :seen, i:j], drop)
+                xp.matmul(left.swapaxes(2, 3), vb[:, :, :seen], out=yb[:, :, i:j])
         return (q, k, v, y, p_all) if keep else ()
 
     def attend_grad(
-        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+        self,
+        xp: Any,
+        grad: Heads,
+        residuals: Residuals,
+        to_q: Heads,
+        to_k: Heads,
+        to_v: Heads,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
         """Write the gradients of q, k and v.
 
@@ -89,7 +155,7 @@ class AttentionKernels:
             grad: like y, the gradient of the result.
             residuals: what `attend` returned.
             to_q, to_k, to_v: like q, k and v, with any strides.
-            causal: as it was given to `attend`.
+            causal, drop: as they were given to `attend`.
         """
         q, k, v, y, p_all = residuals
         queries, features = q.shape[2:]
@@ -104,15 +170,24 @@ class AttentionKernels:
             xp.multiply(gb, scale, out=scaled)
             inner = xp.einsum("bhtd,bhtd->bht", scaled, y[block])[:, :, None]
             for i, j, seen in _bands(queries, keys, SCORES, causal):
-                columns = d[:, :, :seen, i:j]
+                columns, own = d[:, :, :seen, i:j], p[:, :, :seen, i:j]
                 xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
+                if drop is not None:
+                    xp.multiply(columns, xp.where(own > 0, q.dtype.type(drop.factor), q.dtype.type(0)), out=columns)
+                    own = xp.abs(own)
                 xp.subtract(columns, inner[..., i:j], out=columns)
-                xp.multiply(columns, p[:, :, :seen, i:j], out=columns)
+                xp.multiply(columns, own, out=columns)
             for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
                 xp.matmul(d[:, :, :seen, i:j].swapaxes(2, 3), kb[:, :, :seen], out=to_q[block][:, :, i:j])
             for i, j, first in _key_bands(keys, causal):
                 xp.matmul(d[:, :, i:j, first:], qb[:, :, first:], out=to_k[block][:, :, i:j])
-                xp.matmul(p[:, :, i:j, first:], gb[:, :, first:], out=to_v[block][:, :, i:j])
+                xp.matmul(_left(xp, p[:, :, i:j, first:], drop), gb[:, :, first:], out=to_v[block][:, :, i:j])
+
+
+def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
+    """Return what is left of probabilities."""
+    left: Array = p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
+    return left
 
 
 def _softmax(xp: Any, scores: Array, ones: Array) -> None:
