@@ -1,8 +1,8 @@
 """What a plain `scripts/test` leaves out, and `scripts/test --all` on many ranks.
 
 Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but those of messages
-themselves: each runs on one of the numbers of ranks, told by its name: of 2, 3 and 4 in a plain run, of 6 and 8 with
---all, which runs all of them on each of 1, 2, 3 and 4 ranks. For simulated ranks see `simulated`.
+themselves: each runs on one of 2, 3 and 4 ranks, told by its name, and with --all on 6 or 8, too. For simulated ranks,
+on which most of what they try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from zlib import crc32
 if TYPE_CHECKING:
     import pytest
 
-FEW = 4  # with --all, on so many ranks nothing is left out
+FEW = 4  # with --all, on so many ranks slow tests run, too
+ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "device/", "train/", "verify/", "benchmarks/")
 EVERYWHERE = "equivalence/test_layouts.py"  # with --all: the contract itself, promised on every number of ranks
 
@@ -30,12 +31,12 @@ def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
     Args:
         ranks: how many the run has; 0 for the serial tests.
         among: all numbers of ranks that there are runs on.
-        everything: whether on few ranks nothing is to be left out.
+        everything: whether on few ranks slow tests are to run.
     """
-    if everything and ranks <= FEW:
-        return ["--sizes", "2"] if ranks == 0 else []
-    shared = [each for each in among if not everything or each > FEW]
-    return ["--quick", *(["--deal", ",".join(map(str, shared))] if ranks else [])]
+    if ranks == 0:
+        return ["--sizes", "1"] if everything else ["--quick"]
+    shared = [each for each in among if not everything or (each > FEW) == (ranks > FEW) and each > ALONE]
+    return [*([] if everything and ranks <= FEW else ["--quick"]), "--deal", ",".join(map(str, shared))]
 
 
 def is_dealt(test: pytest.Item) -> bool:

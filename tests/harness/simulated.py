@@ -14,9 +14,9 @@ In a simulated test `group` and `tmp_path` are the rank's own, and so is what fi
 So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
-many if it is about messages and collectives themselves: K is 1 with --quick, as in a plain `scripts/test`, and 2 with
-its --all. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are dealt to at most 12, and to 4 on
-the double of a device. Without it a test runs on all of them, and on few ranks with several seeds.
+many if it is about messages and collectives themselves; `scripts/test` has K = 1. Without it a test runs on all of
+them, and on few ranks with several seeds. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are
+dealt to at most 12; on the double of a device all is dealt to at most 4 but messages and collectives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
-MOST_DEALT, MOST_ON_DOUBLE = 12, 4  # ranks of a whole training, on the host and on the double of a device
+MOST_DEALT, MOST_ON_DOUBLE = 12, 4  # ranks: of a whole training, and of nearly all on the double of a device
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     worlds = [(item, world) for item in items if (world := _simulation(item)) is not None]
     sizes: dict[str, list[int]] = {}
-    most = MOST_DEALT if config.getoption("--backend", default="numpy") == "numpy" else MOST_ON_DOUBLE
+    on_host = config.getoption("--backend", default="numpy") == "numpy"
     for item, world in worlds:
-        if world.ranks <= most or "equivalence" not in item.path.parts:
+        limited = "equivalence" in item.path.parts if on_host else left_out.is_dealt(item)
+        if not limited or world.ranks <= (MOST_DEALT if on_host else MOST_ON_DOUBLE):
             sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:

@@ -38,10 +38,10 @@ def test_the_contract_runs_on_many_ranks_too() -> None:
     assert not any(reason(item("equivalence/test_layouts.py::test_a"), size, True, [6, 8]) for size in (6, 8))
 
 
-def test_with_all_everything_runs_on_few_ranks() -> None:
+def test_with_all_slow_tests_run_on_few_ranks() -> None:
     everything = [1, 2, 3, 4, 6, 8]
-    assert options(0, everything, everything=True) == ["--sizes", "2"]
-    assert all(options(ranks, everything, everything=True) == [] for ranks in (1, 2, 3, 4))
+    assert options(0, everything, everything=True) == ["--sizes", "1"]
+    assert all(options(ranks, everything, everything=True) == ["--deal", "2,3,4"] for ranks in (1, 2, 3, 4))
     assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "6,8"] for ranks in (6, 8))
     slow = item("train/test_a.py::test_b", slow=("why",))
     assert reason(slow, 6, True, [6, 8]) == "slow: why" and reason(slow, 2, False, []) == ""
