@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import models, optim
+from nnmpi import clock, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
@@ -66,7 +67,9 @@ def digits() -> Dataset:
     return train.take(np.arange(SAMPLES))
 
 
-_serial_runs: list[tuple[Any, Run]] = []
+_serial_runs: deque[tuple[Any, Run]] = deque(maxlen=12)  # of a file's tests, which use the same few
+_under_way: list[Any] = []  # what simulated ranks of this process compute
+LOOK_S = 0.01
 
 
 def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
@@ -89,10 +92,16 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
 def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
     """Return the run of one rank, made by the first test that asks for it; not to be changed."""
     wanted = (setup, layout, worker_options, on_device())
+    while wanted in _under_way:
+        clock.sleep(LOOK_S)
     for asked, found in _serial_runs:
         if asked == wanted:
             return found
-    found = run(setup, alone, layout, **worker_options)
+    _under_way.append(wanted)
+    try:
+        found = run(setup, alone, layout, **worker_options)
+    finally:
+        _under_way.remove(wanted)
     _serial_runs.append((wanted, found))
     return found
 
