@@ -2,7 +2,7 @@
 
     ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it: uint16, or uint32
                               ends.npy         where each document ends in it, int64
-                              nnmpi-tokenizer.json or tokenizer.json
+                              tokenizer.json
 
 KEY is a hash of the text, the tokenizer, and what a document is. The folder is written under another name and renamed,
 so it is there whole or not at all.
@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.data.documents import read_documents
 from nnmpi.data.files import cache_folder, locked
-from nnmpi.data.tokenizer import BYTES, CHARACTERS, ByteTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
+from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 from nnmpi.errors import DataError
 
-FORMAT = 1  # of the files; a new one has other keys
+FORMAT = 2  # of the files; a new one has other keys
 TOKENS, ENDS = "tokens.bin", "ends.npy"
 
 
@@ -118,7 +118,7 @@ def open_tokens(source: TextSource) -> TokenFile:
     folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
-        tokenizer = load_tokenizer(BYTES if source.tokenizer == BYTES else folder)
+        tokenizer = load_tokenizer(folder)
         kind = _kind(tokenizer)
         tokens = np.memmap(folder / TOKENS, kind, "r").view(np.ndarray)  # a part of it is made ten times faster
     except (OSError, ValueError, EOFError) as error:
@@ -169,8 +169,7 @@ def _fill(source: TextSource, folder: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     np.save(folder / ENDS, np.array(ends, np.int64))
-    if not isinstance(tokenizer, ByteTokenizer):
-        tokenizer.save(folder)
+    tokenizer.save(folder)
 
 
 def _characters(pieces: Iterable[tuple[str, bool]]) -> set[str]:

@@ -6,6 +6,9 @@
                     2019), or any tokenizer.json                                      the library `tokenizers`
 
 Every tokenizer has a token that ends a text, `end`. It stands between two documents, and where a short one is padded.
+
+All are saved as a tokenizer.json, which that library reads, and a tokenizer_config.json, with which Hugging Face's
+transformers does. Reading those of the two that are built in needs neither.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ import numpy as np
 from nnmpi.data.files import expand
 from nnmpi.errors import DataError, UsageError
 
-OWN_FILE = "nnmpi-tokenizer.json"
 LIBRARY_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 PAIRS_FILES = ("vocab.json", "merges.txt")
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 BYTES, CHARACTERS = "bytes", "characters"
@@ -63,7 +66,7 @@ class Tokenizer(Protocol):
         """
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer` reads into a folder, which exists."""
+        """Write LIBRARY_FILE and CONFIG_FILE into a folder, which exists."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -79,19 +82,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     if str(path) == BYTES:
         return ByteTokenizer()
-    place = expand(Path(path), "tokenizer")
-    folder = place if place.is_dir() else place.parent
-    names = (OWN_FILE, LIBRARY_FILE, *PAIRS_FILES) if place.is_dir() else (place.name,)
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    found = find_tokenizer(path)
     if found is None:
-        wanted = f"{OWN_FILE}, {LIBRARY_FILE}, or {' and '.join(PAIRS_FILES)}"
-        state = f"the folder has neither {wanted}" if place.is_dir() else "there is no such file or folder"
+        wanted = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
+        state = f"the folder has {wanted}" if Path(path).is_dir() else "there is no such file or folder"
         raise UsageError(f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved")
-    if found.name == OWN_FILE:
-        return _read_own(found)
     if found.name in PAIRS_FILES:
-        return LibraryTokenizer.of_pairs(*(folder / name for name in PAIRS_FILES))
-    return LibraryTokenizer.of_file(found)
+        return LibraryTokenizer.of_pairs(*(found.parent / name for name in PAIRS_FILES))
+    return _read_built_in(found) or LibraryTokenizer.of_file(found)
+
+
+def find_tokenizer(path: str | Path) -> Path | None:
+    """Return the file that `load_tokenizer` reads first; None where there is none."""
+    place = expand(Path(path), "tokenizer")
+    names = (LIBRARY_FILE, *PAIRS_FILES) if place.is_dir() else (place.name,)
+    folder = place if place.is_dir() else place.parent
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 class ByteTokenizer:
@@ -112,8 +118,16 @@ class ByteTokenizer:
         return bytes(each for each in ids if each != self.end).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write `OWN_FILE`."""
-        _write_own(folder, {"kind": BYTES})
+        """Write what the library reads."""
+        _save(folder, json.dumps(self.to_json()), ENDS[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the library has it: GPT-2's letter for each byte, and no pairs."""
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these stand for themselves, others move up
+        others = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return _library_form(vocabulary, {"type": "BPE", "merges": []}, level, level)
 
 
 class CharacterTokenizer:
@@ -153,8 +167,14 @@ class CharacterTokenizer:
         return "".join(self.characters[each] for each in ids if each != self.end)
 
     def save(self, folder: Path) -> None:
-        """Write `OWN_FILE`."""
-        _write_own(folder, {"kind": CHARACTERS, "characters": self.characters})
+        """Write what the library reads."""
+        _save(folder, json.dumps(self.to_json()), ENDS[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the library has it: words of one character."""
+        vocabulary = {character: place for place, character in enumerate(self.characters)}
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        return _library_form(vocabulary, {"type": "WordLevel", "unk_token": ENDS[0]}, split, {"type": "Fuse"})
 
 
 class LibraryTokenizer:
@@ -173,6 +193,7 @@ class LibraryTokenizer:
         if made.token_to_id(found) is None:
             made.add_special_tokens([found])
         self.end: int = made.token_to_id(found)
+        self._end_text = found
         self.identity = hashlib.sha256(made.to_str().encode()).hexdigest()
 
     @classmethod
@@ -216,8 +237,8 @@ class LibraryTokenizer:
         return text
 
     def save(self, folder: Path) -> None:
-        """Write a tokenizer.json."""
-        self._made.save(str(folder / LIBRARY_FILE))
+        """Write what the library reads."""
+        _save(folder, self._made.to_str(), self._end_text)
 
 
 def _check(ids: Sequence[int], size: int) -> None:
@@ -226,18 +247,43 @@ def _check(ids: Sequence[int], size: int) -> None:
         raise UsageError(f"token {wrong} is outside the vocabulary of {size}: give numbers in 0..{size - 1}")
 
 
-def _write_own(folder: Path, values: dict[str, str]) -> None:
-    (folder / OWN_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+def _save(folder: Path, tokenizer: str, end: str) -> None:
+    """Write both files; `end` is the text of the token that ends a text."""
+    (folder / LIBRARY_FILE).write_text(tokenizer, encoding="utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_own(file: Path) -> Tokenizer:
+def _library_form(
+    vocabulary: dict[str, int], model: dict[str, Any], pieces: dict[str, Any], decoder: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the library keeps of a tokenizer; the end comes after the vocabulary.
+
+    Args:
+        vocabulary: each token's number, from 0 on.
+        model: what else there is of it.
+        pieces: what cuts a text before the model sees it.
+        decoder: what puts tokens together.
+    """
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": len(vocabulary), "content": ENDS[0], **flags}],
+        "pre_tokenizer": pieces,
+        "decoder": decoder,
+        "model": {**model, "vocab": vocabulary},
+    }
+
+
+def _read_built_in(file: Path) -> Tokenizer | None:
+    """Return the tokenizer of bytes or of characters that the file holds; None for any other."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        if values["kind"] == BYTES:
-            return ByteTokenizer()
-        return CharacterTokenizer(values["characters"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: not a tokenizer of nnmpi ({error})") from error
+        characters = CharacterTokenizer("".join(values["model"]["vocab"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    known: tuple[ByteTokenizer, CharacterTokenizer] = (ByteTokenizer(), characters)
+    return next((each for each in known if each.to_json() == values), None)
 
 
 def _library(file: Path) -> Any:

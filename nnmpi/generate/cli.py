@@ -17,12 +17,22 @@ from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write
-from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
+from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.train.build import build_model
-from nnmpi.train.checkpoint import find, load_weights
+from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
 from nnmpi.train.cli import read_run, start_ranks
-from nnmpi.train.config import SEQUENCE_MODELS, assemble, at_least_one, flatten, not_negative, require
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    ModelConfig,
+    assemble,
+    at_least_one,
+    flatten,
+    not_negative,
+    require,
+)
 from nnmpi.train.device import explained, take_backend
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.log import Console
@@ -30,8 +40,10 @@ from nnmpi.train.log import Console
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
 
-RUN is the folder of a run with --model lstm or gpt; its last checkpoint is taken. What was seen is kept, so that each
-token costs one pass of one token. mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
+RUN is the folder of a run with --model lstm or gpt, whose last checkpoint is taken; or one of a GPT-2 as Hugging Face's
+transformers writes it. What was seen is kept, so that each token costs one pass of one token.
+
+mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +149,20 @@ def open_run(folder: Path, options: WritingConfig, group: Group) -> tuple[Writer
         UsageError: on all ranks, when there is no such run, or it is of another model, or the layout does not fit.
         CheckpointError: on all ranks, when it has no checkpoint.
     """
-    config = assemble(on_root(group, lambda: flatten(assemble(read_run(folder)))))
+    config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
     model, dtype = config.model, config.run.dtype
     with agreed(group):
         known = " or ".join(SEQUENCE_MODELS)
         require(model.model in SEQUENCE_MODELS, f"{folder} is a run of model {model.model}; only {known} can write")
-    last = find(RunFolder(folder), group)
-    if last is None:
+    last = None if model.pretrained == folder else find(RunFolder(folder), group)
+    if last is not None:
+        tokens, context = _sizes(model, last, group)
+    elif model.pretrained == folder:
+        with agreed(group):
+            size = read_size(folder)
+        tokens, context = size.vocabulary, size.context
+    else:
         raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
-    shapes: dict[str, Any] = group.share(
-        None if last.checkpoint is None else {name: spec.shape for name, spec in last.checkpoint.model.specs.items()}
-    )
-    tokens = shapes["0.weight" if model.model == "lstm" else "0.tokens.weight"][0]
-    context = None if model.model == "lstm" else int(shapes["0.positions.weight"][0])
     node = group.node()
     backend = take_backend(options.backend, group, node.rank)
     node.free()
@@ -160,14 +173,41 @@ def open_run(folder: Path, options: WritingConfig, group: Group) -> tuple[Writer
         where = arrange(built, group, layout, np.zeros((1, 1), np.int64), dtype, backend)
         with agreed(group):
             where.model.initialize(dtype=dtype, backend=backend)
-        load_weights(where.model, group, where, last)
+            if last is None:
+                load_pretrained(where.model, folder)
+        if last is not None:
+            load_weights(where.model, group, where, last)
     return Writer(where, backend, tokens), context, config.run.precision
 
 
+def _read_config(folder: Path) -> Config:
+    """Return the options of a run; of a model in Hugging Face's files, those of one that begins with it.
+
+    Raises:
+        UsageError: when the folder is neither.
+    """
+    if (folder / WEIGHTS).is_file():
+        return Config(ModelConfig("gpt", pretrained=folder))
+    config, left = assemble(read_run(folder, str(folder))), RunFolder(folder).model
+    if config.model.pretrained is None or not left.is_dir():
+        return config
+    return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone
+
+
+def _sizes(model: ModelConfig, last: LastCheckpoint, group: Group) -> tuple[int, int | None]:
+    """Return how many tokens the model of a checkpoint knows, and how many it sees; None for any number. Collective."""
+    shapes: dict[str, Any] = group.share(
+        None if last.checkpoint is None else {name: spec.shape for name, spec in last.checkpoint.model.specs.items()}
+    )
+    if model.model == "lstm":
+        return shapes["0.weight"][0], None
+    return shapes["0.tokens.weight"][0], shapes["0.positions.weight"][0]
+
+
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run; None where its samples were tokens to begin with."""
-    place = RunFolder(folder).tokenizer
-    return load_tokenizer(place) if place.is_dir() else None
+    """Return the tokenizer of a run or a model; None where its samples were tokens to begin with."""
+    place = folder if (folder / WEIGHTS).is_file() else RunFolder(folder).tokenizer
+    return None if find_tokenizer(place) is None else load_tokenizer(place)
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:

@@ -26,7 +26,7 @@ from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.train.config import Config, all_options, assemble, check, flatten
-from nnmpi.train.folder import CONFIG_FILE, default_folder
+from nnmpi.train.folder import CONFIG_FILE, default_folder, find_model
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.session import run
@@ -159,7 +159,10 @@ def read_options(words: Sequence[str], group: Group, console: Console) -> Config
         except HelpAsked as asked:
             return {"help": str(asked)}
         out = config.run.resume or config.run.out or default_folder(config)
-        return flatten(replace(config, run=replace(config.run, out=out)))
+        config = replace(config, run=replace(config.run, out=out))
+        if config.model.pretrained is not None:
+            config = replace(config, model=replace(config.model, pretrained=find_model(config.model.pretrained)))
+        return flatten(config)
 
     answer: dict[str, Any] = on_root(group, read)
     if "help" in answer:
@@ -179,7 +182,7 @@ def parse(words: Sequence[str]) -> Config:
     """
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
     in_file = read_file(given["config"]) if given.get("config") else {}
-    resumed = read_run(given["resume"]) if given.get("resume") else {}
+    resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     stronger = in_file | given
     outdated = {detail for name, details in DETAILS.items() if name in stronger for detail in details}
     kept = {name: value for name, value in resumed.items() if name not in outdated}
@@ -188,8 +191,12 @@ def parse(words: Sequence[str]) -> Config:
     return config
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path, named: str) -> dict[str, Any]:
     """Return the options that a run was started with, from its folder.
+
+    Args:
+        folder: of the run.
+        named: how it was given, for messages.
 
     Raises:
         UsageError: when the folder holds no run, or its config.json cannot be read.
@@ -199,9 +206,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         there = file.is_file()
     except OSError as error:  # in a folder that may not be entered
         reason = error.strerror or error
-        raise UsageError(f"--resume {folder} cannot be read ({reason}); give the folder of a run that can") from None
+        raise UsageError(f"{named} cannot be read ({reason}); give the folder of a run that can") from None
     if not there:
-        raise UsageError(f"--resume {folder}: there is no run ({file} is missing); give the folder of a run")
+        raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     try:
         flat = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -336,7 +336,8 @@ class ModelConfig:
     tied: Switch = "auto"
     """The output of lstm is its embedding's table (auto: yes; gpt's always is)."""
     pretrained: Path | None = None
-    """Folder with a GPT-2 to begin with, as Hugging Face writes it: config.json and model.safetensors."""
+    """A GPT-2 to begin with: a finished run of --model gpt, or a folder that Hugging Face's transformers wrote, with
+    config.json, model.safetensors and its tokenizer."""
 
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
@@ -518,6 +519,8 @@ class RunConfig:
     """Seconds between two printed lines of progress inside an epoch; 0: one per line of metrics."""
     eval_every: int = 1
     """Epochs between two evaluations on the test data; 0: only at the end."""
+    eval_steps: int = 0
+    """Steps between two evaluations, besides --eval-every; 0: none."""
     save_every: int = 1
     """Epochs between two checkpoints; 0: only at the end."""
     save_steps: int = 0
@@ -542,6 +545,7 @@ class RunConfig:
         not_negative("--seed", self.seed)
         not_negative("--print-every", self.print_every)
         not_negative("--eval-every", self.eval_every)
+        not_negative("--eval-steps", self.eval_steps)
         not_negative("--save-every", self.save_every)
         not_negative("--save-steps", self.save_steps)
         both = self.out is not None and self.resume is not None and self.out != self.resume

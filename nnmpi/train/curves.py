@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +77,68 @@ def _colours(count: int) -> list[Any]:
     return [colormaps["viridis"](worker / (count - 1)) for worker in range(count)]
 
 
-# file name -> (key in the records, axis label, kinds that have it)
-CURVES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "loss.png": ("loss", "loss", ("train", "eval")),
-    "accuracy.png": ("accuracy", "accuracy", ("train", "eval")),
-    "learning_rate.png": ("learning_rate", "learning rate", ("train",)),
-    "samples_per_second.png": ("samples_per_second", "samples per second", ("train",)),
+@dataclass(frozen=True)
+class Curve:
+    """One picture of a run.
+
+    Attributes:
+        title: above it.
+        label: of the vertical axis.
+        series: each line's name, and the kind and the key of its records.
+        along: key and label of the horizontal axis.
+        optional: left out where there is nothing to draw.
+        whole: whether the vertical axis begins at 0.
+    """
+
+    title: str
+    label: str
+    series: Mapping[str, tuple[str, str]]
+    along: tuple[str, str] = ("global_step", "step")
+    optional: bool = False
+    whole: bool = False
+
+
+def _trained(key: str) -> dict[str, tuple[str, str]]:
+    return {"training": ("train", key)}
+
+
+def _tested(key: str) -> dict[str, tuple[str, str]]:
+    return {"test data": ("eval", key)}
+
+
+def _both(key: str) -> dict[str, tuple[str, str]]:
+    return _trained(key) | _tested(key)
+
+
+SECONDS = ("elapsed_s", "seconds")
+CURVES: Mapping[str, Curve] = {
+    "loss.png": Curve("Loss", "loss", _both("loss")),
+    "perplexity.png": Curve("Perplexity", "perplexity", _both("perplexity"), optional=True),
+    "accuracy.png": Curve("Accuracy", "accuracy", _both("accuracy")),
+    "learning_rate.png": Curve("Learning rate", "learning rate", _trained("learning_rate"), whole=True),
+    "grad_norm.png": Curve("Length of the gradient", "norm", _trained("grad_norm"), whole=True),
+    "epoch.png": Curve("Passes over the training data", "epochs", _trained("epoch"), whole=True),
+    "samples_per_second.png": Curve("Training speed", "samples per second", _trained("samples_per_second"), whole=True),
+    "eval_samples_per_second.png": Curve(
+        "Evaluation speed", "samples per second", _tested("samples_per_second"), whole=True
+    ),
+    "eval_steps_per_second.png": Curve(
+        "Evaluation speed", "batches per second", _tested("steps_per_second"), whole=True
+    ),
+    "eval_runtime.png": Curve("Runtime of an evaluation", "seconds", _tested("runtime"), whole=True),
+    "loss_over_time.png": Curve("Loss over time", "loss", _both("loss"), SECONDS),
+    "accuracy_over_time.png": Curve("Accuracy over time", "accuracy", _both("accuracy"), SECONDS),
 }
-# drawn against the seconds of the run as well
-OVER_TIME: Mapping[str, str] = {"loss_over_time.png": "loss.png", "accuracy_over_time.png": "accuracy.png"}
-TIMES = (("compute_s", "compute"), ("sync_s", "synchronisation"), ("input_s", "input"))
+OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
+PANELS = 3  # in a row of the overview
+PANEL = (4.8, 3.2)  # inches
+TIMES = (
+    ("compute_s", "compute"),
+    ("wait_s", "waiting for stages"),
+    ("sync_s", "synchronisation"),
+    ("input_s", "input"),
+)
+COLOURS = {"train": "C0", "eval": "C1"}
 
 
 def can_draw() -> bool:
@@ -102,49 +156,57 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    files = [_draw_curve(figure_type, records, CURVES[name], folder / name, "global_step", "step") for name in CURVES]
-    for name, of in OVER_TIME.items():
-        files.append(_draw_curve(figure_type, records, CURVES[of], folder / name, "elapsed_s", "seconds"))
-    files.append(_draw_times(figure_type, records, folder / "step_time.png"))
+    drawn = {
+        name: partial(_draw_curve, records, curve)
+        for name, curve in CURVES.items()
+        if not curve.optional or any(_points(records, *found)[0] for found in curve.series.values())
+    }
+    drawn[STEP_TIME] = partial(_draw_times, records)
+    files = [_save(figure_type, [drawing], folder / name) for name, drawing in drawn.items()]
+    along_steps = [drawing for name, drawing in drawn.items() if "over_time" not in name]
+    files.append(_save(figure_type, along_steps, folder / OVERVIEW))
     stale = sum_staleness(records)
     if stale.count():
-        files.append(draw_staleness(figure_type, stale, folder / "staleness.png"))
+        files.append(draw_staleness(figure_type, stale, folder / STALENESS))
     return files
 
 
-def _draw_curve(
-    figure_type: Any,
-    records: Sequence[Mapping[str, Any]],
-    curve: tuple[str, str, tuple[str, ...]],
-    file: Path,
-    along: str,
-    along_label: str,
-) -> Path:
-    """Draw one key of the records along another."""
-    key, label, kinds = curve
-    figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.add_subplot(xlabel=along_label, ylabel=label)
-    for kind in kinds:
-        x, y = _points(records, kind, key, along)
-        axes.plot(x, y, label="test data" if kind == "eval" else "training", marker="." if kind == "eval" else "")
-    return _finish(figure, axes, file)
-
-
-def _draw_times(figure_type: Any, records: Sequence[Mapping[str, Any]], file: Path) -> Path:
-    """Stack where a step's time went, in milliseconds."""
-    figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="ms per step")
-    steps, _ = _points(records, "train", "compute_s")
-    heights = [[1e3 * value for value in _points(records, "train", key)[1]] for key, _ in TIMES]
-    axes.stackplot(steps, heights, labels=[label for _, label in TIMES])
-    return _finish(figure, axes, file)
-
-
-def _finish(figure: Any, axes: Any, file: Path) -> Path:
-    axes.grid(alpha=0.3)
-    axes.legend()
+def _save(figure_type: Any, drawings: Sequence[Callable[[Any], None]], file: Path) -> Path:
+    """Draw a picture alone, or several in rows, into a file."""
+    columns = min(PANELS, len(drawings))
+    rows = -(-len(drawings) // columns)
+    size = (6.4, 4.0) if len(drawings) == 1 else (PANEL[0] * columns, PANEL[1] * rows)
+    figure = figure_type(figsize=size, layout="constrained")
+    for number, drawing in enumerate(drawings, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        drawing(axes)
+        axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
     return file
+
+
+def _draw_curve(records: Sequence[Mapping[str, Any]], curve: Curve, axes: Any) -> None:
+    """Draw what the records have of a curve."""
+    for name, (kind, key) in curve.series.items():
+        x, y = _points(records, kind, key, curve.along[0])
+        axes.plot(x, y, label=name, marker="." if kind == "eval" else "", color=COLOURS[kind])
+    axes.set(title=curve.title, xlabel=curve.along[1], ylabel=curve.label)
+    axes.set_xlim(left=0)
+    if curve.whole:
+        axes.set_ylim(bottom=0)
+    if len(curve.series) > 1:
+        axes.legend()
+
+
+def _draw_times(records: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    """Stack where a step's time went, in milliseconds."""
+    steps, _ = _points(records, "train", "compute_s")
+    found = {label: [1e3 * value for value in _points(records, "train", key)[1]] for key, label in TIMES}
+    found = {label: heights for label, heights in found.items() if any(heights)}
+    axes.set(title="Where a step's time goes", xlabel="step", ylabel="ms per step")
+    if found:
+        axes.stackplot(steps, *found.values(), labels=list(found))
+        axes.legend()
 
 
 def _points(

@@ -164,6 +164,11 @@ class RunFolder:
         return self.path / "tokenizer"
 
     @property
+    def model(self) -> Path:
+        """Return the folder of a GPT in Hugging Face's files, and of its tokenizer: there at the end of a run."""
+        return self.path / "model"
+
+    @property
     def curves(self) -> Path:
         """Return the folder of the plots."""
         return self.path / "curves"
@@ -238,6 +243,21 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
+
+
+def find_model(pretrained: Path) -> Path:
+    """Return the folder with Hugging Face's files: the one that is given, or the one that a run has left in it.
+
+    Raises:
+        UsageError: for a run that has left none.
+    """
+    run = RunFolder(pretrained)
+    if not run.model.is_dir() and run.metrics.is_file():
+        raise UsageError(
+            f"--pretrained {pretrained} is a run that has left no model, as one with --model gpt does at its end; go "
+            f"on with it by --resume {pretrained}, or give another"
+        )
+    return run.model if run.model.is_dir() else pretrained
 
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:

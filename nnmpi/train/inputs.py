@@ -13,7 +13,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.data.partition import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
 from nnmpi.data.token_file import TextSource, prepare_tokens
-from nnmpi.data.tokenizer import CHARACTERS, Tokenizer
+from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import read_size
@@ -78,6 +78,8 @@ def load_inputs(
     with agreed(group):
         with _prefixed(where):
             train, test = once("data", lambda: _load(config, source))
+        if isinstance(train, Text):
+            check_tokenizer(config, train.tokenizer)
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
@@ -125,6 +127,22 @@ def text_source(config: Config) -> TextSource | None:
         raise UsageError("a text names its file itself; leave --data-dir out")
     tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Refuse another tokenizer than that of the weights to begin with.
+
+    Raises:
+        UsageError: naming both.
+    """
+    folder, given = config.model.pretrained, config.data.tokenizer
+    if folder is None or given in (None, str(folder)) or find_tokenizer(folder) is None:
+        return
+    if load_tokenizer(folder).identity != tokenizer.identity:
+        raise UsageError(
+            f"--tokenizer {given} is not the tokenizer in --pretrained {folder}, whose weights know nothing of its "
+            "tokens; leave --tokenizer out"
+        )
 
 
 def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:

@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Any, TextIO
 
 from nnmpi import clock
-from nnmpi.compose.runner import EvalReport
+from nnmpi.compose.runner import EvalReport, perplexity
 from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
@@ -113,12 +113,12 @@ class Reporter:
             lr: the learning rate of the last step.
             more: what else stands in the record, or stands there in the place of a mean over the window.
         """
-        window, passes = state.window, self._extent.passes(state)
+        window = state.window
         self._recorder.write(
             {
                 "kind": "train",
                 "global_step": state.step,
-                "epoch": passes,
+                "epoch": self._extent.passes(state),
                 "loss": window.loss,
                 "accuracy": window.accuracy,
                 "learning_rate": lr,
@@ -138,15 +138,16 @@ class Reporter:
             }
         )
         if self._timer.due():
-            self._console.say(
-                f"  step {state.step}/{self._extent.steps}, epoch {passes:.2f}: {self.result(window)}, "
-                f"{self._rate(window)}"
-            )
+            self._console.say(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
 
     def result(self, found: Totals | EvalReport, prefix: str = "") -> str:
         """Return loss and accuracy in words; of tokens the perplexity, too."""
+        return f"{self.losses(found, prefix)}, {prefix}accuracy {percent(found.accuracy)}"
+
+    def losses(self, found: Totals | EvalReport, prefix: str = "") -> str:
+        """Return the loss in words; of tokens the perplexity, too."""
         unsure = f", {prefix}perplexity {found.perplexity:.4g}" if self._tokens else ""
-        return f"{prefix}loss {found.loss:.4f}{unsure}, {prefix}accuracy {percent(found.accuracy)}"
+        return f"{prefix}loss {found.loss:.4f}{unsure}"
 
     def _rate(self, totals: Totals) -> str:
         if self._tokens:
@@ -173,6 +174,22 @@ class Reporter:
             *(f"  {line}" for line in more),
         )
         self._timer.restart()
+
+    def between(self, state: RunState, report: EvalReport) -> None:
+        """Print an evaluation within an epoch."""
+        self._console.say(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.seconds:.2f} s")
+        self._timer.restart()
+
+    def best(self, state: RunState) -> str:
+        """Return the best evaluation in words; nothing if there was none."""
+        if not state.best_step:
+            return ""
+        epoch, within = divmod(state.best_step, self._extent.train_batches)
+        when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
+        return f"; {when} with " + (f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best))
+
+    def _place(self, state: RunState) -> str:
+        return f"  step {state.step}/{self._extent.steps}, epoch {self._extent.passes(state):.2f}"
 
     def say(self, lines: Sequence[str]) -> None:
         """Print lines below an epoch's."""
@@ -219,7 +236,7 @@ class Reporter:
         """Record an evaluation.
 
         Args:
-            kind: "eval" after an epoch, "test" at the end of the run.
+            kind: "eval" during the run, "test" at its end.
             state: whose weights were evaluated.
             report: loss, accuracy and time over the test data.
         """

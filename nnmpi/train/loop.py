@@ -170,10 +170,9 @@ class Loop:
 
     def _stop_at(self) -> int:
         """Return the batch of this epoch up to which nothing is due."""
-        every, extent, state = self._context.config.run.save_steps, self._context.extent, self.state
+        options, extent, state = self._context.config.run, self._context.extent, self.state
         steps = [extent.train_batches - state.batch, extent.steps - state.step]
-        if every:
-            steps.append(every - state.step % every)
+        steps += [every - state.step % every for every in (options.save_steps, options.eval_steps) if every]
         if self._tracer.left:
             steps.append(self._tracer.left)
         return state.batch + min(steps)
@@ -202,14 +201,21 @@ class Loop:
         self._window = Totals()
 
     def _do_what_is_due(self, number: int) -> None:
-        """End the epoch if it is over, save if it is time, and stop for a signal of this number, or 0. Collective.
+        """Evaluate, end the epoch and save if it is time, and stop for a signal of this number, or 0. Collective.
 
         Raises:
             Stopped: with a checkpoint of the last whole step.
         """
         options, ended = self._context.config.run, self.state.batch == self._context.extent.train_batches
+        report = None
+        if is_due(self.state.step, options.eval_steps) or (ended and is_due(self.state.epoch + 1, options.eval_every)):
+            report = self._evaluate()
+            self._reporter.evaluation("eval", self._on_time(), report)
+            self.state = self.state.after_evaluation(report, self._context.inputs.train.is_tokens)
         if ended:
-            self._end_epoch()
+            self._end_epoch(report)
+        elif report:
+            self._reporter.between(self.state, report)
         if (ended and is_due(self.state.epoch, options.save_every)) or is_due(self.state.step, options.save_steps):
             self._save()
         if number and not self._finished:
@@ -218,14 +224,10 @@ class Loop:
             name = signal.Signals(number).name
             raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
 
-    def _end_epoch(self) -> None:
-        """Evaluate if it is due, report the epoch, and go on to the next. Collective."""
-        totals, report = self._over_ranks(self.state.in_epoch), None
+    def _end_epoch(self, report: EvalReport | None) -> None:
+        """Report the epoch, with the evaluation after it if there was one, and go on to the next. Collective."""
+        totals = self._over_ranks(self.state.in_epoch)
         self.state = self.state.after_epoch()
-        if is_due(self.state.epoch, self._context.config.run.eval_every):
-            report = self._evaluate()
-            self._reporter.evaluation("eval", self._on_time(), report)
-            self.state = self.state.after_evaluation(report.accuracy, self.state.epoch)
         self._reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
 
     def _over_ranks(self, totals: Totals) -> Totals:

@@ -5,6 +5,7 @@
      "wait_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
      "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
+        after the epochs of --eval-every, and the steps of --eval-steps
     {"kind": "test", ...}     as eval, once, at the end
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
      "dropped": ..., "undealt": ..., "disagreement": ..., "messages": ..., "bytes": ...,

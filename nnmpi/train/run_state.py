@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
 from pathlib import Path
 from reprlib import repr as shortened
 from sys import float_info
 from typing import Any, NamedTuple
 
+from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.mesh import AXES
@@ -42,7 +44,8 @@ class RunState:
         epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best_accuracy, best_epoch: the best evaluation so far and after how many epochs it was; 0 for none.
+        best, best_step: the accuracy of the best evaluation so far, of tokens its loss, and after how many steps it
+            was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
     """
@@ -52,8 +55,8 @@ class RunState:
     batch: int = 0
     window: Totals = field(default_factory=Totals)
     in_epoch: Totals = field(default_factory=Totals)
-    best_accuracy: float = -1.0
-    best_epoch: int = 0
+    best: float = 0.0
+    best_step: int = 0
     elapsed_s: float = 0.0
     samples: int = 0
 
@@ -66,10 +69,16 @@ class RunState:
         """Return the state at the beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
 
-    def after_evaluation(self, accuracy: float, epoch: int) -> RunState:
-        """Return the state with this evaluation after `epoch` epochs as the best, if it is better."""
-        better = accuracy > self.best_accuracy
-        return replace(self, best_accuracy=accuracy, best_epoch=epoch) if better else self
+    def after_evaluation(self, report: EvalReport, by_loss: bool) -> RunState:
+        """Return the state with this evaluation of its weights as the best, if it is better.
+
+        Args:
+            report: of the evaluation.
+            by_loss: whether a lower loss is better, or a higher accuracy.
+        """
+        value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
+        better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
+        return replace(self, best=value, best_step=self.step) if better else self
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -154,8 +163,8 @@ _COUNT = _Kind("a whole number from 0 on", _is_count)
 _NUMBER = _Kind("a number", _is_number)
 _SUMS = _Kind("sums by name", _is_sum)
 _KINDS = {
-    **dict.fromkeys(("step", "epoch", "batch", "best_epoch", "samples"), _COUNT),
-    **dict.fromkeys(("best_accuracy", "elapsed_s"), _NUMBER),
+    **dict.fromkeys(("step", "epoch", "batch", "best_step", "samples"), _COUNT),
+    **dict.fromkeys(("best", "elapsed_s"), _NUMBER),
     **dict.fromkeys(("window", "in_epoch"), _SUMS),
     "optimizer": _Kind('numbers by name with "steps"', _is_optimizer),
     "ranks": _Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0),

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 
@@ -98,23 +97,26 @@ def _run(
     if not backend.is_device:  # there the host only starts what is computed
         _write_times(folder, context.trainer.throttle.pace, group)
     context.trainer.release()  # requests and communicators go back before the program ends
-    _print_result(console, report, loop.state, folder, backend, tokens)
+    _print_result(console, reporter, report, loop.state, folder, backend)
     if group.is_root:
         _draw_curves(console, folder)
 
 
 def _write_model(context: RunContext) -> None:
-    """Write a GPT and its tokenizer as Hugging Face's transformers reads them, into the folder "model". Collective."""
+    """Write a GPT and its tokenizer as Hugging Face's transformers reads them. Collective."""
     options = context.config.model
     if options.model != "gpt":
         return
     weights = context.trainer.state()[0].to_dict()
     heads = options.heads if options.pretrained is None else read_size(options.pretrained).heads
-    where = context.folder.path / "model"
-    on_root(context.group, partial(save_pretrained, where, weights, heads, dropout_of(options)))
     tokenizer = context.inputs.tokenizer
-    if tokenizer is not None:
-        on_root(context.group, partial(tokenizer.save, context.folder.path / "model"))
+
+    def write() -> None:
+        save_pretrained(context.folder.model, weights, heads, dropout_of(options))
+        if tokenizer is not None:
+            tokenizer.save(context.folder.model)
+
+    on_root(context.group, write)
 
 
 def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
@@ -125,13 +127,12 @@ def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
 
 
 def _print_result(
-    console: Console, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend, tokens: bool
+    console: Console, reporter: Reporter, report: EvalReport, state: RunState, folder: RunFolder, backend: Backend
 ) -> None:
     """Print the result."""
-    best = f"; best epoch {state.best_epoch} with {percent(state.best_accuracy)}" if state.best_epoch else ""
-    unsure = f", perplexity {report.perplexity:.4g}" if tokens else ""
     console.say(
-        f"test accuracy {percent(report.accuracy)} (loss {report.loss:.4f}{unsure}) with the final weights{best}",
+        f"test accuracy {percent(report.accuracy)} ({reporter.losses(report)}) with the final weights"
+        f"{reporter.best(state)}",
         f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )

@@ -1,6 +1,7 @@
 """The command that writes: from a run's folder, under every layout the same; and what it cannot do, in a sentence."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -58,28 +59,24 @@ def _with_prompt(words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> s
     return capfd.readouterr().out.splitlines()[0]
 
 
-def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path) -> None:
-    """What one run wrote is where another begins."""
-    folder = run(tmp_path, "gpt", "--context", "12")
+def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What one run wrote is where another begins; then the first is gone."""
+    folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
     assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
-    out = tmp_path / "next"
-    words = [
-        "--model",
-        "gpt",
-        "--pretrained",
-        str(folder / "model"),
-        "--dataset",
-        str(text(tmp_path)),
-        "--out",
-        str(out),
-    ]
-    simulate(lambda group: train([*words, "--epochs", "1", "--dtype", "float64"], group), 1)
+    assert _with_prompt(f"{folder / 'model'} --tokens 9", 2, capfd) == _with_prompt(f"{folder} --tokens 9", 1, capfd)
+    words = f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64 --out {out}"
+    simulate(lambda group: train(words.split(), group), 1)
 
     def first(run_folder: Path) -> float:
         lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
         return float(next(line["loss"] for line in lines if "loss" in line))
 
     assert first(out) < first(folder)
+    shutil.rmtree(folder / "model")
+    with pytest.raises(UsageError, match=f"--pretrained {folder} is a run that has left no model"):
+        simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
+    shutil.rmtree(folder)
+    assert len(_with_prompt(f"{out} --tokens 9", 1, capfd).split()) == 11
 
 
 def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +88,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (f"{folder} --prompt 17", r"token 17 is not in the model's vocabulary, 0\.\.16"),
         (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
         (f"{folder} --tokens 0", "--tokens is 0"),
-        (f"{tmp_path} --prompt 1", "there is no run"),
+        (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
         ("--prompt 1", "give the folder of a run first"),
     ):
         with pytest.raises(UsageError, match=sentence):

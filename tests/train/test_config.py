@@ -82,6 +82,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (RunConfig, {"log_every": 0}, "--log-every is 0"),
     (RunConfig, {"print_every": -1.0}, "--print-every is -1.0"),
     (RunConfig, {"eval_every": -1}, "--eval-every is -1"),
+    (RunConfig, {"eval_steps": -1}, "--eval-steps is -1"),
     (RunConfig, {"save_every": -1}, "--save-every is -1"),
     (RunConfig, {"save_steps": -1}, "--save-steps is -1"),
     (RunConfig, {"keep": 0}, "--keep is 0"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.train.curves import bars, draw, draw_staleness
+from nnmpi.train.curves import CURVES, bars, draw, draw_staleness
 from nnmpi.train.metrics import EventFile, sum_staleness
 
 
@@ -24,9 +24,7 @@ def test_curves_are_png_files(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
     files = draw(metrics, tmp_path / "curves")
-    names = {"loss.png", "accuracy.png", "learning_rate.png", "samples_per_second.png", "step_time.png"}
-    names |= {"loss_over_time.png", "accuracy_over_time.png"}
-    assert {file.name for file in files} == names
+    assert {file.name for file in files} == {*CURVES} - {"perplexity.png"} | {"step_time.png", "overview.png"}
     for file in files:
         assert file.read_bytes().startswith(b"\x89PNG")
 
@@ -34,7 +32,7 @@ def test_curves_are_png_files(tmp_path: Path) -> None:
 def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text("")
-    assert len(draw(tmp_path / "metrics.jsonl", tmp_path / "curves")) == 7
+    assert len(draw(tmp_path / "metrics.jsonl", tmp_path / "curves")) == len(CURVES) + 1
 
 
 def staleness(*workers: list[list[int]]) -> dict[str, Any]:

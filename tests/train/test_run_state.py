@@ -1,9 +1,12 @@
 """Where a run stands: what a step, an epoch and an evaluation change, and that JSON keeps it all."""
 
 import json
+from dataclasses import replace
+from math import inf
 
 import pytest
 
+from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.train.run_state import Extent, RunState
@@ -24,11 +27,14 @@ def test_an_epoch_begins_with_its_first_batch_and_no_sums() -> None:
 
 
 def test_the_first_of_the_best_evaluations_counts() -> None:
-    state = RunState()
-    for epoch, accuracy in ((1, 0.0), (2, 0.7), (3, 0.6), (4, 0.7)):
-        state = state.after_evaluation(accuracy, epoch)
-    assert (state.best_accuracy, state.best_epoch) == (0.7, 2)
-    assert RunState().after_evaluation(0.0, 1).best_epoch == 1
+    """Of classes the highest accuracy, of tokens the lowest loss; one that is not finite is never the best."""
+    for by_loss, best in ((False, (0.7, 2)), (True, (1.5, 3))):
+        state = RunState()
+        for step, accuracy, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
+            report = EvalReport(loss, accuracy, 1, 1, 1.0)
+            state = replace(state, step=step).after_evaluation(report, by_loss)
+        assert (state.best, state.best_step) == best
+    assert RunState(step=1).after_evaluation(EvalReport(1.0, 0.0, 1, 1, 1.0), by_loss=False).best_step == 1
 
 
 def test_json_keeps_every_bit() -> None:
@@ -36,7 +42,7 @@ def test_json_keeps_every_bit() -> None:
     assert RunState.from_json(json.loads(json.dumps({**state.to_json(), "ranks": 3}))) == state
 
 
-@pytest.mark.parametrize("name", ["step", "window", "best_epoch"])
+@pytest.mark.parametrize("name", ["step", "window", "best_step"])
 def test_a_missing_value_is_named(name: str) -> None:
     values = {key: value for key, value in RunState().to_json().items() if key != name}
     with pytest.raises(CheckpointError, match=f"lacks a value: '{name}'"):

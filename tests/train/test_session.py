@@ -174,6 +174,7 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
         "--log-every 1",
         "--print-every 0",
         "--eval-every 0",
+        "--eval-steps 1",
         "--save-every 0",
         "--save-steps 1",
         "--keep 1",
@@ -211,6 +212,10 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
     records = read_metrics(run / "metrics.jsonl")
     assert [each["global_step"] for each in records if each["kind"] == "eval"] == [6, 12]
     assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == ["05", "08", "10", "12"]
+    run = train("--epochs 6 --eval-every 2 --eval-steps 3")  # 2 steps an epoch
+    evals = [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "eval"]
+    assert [each["global_step"] for each in evals] == [3, 4, 6, 8, 9, 12]
+    assert [each["epoch"] for each in evals] == [1.5, 2, 3, 4, 4.5, 6]
     run = train("--epochs 6 --eval-every 0 --save-every 0")
     assert [each["kind"] for each in read_metrics(run / "metrics.jsonl")] == ["train", "train", "test"]
     assert len(list((run / "checkpoints").glob("step-*"))) == 1

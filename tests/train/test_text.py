@@ -21,9 +21,10 @@ from tests.train.jobs import train
 GPT = "--model gpt --layers 2 --features 12 --heads 2 --context 13"
 LSTM = "--model lstm --layers 1 --features 11 --context 17 --text-samples sentences"
 SHORT = (
-    "--max-steps 4 --batch-size 5 --epochs 3 --log-every 1 --warmup-epochs 0 --optimizer sgd --lr 0.1 "
+    "--max-steps 4 --batch-size 5 --epochs 3 --log-every 1 --eval-steps 3 --warmup-epochs 0 --optimizer sgd --lr 0.1 "
     "--dtype float64 --backend numpy"
 )
+KINDS = ("train", "eval", "test")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def check_equal(found: Path, expected: Path) -> None:
-    for one, other in zip(records(found, "train", "test"), records(expected, "train", "test"), strict=True):
+    for one, other in zip(records(found, *KINDS), records(expected, *KINDS), strict=True):
         for key in ("loss", "accuracy", "grad_norm", "perplexity"):
             assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, one)
     theirs = weights(expected)
@@ -108,7 +109,9 @@ def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
     shutil.copytree(whole, "stopped")
     shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
     simulate(partial(main, ["--resume", "stopped"]), 2)
-    assert [each["global_step"] for each in records(Path("stopped"), "train")] == [1, 2, 3, 4]
+    told = [(each["kind"], each["global_step"], each["loss"]) for each in records(whole, *KINDS)]
+    assert [(each["kind"], each["global_step"], each["loss"]) for each in records(Path("stopped"), *KINDS)] == told
+    assert [(kind, step) for kind, step, _ in told[:4]] == [("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
     theirs = weights(whole)
     assert all(np.array_equal(x, theirs[name]) for name, x in weights(Path("stopped")).items())
 
@@ -122,6 +125,15 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     (place / "words.txt").write_text(text.replace("z", "Z"))
     with pytest.raises(UsageError, match="begun with another tokenizer, .* the text or the tokenizer's files have"):
         simulate(partial(main, ["--resume", "run"]), 1)
+
+
+def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> None:
+    run(f"{GPT} {SHORT} --dataset words.txt --tokenizer bytes", "first")
+    words = f"--model gpt --pretrained first {SHORT} --dataset sums.csv --text-columns problem,solution"
+    second = run(words, "second")
+    assert load_tokenizer(second / "model").name == "bytes"
+    with pytest.raises(UsageError, match="--tokenizer characters is not the tokenizer in --pretrained first/model"):
+        run(f"{words} --tokenizer characters", "third")
 
 
 def test_perplexities_and_tokens_are_reported() -> None:
