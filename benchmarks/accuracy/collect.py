@@ -2,7 +2,8 @@
 
     python benchmarks/accuracy/collect.py results/mnist-plain.json runs/mnist-plain-0 runs/mnist-plain-1 ...
 
-Reads the run folders of `nnmpi.train`, and those of `mnist_torch.py`.
+With --key loss it takes the losses. Reads the run folders of `nnmpi.train`, and those of `mnist_torch.py` and
+`gpt_torch.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from benchmarks.harness.machine import machine_facts  # noqa: E402
 PLACES = ("data_dir", "out", "resume", "config")  # options that are paths of one machine
 
 
-def accuracies(folder: Path) -> dict[str, Any]:
-    """Return the final and the best test accuracy of a run, and those of all epochs.
+def figures(folder: Path, key: str) -> dict[str, Any]:
+    """Return the final and the best test accuracy or loss of a run, and those of all evaluations.
 
     Raises:
         SystemExit: for a run that has not finished.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    by_epoch = {line["epoch"]: line["accuracy"] for line in lines if line["kind"] == "eval"}
-    final = [line["accuracy"] for line in lines if line["kind"] == "test"]
+    by_epoch = {line["epoch"]: line[key] for line in lines if line["kind"] == "eval"}
+    final = [line[key] for line in lines if line["kind"] == "test"]
     if not final:
         raise SystemExit(f"{folder} has not finished: there is no test in its metrics.jsonl")
-    return {"final": final[-1], "best": max(by_epoch.values()), "epochs": list(by_epoch.values())}
+    best = (min if key == "loss" else max)([*by_epoch.values(), final[-1]])
+    return {"final": final[-1], "best": best, "epochs": list(by_epoch.values())}
 
 
 def options(folder: Path) -> dict[str, Any]:
@@ -51,14 +53,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--key", choices=("accuracy", "loss"), default="accuracy")
     arguments = parser.parse_args()
     if any(options(folder) != options(arguments.runs[0]) for folder in arguments.runs):
         raise SystemExit("these runs differ in more than the seed; collect those of one recipe")
-    runs = {seed(folder): accuracies(folder) for folder in arguments.runs}
+    runs = {seed(folder): figures(folder, arguments.key) for folder in arguments.runs}
     mean = {key: sum(run[key] for run in runs.values()) / len(runs) for key in ("final", "best")}
-    for name, run in runs.items():
-        print(f"seed {name}: final {100 * run['final']:.2f} %, best epoch {100 * run['best']:.2f} %")
-    print(f"mean:   final {100 * mean['final']:.2f} %, best epoch {100 * mean['best']:.2f} %")
+    for name, run in {**{f"seed {name}": run for name, run in runs.items()}, "mean": mean}.items():
+        told = (f"{run[key]:.4f}" if arguments.key == "loss" else f"{100 * run[key]:.2f} %" for key in mean)
+        print("{}: final {}, best {}".format(name, *told))
     content = {"machine": machine_facts(), "options": options(arguments.runs[0]), "runs": runs, "mean": mean}
     results.write(arguments.result, content)
 

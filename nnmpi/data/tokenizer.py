@@ -156,7 +156,7 @@ class CharacterTokenizer:
         if unknown.size:
             raise UsageError(
                 f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer, which are those of "
-                "its training text; take another tokenizer, such as bytes"
+                "its training text; leave it out, or take another tokenizer, such as bytes"
             )
         tokens: list[int] = places.tolist()
         return tokens

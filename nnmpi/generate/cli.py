@@ -217,7 +217,10 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
             tokenizer.vocabulary_size <= vocabulary,
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary}; take the run's own",
         )
-        return tokenizer.encode(prompt), tokenizer.end
+        try:
+            return tokenizer.encode(prompt), tokenizer.end
+        except UsageError as error:
+            raise UsageError(f"--prompt: {error}") from None
     try:
         tokens = [int(word) for word in prompt.split()]
     except ValueError:

@@ -134,7 +134,9 @@ def load_pretrained(model: Module, folder: Path) -> None:
         raise DataError(f"{file} cannot be read ({error})") from None
 
 
-def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int, dropout: float = 0.0) -> None:
+def save_pretrained(
+    folder: Path, weights: Mapping[str, Array], heads: int, dropout: float = 0.0, end: int | None = None
+) -> None:
     """Write a GPT-2 as transformers reads it.
 
     Args:
@@ -142,6 +144,7 @@ def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int, drop
         weights: the whole model's, by name, as `model.state()` gives them.
         heads: of each attention.
         dropout: what it was trained with.
+        end: the token that ends a text, if there is one.
 
     Raises:
         OSError: when it cannot be written.
@@ -157,6 +160,8 @@ def save_pretrained(folder: Path, weights: Mapping[str, Array], heads: int, drop
         "n_embd": features,
         "n_layer": layers,
         "n_head": heads,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "dtype": str(weights["0.tokens.weight"].dtype),
         **dict.fromkeys(DROPOUTS, dropout),
         **FIXED,
@@ -212,5 +217,6 @@ def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:
         lists = (
             f"{', '.join(each[:4])}{' ...' * (len(each) > 4)}" if each else "nothing" for each in (missing, unknown)
         )
-        raise DataError("{} does not fit a GPT-2 of {} layers: missing {}, unknown {}".format(file, layers, *lists))
+        blocks = f"{layers} layer{'s' * (layers > 1)}"
+        raise DataError("{} does not fit a GPT-2 of {}: missing {}, unknown {}".format(file, blocks, *lists))
     return names

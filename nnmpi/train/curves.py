@@ -111,6 +111,7 @@ def _both(key: str) -> dict[str, tuple[str, str]]:
 
 
 SECONDS = ("elapsed_s", "seconds")
+SAMPLES, BATCHES = "samples per second", "batches per second"
 CURVES: Mapping[str, Curve] = {
     "loss.png": Curve("Loss", "loss", _both("loss")),
     "perplexity.png": Curve("Perplexity", "perplexity", _both("perplexity"), optional=True),
@@ -118,13 +119,9 @@ CURVES: Mapping[str, Curve] = {
     "learning_rate.png": Curve("Learning rate", "learning rate", _trained("learning_rate"), whole=True),
     "grad_norm.png": Curve("Length of the gradient", "norm", _trained("grad_norm"), whole=True),
     "epoch.png": Curve("Passes over the training data", "epochs", _trained("epoch"), whole=True),
-    "samples_per_second.png": Curve("Training speed", "samples per second", _trained("samples_per_second"), whole=True),
-    "eval_samples_per_second.png": Curve(
-        "Evaluation speed", "samples per second", _tested("samples_per_second"), whole=True
-    ),
-    "eval_steps_per_second.png": Curve(
-        "Evaluation speed", "batches per second", _tested("steps_per_second"), whole=True
-    ),
+    "samples_per_second.png": Curve("Training speed", SAMPLES, _trained("samples_per_second"), whole=True),
+    "eval_samples_per_second.png": Curve("Evaluation speed", SAMPLES, _tested("samples_per_second"), whole=True),
+    "eval_steps_per_second.png": Curve("Evaluation speed", BATCHES, _tested("steps_per_second"), whole=True),
     "eval_runtime.png": Curve("Runtime of an evaluation", "seconds", _tested("runtime"), whole=True),
     "loss_over_time.png": Curve("Loss over time", "loss", _both("loss"), SECONDS),
     "accuracy_over_time.png": Curve("Accuracy over time", "accuracy", _both("accuracy"), SECONDS),

@@ -23,6 +23,7 @@ from types import TracebackType
 
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import UsageError
+from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, flatten
 from nnmpi.train.custom_model import short_name
 
@@ -249,15 +250,22 @@ def find_model(pretrained: Path) -> Path:
     """Return the folder with Hugging Face's files: the one that is given, or the one that a run has left in it.
 
     Raises:
-        UsageError: for a run that has left none.
+        UsageError: when there is none, or the folder is of a run that has left none.
     """
     run = RunFolder(pretrained)
-    if not run.model.is_dir() and run.metrics.is_file():
+    if run.model.is_dir():
+        return run.model
+    if run.metrics.is_file():
         raise UsageError(
             f"--pretrained {pretrained} is a run that has left no model, as one with --model gpt does at its end; go "
             f"on with it by --resume {pretrained}, or give another"
         )
-    return run.model if run.model.is_dir() else pretrained
+    if not (pretrained / CONFIG).is_file():
+        raise UsageError(
+            f"--pretrained {pretrained} has no {CONFIG}; give a finished run of --model gpt, or a folder that Hugging "
+            "Face's transformers wrote"
+        )
+    return pretrained
 
 
 def default_folder(config: Config, runs: Path = Path("runs")) -> Path:

@@ -17,7 +17,7 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import Config, DataConfig
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
@@ -122,6 +122,8 @@ def text_source(config: Config) -> TextSource | None:
         for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
             if given:
                 raise UsageError(f"{option} is for texts, such as paradise-lost or a .txt file; leave it out")
+        if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
+            raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         return None
     if data.data_dir is not None:
         raise UsageError("a text names its file itself; leave --data-dir out")

@@ -112,7 +112,8 @@ def _write_model(context: RunContext) -> None:
     tokenizer = context.inputs.tokenizer
 
     def write() -> None:
-        save_pretrained(context.folder.model, weights, heads, dropout_of(options))
+        end = None if tokenizer is None else tokenizer.end
+        save_pretrained(context.folder.model, weights, heads, dropout_of(options), end)
         if tokenizer is not None:
             tokenizer.save(context.folder.model)
 

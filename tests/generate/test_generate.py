@@ -125,5 +125,5 @@ def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[s
     line = capfd.readouterr().out.splitlines()[0]
     assert line.startswith("to be")
     assert set(line) <= set("to be or not to be")
-    with pytest.raises(UsageError, match="Z"):
+    with pytest.raises(UsageError, match="--prompt: the character 'Z' is not among"):
         simulate(lambda group: main([str(out), "--prompt", "Zebra"], group), 1)

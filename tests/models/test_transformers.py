@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, ops
+from nnmpi.data.tokenizer import CharacterTokenizer
 from nnmpi.models.pretrained import load_pretrained, read_size, save_pretrained
 
 torch = pytest.importorskip("torch")
@@ -59,3 +60,15 @@ def test_they_read_what_is_written(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50, (2, 12))
     expected = model.eval()(torch.tensor(tokens)).logits.detach().numpy()
     assert np.abs(ours(tokens).data - expected).max() < 1e-13
+
+
+def test_they_read_the_tokenizer_beside_it(tmp_path):
+    """Characters become the same tokens, and the same one ends a text."""
+    ours = CharacterTokenizer("to be or not to be\n")
+    save_pretrained(tmp_path, models.gpt(ours.vocabulary_size, 12, 16, 2, 2).initialize(0).state(), 2, end=ours.end)
+    ours.save(tmp_path)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert found.encode("to\nbe", add_special_tokens=False) == ours.encode("to\nbe")
+    assert found.decode(ours.encode("to\nbe")) == "to\nbe"
+    config = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).config
+    assert found.eos_token_id == config.eos_token_id == ours.end

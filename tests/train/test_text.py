@@ -152,10 +152,12 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ("--model cnn --dataset paradise-lost", "--model cnn does not go with paradise-lost, whose samples are tokens"),
         (f"{GPT} --dataset words.txt --text-columns a", "has no columns"),
         (f"{GPT} --dataset sums.csv --text-columns problem,answer", "has no column 'answer'; its columns are: problem"),
+        (f"{GPT} --dataset sums.csv", "--model gpt needs a text; say with --text-columns which columns are it"),
         (f"{GPT} --dataset words.txt --tokenizer nothing", "tokenizer nothing: there is no such file or folder"),
         ("--dataset digits --tokenizer bytes", "--tokenizer is for texts"),
         ("--dataset digits --text-samples sentences", "--text-samples is for texts"),
         (f"{GPT} --dataset paradise-lost --data-dir .", "leave --data-dir out"),
+        ("--model gpt --pretrained . --dataset words.txt", r"--pretrained \. has no config\.json; give a finished run"),
         ("--model gpt --dataset words.txt --context 300", "give a smaller context"),
         (
             "--model small.py:build --dataset paradise-lost --tokenizer bytes",
