@@ -180,10 +180,11 @@ class Reporter:
         self._console.say(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.seconds:.2f} s")
         self._timer.restart()
 
-    def best(self, state: RunState) -> str:
-        """Return the best evaluation in words; nothing if there was none."""
+    def best(self, state: RunState, report: EvalReport) -> str:
+        """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""
         if not state.best_step:
             return ""
+        state = state.after_evaluation(report, self._tokens)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
         return f"; {when} with " + (f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best))

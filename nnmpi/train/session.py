@@ -133,7 +133,7 @@ def _print_result(
     """Print the result."""
     console.say(
         f"test accuracy {percent(report.accuracy)} ({reporter.losses(report)}) with the final weights"
-        f"{reporter.best(state)}",
+        f"{reporter.best(state, report)}",
         f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )
