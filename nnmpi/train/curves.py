@@ -85,17 +85,21 @@ class Curve:
         title: above it.
         label: of the vertical axis.
         series: each line's name, and the kind and the key of its records.
+        file: its own name; without one it is in the overview alone.
         along: key and label of the horizontal axis.
-        optional: left out where there is nothing to draw.
-        whole: whether the vertical axis begins at 0.
+        from_zero: whether the vertical axis begins at 0.
     """
 
     title: str
     label: str
     series: Mapping[str, tuple[str, str]]
+    file: str = ""
     along: tuple[str, str] = ("global_step", "step")
-    optional: bool = False
-    whole: bool = False
+    from_zero: bool = True
+
+    def has_points(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether there is anything to draw."""
+        return any(_points(records, *found)[0] for found in self.series.values())
 
 
 def _trained(key: str) -> dict[str, tuple[str, str]]:
@@ -110,22 +114,24 @@ def _both(key: str) -> dict[str, tuple[str, str]]:
     return _trained(key) | _tested(key)
 
 
+PERPLEXITY = Curve("Perplexity", "perplexity", _both("perplexity"), "perplexity.png", from_zero=False)
+CURVES = (
+    Curve("Loss", "loss", _both("loss"), "loss.png", from_zero=False),
+    PERPLEXITY,
+    Curve("Accuracy", "accuracy", _both("accuracy"), "accuracy.png", from_zero=False),
+    Curve("Learning rate", "learning rate", _trained("learning_rate"), "learning_rate.png"),
+    Curve("Length of the gradient", "norm", _trained("grad_norm")),
+    Curve("Passes over the training data", "epochs", _trained("epoch")),
+    Curve("Training speed", "samples per second", _trained("samples_per_second"), "samples_per_second.png"),
+    Curve("Evaluation speed", "samples per second", _tested("samples_per_second")),
+    Curve("Evaluation speed", "batches per second", _tested("steps_per_second")),
+    Curve("Runtime of an evaluation", "seconds", _tested("runtime")),
+)
 SECONDS = ("elapsed_s", "seconds")
-SAMPLES, BATCHES = "samples per second", "batches per second"
-CURVES: Mapping[str, Curve] = {
-    "loss.png": Curve("Loss", "loss", _both("loss")),
-    "perplexity.png": Curve("Perplexity", "perplexity", _both("perplexity"), optional=True),
-    "accuracy.png": Curve("Accuracy", "accuracy", _both("accuracy")),
-    "learning_rate.png": Curve("Learning rate", "learning rate", _trained("learning_rate"), whole=True),
-    "grad_norm.png": Curve("Length of the gradient", "norm", _trained("grad_norm"), whole=True),
-    "epoch.png": Curve("Passes over the training data", "epochs", _trained("epoch"), whole=True),
-    "samples_per_second.png": Curve("Training speed", SAMPLES, _trained("samples_per_second"), whole=True),
-    "eval_samples_per_second.png": Curve("Evaluation speed", SAMPLES, _tested("samples_per_second"), whole=True),
-    "eval_steps_per_second.png": Curve("Evaluation speed", BATCHES, _tested("steps_per_second"), whole=True),
-    "eval_runtime.png": Curve("Runtime of an evaluation", "seconds", _tested("runtime"), whole=True),
-    "loss_over_time.png": Curve("Loss over time", "loss", _both("loss"), SECONDS),
-    "accuracy_over_time.png": Curve("Accuracy over time", "accuracy", _both("accuracy"), SECONDS),
-}
+OVER_TIME = (
+    Curve("Loss over time", "loss", _both("loss"), "loss_over_time.png", SECONDS, from_zero=False),
+    Curve("Accuracy over time", "accuracy", _both("accuracy"), "accuracy_over_time.png", SECONDS, from_zero=False),
+)
 OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
 PANELS = 3  # in a row of the overview
 PANEL = (4.8, 3.2)  # inches
@@ -153,15 +159,12 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {
-        name: partial(_draw_curve, records, curve)
-        for name, curve in CURVES.items()
-        if not curve.optional or any(_points(records, *found)[0] for found in curve.series.values())
-    }
-    drawn[STEP_TIME] = partial(_draw_times, records)
-    files = [_save(figure_type, [drawing], folder / name) for name, drawing in drawn.items()]
-    along_steps = [drawing for name, drawing in drawn.items() if "over_time" not in name]
-    files.append(_save(figure_type, along_steps, folder / OVERVIEW))
+    curves = [curve for curve in CURVES if curve is not PERPLEXITY or curve.has_points(records)]
+    alone = {curve.file: partial(_draw_curve, records, curve) for curve in (*curves, *OVER_TIME) if curve.file}
+    alone[STEP_TIME] = partial(_draw_times, records)
+    files = [_save(figure_type, [drawing], folder / name) for name, drawing in alone.items()]
+    panels = [*(partial(_draw_curve, records, curve) for curve in curves), alone[STEP_TIME]]
+    files.append(_save(figure_type, panels, folder / OVERVIEW))
     stale = sum_staleness(records)
     if stale.count():
         files.append(draw_staleness(figure_type, stale, folder / STALENESS))
@@ -189,7 +192,7 @@ def _draw_curve(records: Sequence[Mapping[str, Any]], curve: Curve, axes: Any) -
         axes.plot(x, y, label=name, marker="." if kind == "eval" else "", color=COLOURS[kind])
     axes.set(title=curve.title, xlabel=curve.along[1], ylabel=curve.label)
     axes.set_xlim(left=0)
-    if curve.whole:
+    if curve.from_zero:
         axes.set_ylim(bottom=0)
     if len(curve.series) > 1:
         axes.legend()
