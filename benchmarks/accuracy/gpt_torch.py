@@ -23,7 +23,7 @@ from nnmpi.comm.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained
-from nnmpi.train.build import build_extent, build_model, build_schedule
+from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of
 from nnmpi.train.cli import read_run
 from nnmpi.train.config import Config, assemble, flatten
 from nnmpi.train.inputs import Inputs, load_inputs
@@ -66,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = assemble(read_run(arguments.run, str(arguments.run)))
     recipe = config.optimization
-    if (config.model.model, recipe.optimizer, config.model.dropout, recipe.grad_accum) != ("gpt", "adamw", 0.0, 1):
+    if (config.model.model, recipe.optimizer, dropout_of(config.model), recipe.grad_accum) != ("gpt", "adamw", 0.0, 1):
         raise SystemExit(f"{arguments.run} is no run of gpt with adamw, and without dropout and --grad-accum")
     torch.set_num_threads(arguments.threads)
     inputs = load_inputs(config, start(), 0, print, (0, 1))
