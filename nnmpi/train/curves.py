@@ -78,7 +78,7 @@ def _colours(count: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Panel:
     """One picture of a run.
 
     Attributes:
@@ -114,27 +114,27 @@ def _both(key: str) -> dict[str, tuple[str, str]]:
     return _trained(key) | _tested(key)
 
 
-PERPLEXITY = Curve("Perplexity", "perplexity", _both("perplexity"), "perplexity.png", from_zero=False)
-CURVES = (
-    Curve("Loss", "loss", _both("loss"), "loss.png", from_zero=False),
+PERPLEXITY = Panel("Perplexity", "perplexity", _both("perplexity"), "perplexity.png", from_zero=False)
+PANELS = (
+    Panel("Loss", "loss", _both("loss"), "loss.png", from_zero=False),
     PERPLEXITY,
-    Curve("Accuracy", "accuracy", _both("accuracy"), "accuracy.png", from_zero=False),
-    Curve("Learning rate", "learning rate", _trained("learning_rate"), "learning_rate.png"),
-    Curve("Length of the gradient", "norm", _trained("grad_norm")),
-    Curve("Passes over the training data", "epochs", _trained("epoch")),
-    Curve("Training speed", "samples per second", _trained("samples_per_second"), "samples_per_second.png"),
-    Curve("Evaluation speed", "samples per second", _tested("samples_per_second")),
-    Curve("Evaluation speed", "batches per second", _tested("steps_per_second")),
-    Curve("Runtime of an evaluation", "seconds", _tested("runtime")),
+    Panel("Accuracy", "accuracy", _both("accuracy"), "accuracy.png", from_zero=False),
+    Panel("Learning rate", "learning rate", _trained("learning_rate"), "learning_rate.png"),
+    Panel("Length of the gradient", "norm", _trained("grad_norm")),
+    Panel("Passes over the training data", "epochs", _trained("epoch")),
+    Panel("Training speed", "samples per second", _trained("samples_per_second"), "samples_per_second.png"),
+    Panel("Evaluation speed", "samples per second", _tested("samples_per_second")),
+    Panel("Evaluation speed", "batches per second", _tested("steps_per_second")),
+    Panel("Runtime of an evaluation", "seconds", _tested("runtime")),
 )
 SECONDS = ("elapsed_s", "seconds")
 OVER_TIME = (
-    Curve("Loss over time", "loss", _both("loss"), "loss_over_time.png", SECONDS, from_zero=False),
-    Curve("Accuracy over time", "accuracy", _both("accuracy"), "accuracy_over_time.png", SECONDS, from_zero=False),
+    Panel("Loss over time", "loss", _both("loss"), "loss_over_time.png", SECONDS, from_zero=False),
+    Panel("Accuracy over time", "accuracy", _both("accuracy"), "accuracy_over_time.png", SECONDS, from_zero=False),
 )
 OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
-PANELS = 3  # in a row of the overview
-PANEL = (4.8, 3.2)  # inches
+COLUMNS = 3  # of the overview
+SIZE = (4.8, 3.2)  # inches
 TIMES = (
     ("compute_s", "compute"),
     ("wait_s", "waiting for stages"),
@@ -159,12 +159,12 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    curves = [curve for curve in CURVES if curve is not PERPLEXITY or curve.has_points(records)]
-    alone = {curve.file: partial(_draw_curve, records, curve) for curve in (*curves, *OVER_TIME) if curve.file}
+    panels = [panel for panel in PANELS if panel is not PERPLEXITY or panel.has_points(records)]
+    alone = {panel.file: partial(_draw_panel, records, panel) for panel in (*panels, *OVER_TIME) if panel.file}
     alone[STEP_TIME] = partial(_draw_times, records)
     files = [_save(figure_type, [drawing], folder / name) for name, drawing in alone.items()]
-    panels = [*(partial(_draw_curve, records, curve) for curve in curves), alone[STEP_TIME]]
-    files.append(_save(figure_type, panels, folder / OVERVIEW))
+    all_of_them = [*(partial(_draw_panel, records, panel) for panel in panels), alone[STEP_TIME]]
+    files.append(_save(figure_type, all_of_them, folder / OVERVIEW))
     stale = sum_staleness(records)
     if stale.count():
         files.append(draw_staleness(figure_type, stale, folder / STALENESS))
@@ -173,9 +173,9 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
 
 def _save(figure_type: Any, drawings: Sequence[Callable[[Any], None]], file: Path) -> Path:
     """Draw a picture alone, or several in rows, into a file."""
-    columns = min(PANELS, len(drawings))
+    columns = min(COLUMNS, len(drawings))
     rows = -(-len(drawings) // columns)
-    size = (6.4, 4.0) if len(drawings) == 1 else (PANEL[0] * columns, PANEL[1] * rows)
+    size = (6.4, 4.0) if len(drawings) == 1 else (SIZE[0] * columns, SIZE[1] * rows)
     figure = figure_type(figsize=size, layout="constrained")
     for number, drawing in enumerate(drawings, start=1):
         axes = figure.add_subplot(rows, columns, number)
@@ -185,16 +185,16 @@ def _save(figure_type: Any, drawings: Sequence[Callable[[Any], None]], file: Pat
     return file
 
 
-def _draw_curve(records: Sequence[Mapping[str, Any]], curve: Curve, axes: Any) -> None:
-    """Draw what the records have of a curve."""
-    for name, (kind, key) in curve.series.items():
-        x, y = _points(records, kind, key, curve.along[0])
+def _draw_panel(records: Sequence[Mapping[str, Any]], panel: Panel, axes: Any) -> None:
+    """Draw what the records have of a panel."""
+    for name, (kind, key) in panel.series.items():
+        x, y = _points(records, kind, key, panel.along[0])
         axes.plot(x, y, label=name, marker="." if kind == "eval" else "", color=COLOURS[kind])
-    axes.set(title=curve.title, xlabel=curve.along[1], ylabel=curve.label)
+    axes.set(title=panel.title, xlabel=panel.along[1], ylabel=panel.label)
     axes.set_xlim(left=0)
-    if curve.from_zero:
+    if panel.from_zero:
         axes.set_ylim(bottom=0)
-    if len(curve.series) > 1:
+    if len(panel.series) > 1:
         axes.legend()
 
 
