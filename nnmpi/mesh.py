@@ -1,7 +1,9 @@
-"""The mesh of ranks: which rank is which replica (d), pipeline stage (p) and tensor shard (t). Arithmetic, no messages.
+"""The mesh of ranks: which rank is which replica (d), pipeline stage (p), tensor shard (t) and part of the sequences (s).
+Arithmetic, no messages.
 
-The axes are dp (data parallel), pp (pipeline) and tp (tensor). tp is innermost: neighbours in rank, mostly on one node,
-share the layers themselves, and so talk the most; rank = (d * pp + p) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
+The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost: neighbours in rank,
+mostly on one node, share the layers themselves, and so talk the most; then come those that share sequences:
+rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
 
     8 ranks: dp 2 x pp 2 x tp 2
 
@@ -14,6 +16,12 @@ share the layers themselves, and so talk the most; rank = (d * pp + p) * tp + t.
     groups of dp: 0 4 | 1 5 | 2 6 | 3 7      down a column: they hold the same
     replicas:     0 1 2 3 | 4 5 6 7          a line: one whole model
 
+Ranks that share sequences have whole models, too, so each part s of a line is a replica of its own: with sp, those that
+hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
+
+           p0        p1
+    d0    0 1 2 3   4 5 6 7        groups of sp: 0 2 | 1 3 | 4 6 | 5 7      replicas: 0 1 4 5 | 2 3 6 7
+
 Where the nodes are known, as many tensor groups as can be lie on one node each, then as many replicas as can be, and
 replicas of one node stand together; the order of the ranks gives way to that. Here ranks were dealt to two nodes in
 turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
@@ -24,14 +32,15 @@ turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
     d0    0 2  4 6    node 0
     d1    1 3  5 7    node 1
 
-Rank 0 is always (0, 0, 0).
+Rank 0 is always (0, 0, 0, 0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +49,8 @@ from nnmpi.errors import LayoutError
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
 
-DP, PP, TP, MODEL = "dp", "pp", "tp", "model"
-AXES = (DP, PP, TP)
+DP, PP, TP, SP, MODEL = "dp", "pp", "tp", "sp", "model"
+AXES = (DP, PP, TP, SP)
 SUGGESTIONS = 5
 
 
@@ -52,26 +61,29 @@ class Coordinates(NamedTuple):
         d: the replica of the model.
         p: the place in the pipeline; with virtual stages it holds the stages s with s % pp == p.
         t: the shard of each of its layers.
+        s: the part of each sequence.
     """
 
     d: int
     p: int
     t: int
+    s: int = 0
 
     def __str__(self) -> str:
-        """Return them in short: "d1 p0 t3"."""
-        return f"d{self.d} p{self.p} t{self.t}"
+        """Return them in short: "d1 p0 t3", and behind that "s2" for another part than the first."""
+        return f"d{self.d} p{self.p} t{self.t}" + (f" s{self.s}" if self.s else "")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks 0..dp*pp*tp-1 on three axes.
+    """Ranks 0..dp*pp*tp*sp-1 on four axes.
 
     Attributes:
-        dp: replicas of the model.
+        dp: replicas of the model, each with other samples.
         pp: ranks of a pipeline.
         tp: ranks that share a layer.
         nodes: the number of each rank's node, any numbers; None for an order by rank alone.
+        sp: ranks that share a sequence.
 
     Raises:
         LayoutError: for an axis below 1, or nodes of another number of ranks.
@@ -81,6 +93,7 @@ class Mesh:
     pp: int = 1
     tp: int = 1
     nodes: tuple[int, ...] | None = None
+    sp: int = 1
 
     def __post_init__(self) -> None:
         """Check the axes and the nodes."""
@@ -98,6 +111,7 @@ class Mesh:
         pp: int | None = None,
         tp: int | None = None,
         nodes: Sequence[int] | None = None,
+        sp: int = 1,
     ) -> Mesh:
         """Return the mesh of a world. A single axis that is None is derived; of several, pp and tp are 1.
 
@@ -106,7 +120,7 @@ class Mesh:
         Raises:
             LayoutError: when the axes do not make up the world; it names those that would.
         """
-        asked = {DP: dp, PP: pp, TP: tp}
+        asked = {DP: dp, PP: pp, TP: tp, SP: sp}
         _check_axes(asked | {"world": world})
         axes = dict(asked)
         missing = [axis for axis in AXES if asked[axis] is None]
@@ -118,16 +132,16 @@ class Mesh:
             axes[missing[0]] = world // given
         if prod(axes[axis] or 1 for axis in AXES) != world:
             raise LayoutError(_misfit(world, axes, asked))
-        return cls(axes[DP] or 1, axes[PP] or 1, axes[TP] or 1, None if nodes is None else tuple(nodes))
+        return cls(axes[DP] or 1, axes[PP] or 1, axes[TP] or 1, None if nodes is None else tuple(nodes), sp)
 
     def __str__(self) -> str:
         """Return the axes in words."""
-        return f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
+        return f"dp {self.dp} x pp {self.pp} x tp {self.tp}" + (f" x sp {self.sp}" if self.sp > 1 else "")
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The sizes of the axes, (dp, pp, tp)."""
-        return self.dp, self.pp, self.tp
+    def shape(self) -> tuple[int, int, int, int]:
+        """The sizes of the axes, (dp, pp, tp, sp)."""
+        return self.dp, self.pp, self.tp, self.sp
 
     @property
     def size(self) -> int:
@@ -143,22 +157,24 @@ class Mesh:
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is not one of {self} = {self.size} ranks")
         rest, t = divmod(self._places[rank], self.tp)
-        return Coordinates(*divmod(rest, self.pp), t)
+        rest, s = divmod(rest, self.sp)
+        return Coordinates(*divmod(rest, self.pp), t, s)
 
-    def rank_at(self, d: int, p: int, t: int) -> int:
+    def rank_at(self, d: int, p: int, t: int, s: int = 0) -> int:
         """Return the rank at these coordinates.
 
         Args:
             d: the replica.
             p: the place in the pipeline.
             t: the tensor shard.
+            s: the part of the sequences.
 
         Raises:
             LayoutError: when there are no such coordinates.
         """
-        if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp):
-            raise LayoutError(f"{Coordinates(d, p, t)} is not in {self}; coordinates count from 0")
-        return self._ranks[(d * self.pp + p) * self.tp + t]
+        if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp and 0 <= s < self.sp):
+            raise LayoutError(f"{Coordinates(d, p, t, s)} is not in {self}; coordinates count from 0")
+        return self._ranks[self._number(d, p, t, s)]
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that differ on this axis only, each group in the axis' order; with "model" the replicas.
@@ -166,15 +182,12 @@ class Mesh:
         Raises:
             LayoutError: for another axis.
         """
-        dp, pp, tp = self.shape
-        if axis == TP:
-            return self._pick((d, p, range(tp)) for d in range(dp) for p in range(pp))
-        if axis == PP:
-            return self._pick((d, range(pp), t) for d in range(dp) for t in range(tp))
-        if axis == DP:
-            return self._pick((range(dp), p, t) for p in range(pp) for t in range(tp))
-        if axis == MODEL:
-            return self._pick((d, range(pp), range(tp)) for d in range(dp))
+        ranges = dict(zip(AXES, map(range, self.shape), strict=True))
+        inside = (PP, TP) if axis == MODEL else (axis,)
+        if axis == MODEL or axis in ranges:
+            outside = product(*(ranges[each] for each in AXES if each not in inside))
+            names = [each for each in AXES if each not in inside]
+            return tuple(self._block(ranges, inside, dict(zip(names, at, strict=True))) for at in outside)
         raise LayoutError(
             f"a mesh has no axis {axis!r}; its axes are {', '.join(AXES)}, and {MODEL} for whole replicas"
         )
@@ -187,45 +200,54 @@ class Mesh:
         """
         if group.size != self.size:
             raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
-        d, p, t = place = self.coordinates(group.rank)
+        d, p, t, s = place = self.coordinates(group.rank)
+        part, replica = p * self.tp + t, d * self.sp + s  # which part of the model, and which replica of it
+        dp = group.split(part * self.sp + s, d)
         return BoundMesh(
             self,
             group,
             place,
-            dp=group.split(p * self.tp + t, d),
-            pp=group.split(d * self.tp + t, p),
-            tp=group.split(d * self.pp + p, t),
-            model=group.split(d, p * self.tp + t),
+            dp=dp,
+            pp=group.split(replica * self.tp + t, p),
+            tp=group.split(replica * self.pp + p, t),
+            sp=group.split(part * self.dp + d, s),
+            model=group.split(replica, part),
+            replicas=dp if self.sp == 1 else group.split(part, replica),
         )
 
     def render(self) -> str:
-        """Return a picture: a line for each replica, a cell for each stage, in it the ranks in the order of t."""
+        """Return a picture: a line for each d, a cell for each stage, in it the ranks in the order of s and t."""
         nodes = _renumber(self.nodes) if self.nodes else ()
         width = len(str(self.size - 1))
         places = f"{self.size} rank{'s' * (self.size > 1)}" + (f" on {max(nodes) + 1} nodes" if any(nodes) else "")
-        cells = (width + 1) * self.tp - 1
+        each = self.sp * self.tp  # ranks of a cell
+        cells = (width + 1) * each - 1
         margin = len(f"d{self.dp - 1}") + 2
         lines = [f"{places}: {self}", "", " " * margin + "".join(f"  {f'p{p}':>{cells}}" for p in range(self.pp))]
-        for d, replica in enumerate(self.groups(MODEL)):
+        for d in range(self.dp):
+            replica = self._ranks[d * self.pp * each : (d + 1) * self.pp * each]
             named = [f"{rank:>{width}}" for rank in replica]
-            rows = [" ".join(named[p * self.tp : (p + 1) * self.tp]) for p in range(self.pp)]
+            rows = [" ".join(named[p * each : (p + 1) * each]) for p in range(self.pp)]
             line = f"d{d}".ljust(margin) + "".join(f"  {row:>{max(cells, len(f'p{p}'))}}" for p, row in enumerate(rows))
             lines.append(line + (f"    {_name_nodes(nodes[rank] for rank in replica)}" if any(nodes) else ""))
         return "\n".join(lines)
 
-    def _pick(self, places: Iterable[tuple[int | range, int | range, int | range]]) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks at each of these blocks of coordinates."""
-        return tuple(tuple(self._block(*map(_as_range, place))) for place in places)
+    def _block(self, ranges: dict[str, range], inside: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
+        """Return the ranks whose other coordinates are these, along the axes inside."""
+        along = product(*(ranges[each] for each in inside))
+        places = (at | dict(zip(inside, each, strict=True)) for each in along)
+        return tuple(self._ranks[self._number(*(place[axis] for axis in AXES))] for place in places)
 
-    def _block(self, ds: range, ps: range, ts: range) -> Iterator[int]:
-        return (self._ranks[(d * self.pp + p) * self.tp + t] for d in ds for p in ps for t in ts)
+    def _number(self, d: int, p: int, t: int, s: int) -> int:
+        """Return the number of a place."""
+        return ((d * self.pp + p) * self.sp + s) * self.tp + t
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
         """The rank at each place; places are numbered with t fastest and d slowest."""
         if self.nodes is None:
             return tuple(range(self.size))
-        return _place(_renumber(self.nodes), self.pp, self.tp)
+        return _place(_renumber(self.nodes), self.pp, self.sp, self.tp)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
@@ -244,10 +266,12 @@ class BoundMesh:
         mesh: the arithmetic.
         world: the group of all ranks, the one that was bound.
         place: this rank's coordinates.
-        dp: the ranks that hold the same parts of the model.
+        dp: the ranks that hold the same parts of the model, and of each sequence.
         pp: the ranks of this pipeline, in the order of its stages.
         tp: the ranks that share this rank's layers.
+        sp: the ranks that share this rank's sequences.
         model: all ranks of this replica of the model; rank p * tp + t.
+        replicas: all ranks that hold the same parts of the model, dp x sp; rank d * sp + s.
     """
 
     mesh: Mesh
@@ -256,12 +280,16 @@ class BoundMesh:
     dp: Group
     pp: Group
     tp: Group
+    sp: Group
     model: Group
+    replicas: Group
 
     def free(self) -> None:
         """Give the groups back to MPI, but not the world. Collective."""
-        for group in (self.dp, self.pp, self.tp, self.model):
+        for group in (self.dp, self.pp, self.tp, self.sp, self.model):
             group.free()
+        if self.replicas is not self.dp:
+            self.replicas.free()
 
 
 class _RankBlock(NamedTuple):
@@ -272,11 +300,17 @@ class _RankBlock(NamedTuple):
     is_on_one_node: bool
 
 
-def _place(nodes: Sequence[int], pp: int, tp: int) -> tuple[int, ...]:
-    """Return the ranks in the order of their places, for nodes that are numbered by their first ranks."""
-    single = [_RankBlock(node, (rank,), True) for rank, node in enumerate(nodes)]
-    replicas = _join(_join(single, tp), pp)
-    return tuple(rank for replica in replicas for rank in replica.ranks)
+def _place(nodes: Sequence[int], *axes: int) -> tuple[int, ...]:
+    """Return the ranks in the order of their places, for nodes that are numbered by their first ranks.
+
+    Args:
+        nodes: of each rank.
+        axes: the sizes of all but the outermost one, the innermost last.
+    """
+    blocks = [_RankBlock(node, (rank,), True) for rank, node in enumerate(nodes)]
+    for size in reversed(axes):
+        blocks = _join(blocks, size)
+    return tuple(rank for block in blocks for rank in block.ranks)
 
 
 def _join(blocks: Iterable[_RankBlock], many: int) -> list[_RankBlock]:
@@ -316,20 +350,19 @@ def _name_nodes(nodes: Iterable[int]) -> str:
     return f"node{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
 
 
-def _as_range(at: int | range) -> range:
-    return range(at, at + 1) if isinstance(at, int) else at
-
-
 # ---- layouts that fit ----
 
 
 def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
     """Return the layouts of this many ranks, the nearest to what is asked for first.
 
-    Near is where few axes differ from those asked for, and then by small factors; axes that are None do not count.
+    Near is where few axes differ from those asked for, and then by small factors; axes that are None do not count. sp
+    is what is asked for, or the largest below it that divides the world.
     """
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    meshes = [Mesh(d, p, world // d // p) for d in divisors for p in divisors if world % (d * p) == 0]
+    sp = max(n for n in divisors if n <= (asked.get(SP) or 1))
+    rest = world // sp
+    meshes = [Mesh(d, p, rest // d // p, sp=sp) for d in divisors for p in divisors if rest % (d * p) == 0]
 
     def distance(mesh: Mesh) -> tuple[int, float, int, int]:
         pairs = [(own, asked.get(axis)) for axis, own in zip(AXES, mesh.shape, strict=True)]
@@ -341,12 +374,12 @@ def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
 
 def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None]) -> str:
     """Return the sentence on axes that do not make up the world; those that are still None could not be derived."""
-    known = {axis: size for axis, size in axes.items() if size is not None}
+    known = {axis: size for axis, size in axes.items() if size is not None and (axis != SP or size > 1)}
     product = " x ".join(f"{axis} {size}" for axis, size in known.items())
     meshes = fitting(world, asked or axes)
     some = ", ".join(str(mesh) for mesh in meshes[:SUGGESTIONS]) + (" ..." if len(meshes) > SUGGESTIONS else "")
     ranks = f"{world} rank{' is' if world == 1 else 's are'}"
-    kind = "not" if len(known) == len(AXES) else "no multiple of"
+    kind = "no multiple of" if None in axes.values() else "not"
     return f"{ranks} {kind} {product} = {prod(known.values())}; these fit: {some}"
 
 

@@ -120,7 +120,7 @@ class Region:
         seen[self._index] = local.reshape(seen[self._index].shape)
 
     @property
-    def _index(self) -> tuple[slice, ...]:
+    def _index(self) -> tuple[Any, ...]:
         return (slice(None), slice(None), slice(self.start, self.stop))
 
     def _seen(self, whole: Any) -> Any:
@@ -129,3 +129,40 @@ class Region:
             raise ValueError(f"a part of an array of shape {self.shape} is not one of shape {whole.shape}")
         before, after = prod(self.shape[: self.axis]), prod(self.shape[self.axis + 1 :])
         return whole.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)
+
+
+@dataclass(frozen=True)
+class PairRegion(Region):
+    """A part of two ranges of one axis, start..stop and behind that second_start..second_stop.
+
+    Attributes:
+        second_start, second_stop: the other range.
+    """
+
+    second_start: int = 0
+    second_stop: int = 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        length = self.stop - self.start + self.second_stop - self.second_start
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    @property
+    def _index(self) -> tuple[Any, ...]:
+        places = [*range(self.start, self.stop), *range(self.second_start, self.second_stop)]
+        return (slice(None), slice(None), places)
+
+
+def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:
+    """Return the indices of `range(n)` that belong to part `index` where parts are pairs of chunks, one from each end.
+
+        zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11        chunks of split(12, 6)
+                                0     1     2     2     1      0          the part that each belongs to
+
+    Work that grows along the axis, such as causal attention's, is the same for all parts then.
+
+    Args:
+        n, parts, index: see `part`.
+    """
+    return part(n, 2 * parts, index), part(n, 2 * parts, 2 * parts - 1 - index)

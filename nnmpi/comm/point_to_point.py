@@ -43,6 +43,17 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
         ShapeError: for an array with gaps, or a read-only one.
         DtypeError: for an object array.
     """
+    start_exchange(group, sends, receives).wait()
+
+
+def start_exchange(
+    group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+) -> ExchangeRequest:
+    """Begin what `send_and_receive` does; its `wait` ends it. Meanwhile what is sent may be read, and nothing else.
+
+    Args:
+        group, sends, receives: see `send_and_receive`; it raises the same.
+    """
     hosts = to_hosts([array if is_device(array) else check_contiguous(array) for _, array in sends])
     room = [room_like(array, array.shape) if is_device(array) else array for _, array in receives]
     requests: list[Request] = []
@@ -50,9 +61,26 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
         requests += _post(group.comm.irecv, check_contiguous(array), rank, BLOCKING_TAG)
     for (rank, _), array in zip(sends, hosts, strict=True):
         requests += _post(group.comm.isend, check_contiguous(array), rank, BLOCKING_TAG)
-    group.comm.wait_all(requests)
-    for (_, array), host in zip(receives, room, strict=True):
-        put(host, array)
+    filled = [(host, array) for (_, array), host in zip(receives, room, strict=True)]
+    return ExchangeRequest(group.comm, requests, filled, hosts)
+
+
+class ExchangeRequest:
+    """Messages on their way, see `start_exchange`."""
+
+    __slots__ = ("_comm", "_filled", "_requests", "_sent")
+
+    def __init__(
+        self, comm: Comm, requests: list[Request], filled: list[tuple[Buffer, Buffer]], sent: Sequence[Buffer]
+    ) -> None:
+        self._comm, self._requests, self._filled, self._sent = comm, requests, filled, sent
+
+    def wait(self) -> None:
+        """Return when all is sent and received."""
+        self._comm.wait_all(self._requests)
+        for host, array in self._filled:
+            put(host, array)
+        self._sent = ()
 
 
 class ReceiveRequest:

@@ -1,19 +1,21 @@
 """Spreading a model over ranks, in one written order: mesh, tensor (replace layers), pipeline (cut), limits.
 
 model (no values yet)
-  1 mesh        world = dp x pp x tp, this rank's place in it
+  1 mesh        world = dp x pp x tp x sp, this rank's place in it
   2 tensor      layers give way to their shards                    parallel.tensor
   3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
   4 limits      what does not fit is refused, with what would
 then the caller initializes `arrangement.model` and makes an optimizer, and a Worker attaches the rest:
-  5 data        gradients summed over dp                           parallel.data, parallel.fixed_reduction
+  5 data        gradients summed over dp x sp                      parallel.data, parallel.fixed_reduction
   6 schedule    the pipeline's program                             parallel.pipeline
+  7 sequence    each batch's positions are shared out              parallel.sequence
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -26,9 +28,12 @@ from nnmpi.comm.units import format_bytes
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.mesh import BoundMesh, Mesh
+from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.pipeline.profile import LinkCost, profile
+from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
+from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.parameter import Parameter
@@ -97,6 +102,11 @@ class Arrangement:
         """Which part of each batch this rank takes, for `data.Loader`."""
         return self.mesh.place.d
 
+    @cached_property
+    def sequence(self) -> SequenceGroup | None:
+        """The ranks that share this rank's sequences; None where it has whole ones."""
+        return SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
+
     @property
     def data_ranks(self) -> int:
         """In how many parts each batch is shared out, for `data.Loader`."""
@@ -137,6 +147,10 @@ def arrange(
     order = (*parameters, *(name for name, _ in model.named_buffers()))
     whole = (parameters, order, sum(parameter.size for parameter in model.parameters()))
     with agreed(group):
+        if mesh.sp > 1 and layout.sp_attention == ULYSSES:
+            for _, module in model.named_modules():
+                if isinstance(module, CausalSelfAttention):
+                    check_heads(module.heads // mesh.tp, mesh.sp)
         shape = None if sample is None else tuple(sample.shape[1:])
         result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
     if mesh.pp == 1:
@@ -157,7 +171,8 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
     """
     nodes = group.nodes()
     with agreed(group):
-        return Mesh.of(group.size, layout.dp, layout.pp, layout.tp, nodes if len(set(nodes)) > 1 else None)
+        on_several = nodes if len(set(nodes)) > 1 else None
+        return Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
 
 
 def _cut(

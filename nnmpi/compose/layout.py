@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
+from nnmpi.parallel.sequence.group import ULYSSES, WAYS
 from nnmpi.schedule.registry import SCHEDULES
 
 AUTO = "auto"
@@ -36,6 +37,8 @@ class Layout:
         memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of them), gradients and
             optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
+        sp: ranks that share the positions of each sequence.
+        sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
 
     Raises:
         UsageError: for values that do not exist, and pairs without sense.
@@ -52,12 +55,15 @@ class Layout:
     table: Table | None = None
     memory_limit: int | None = None
     state_arrays: int = 2
+    sp: int = 1
+    sp_attention: str = ULYSSES
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
         _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         _one_of("recompute", self.recompute, (NEVER, ALWAYS, EXCEPT_LAST))
         _one_of("reduction", self.reduction, (FAST, FIXED))
+        _one_of("sp attention", self.sp_attention, WAYS)
         if self.virtual_stages < 1:
             raise UsageError(f"{self.virtual_stages} virtual stages are not possible; give 1 or more")
         if self.virtual_stages > 1 and self.schedule != "interleaved":
@@ -73,6 +79,11 @@ class Layout:
             raise UsageError(
                 "a fixed order of sums covers dp and pp; sharded layers add in parts, whose rounding depends on "
                 f"tp {self.tp}: leave tp at 1, or reduction fixed out"
+            )
+        if self.fixed and self.sp != 1:
+            raise UsageError(
+                "a fixed order of sums covers dp and pp; each rank of sp adds up its own positions, whose rounding depends "
+                f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
             )
         if self.asynchronous:
             for name, given in (("reduction fixed", self.fixed), ("recompute", self.recompute != NEVER)):

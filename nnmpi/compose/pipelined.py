@@ -92,7 +92,7 @@ class Pipelined:
         self.updates = layout.asynchronous
         self.parallel = DataParallel(
             self.model,
-            mesh.dp,
+            mesh.replicas,
             exchange.allreduce,
             exchange.bucket_bytes,
             exchange.overlap,
@@ -124,12 +124,14 @@ class Pipelined:
                 self._scope,
                 self._head if number == self._last else None,
                 self._recomputes,
+                None if arrangement.sequence is None else self._shared_sequences,
             )
             for number, links in arrangement.stages.items()
         }
         place = mesh.place
+        lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
         self.pipeline = Pipeline(
-            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, f"d{place.d}t{place.t}", pace
+            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace
         )
         tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
         self._relay = GradientRelay(
@@ -242,6 +244,12 @@ class Pipelined:
         if self.updates and not again:
             running.versions[microbatch] = self.optimizer.steps
         return training(self.seed, running.step + (microbatch if self.updates else 0), cut.first_row, again)
+
+    def _shared_sequences(self, x: Tensor, enters: bool) -> Tensor:
+        """Say of a tensor at a stage's beginning that it is of this rank's positions, and no more so at its end."""
+        running, sequence = self._batch, self.arrangement.sequence
+        assert running is not None and sequence is not None and running.device_batch.length is not None
+        return (sequence.enter if enters else sequence.leave)(x, running.device_batch.length)
 
     def _head(self, result: Tensor, microbatch: int) -> Tensor:
         running = self._batch

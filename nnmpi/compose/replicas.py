@@ -55,7 +55,11 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def evaluate_all(
-    group: Group, batches: Iterable[Batch], evaluate: Callable[[Batch, DeferredScalars], bool], backend: Backend
+    group: Group,
+    batches: Iterable[Batch],
+    evaluate: Callable[[Batch, DeferredScalars], bool],
+    backend: Backend,
+    parts: int = 1,
 ) -> EvalReport:
     """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective.
 
@@ -63,6 +67,7 @@ def evaluate_all(
 
     Args:
         evaluate: adds loss and right answers to what is to be read, and returns whether this rank's count.
+        parts: how many ranks' batches have the same samples, each some of their positions.
     """
     begin = clock.now()
     scalars, rows, own_targets = DeferredScalars(backend), 0, 0
@@ -73,7 +78,8 @@ def evaluate_all(
     sums = group.sum_floats([values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, own_targets])
     loss_sum, correct, samples, targets = sums
     count = max(targets, 1)
-    return EvalReport(loss_sum / count, correct / count, int(samples), int(targets), clock.now() - begin)
+    samples = int(samples) // parts
+    return EvalReport(loss_sum / count, correct / count, samples, int(targets), clock.now() - begin)
 
 
 class ForwardBackward:
@@ -114,6 +120,7 @@ class ForwardBackward:
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
         # It is called on every rank, since it may communicate where the classes are shared out.
         self._correct = correct_of(where)
+        self._sequence = None if where is None else where.sequence
         self.counts = where is None or where.mesh.place.t == 0
         self.scalars = DeferredScalars(backend)
 
@@ -142,7 +149,7 @@ class ForwardBackward:
         """Add LOSS and CORRECT of a batch, in evaluation mode; return whether they count."""
         device_batch = to_device(batch, self.model, self.backend)
         with no_grad(), evaluation():
-            logits = self.model(Tensor(device_batch.x))
+            logits = self._logits(device_batch)
             self._check_evaluation(device_batch, 0, logits)
             loss_sum = self._evaluation_loss(logits, device_batch.y).data
             hits = self._correct(logits, device_batch)
@@ -172,9 +179,15 @@ class ForwardBackward:
         """Return the loss of a microbatch and its logits."""
         with training(self.seed, step, cut.first_row):
             part = device_batch.rows(slice(cut.start, cut.stop))
-            logits = self.model(Tensor(part.x))
+            logits = self._logits(part)
             self._check(part, cut.start, logits)  # before the loss, which on a device would read out of range silently
             return self._loss(logits, part.y), logits
+
+    def _logits(self, part: DeviceBatch) -> Tensor:
+        if self._sequence is None or part.length is None:
+            logits: Tensor = self.model(Tensor(part.x))
+            return logits
+        return self._sequence.leave(self.model(self._sequence.enter(Tensor(part.x), part.length)), part.length)
 
 
 @dataclass(frozen=True)
@@ -351,7 +364,7 @@ class Replicas:
         pace: Pace | None = None,
     ) -> None:
         self.model, self.world = model, world
-        replicas = world if arrangement is None else arrangement.mesh.dp
+        replicas = world if arrangement is None else arrangement.mesh.replicas
         fixed = arrangement is not None and arrangement.layout.fixed
         self.parallel = DataParallel(
             model,

@@ -134,15 +134,18 @@ class DeviceBatch:
     Attributes:
         x, y: samples and labels where the model lives.
         labels: the labels on the host; None if they are only on a device.
+        length: see `data.loader.Batch`.
     """
 
     x: Array
     y: Array
     labels: NDArray[Any] | None
+    length: int | None = None
 
     def rows(self, part: slice) -> DeviceBatch:
         """Return some of its rows."""
-        return DeviceBatch(self.x[part], self.y[part], None if self.labels is None else self.labels[part])
+        labels = None if self.labels is None else self.labels[part]
+        return DeviceBatch(self.x[part], self.y[part], labels, self.length)
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
@@ -153,7 +156,7 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
     """
     if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
         _check_indices(batch.x, model)
-    return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels)
+    return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length)
 
 
 def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:

@@ -69,4 +69,5 @@ def _writes(name: str, leaf: Parameter | Buffer, group: Group, arrangement: Arra
     """Return whether this rank writes its part of an array, of all ranks that have it."""
     if arrangement is None:
         return group.is_root
-    return arrangement.mesh.place.d == 0 and arrangement.counts(name, leaf)
+    place = arrangement.mesh.place
+    return place.d == place.s == 0 and arrangement.counts(name, leaf)

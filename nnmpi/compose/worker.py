@@ -241,7 +241,8 @@ class Worker(Trainer):
         self.exchange, self.clip = exchange, numerics.clip
         check_precision(self.precision, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
-        self._meter = Meter(arrangement is not None and arrangement.mesh.tp.size > 1)
+        self._sequence = None if arrangement is None else arrangement.sequence
+        self._meter = Meter(arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1)
         fused_update = exchange.fused_update
         check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None)
         check_fused_update(fused_update, self.backend)
@@ -339,6 +340,8 @@ class Worker(Trainer):
         self.parallel.check_not_released()
         if lr is not None:
             self.optimizer.lr = lr
+        if self._sequence is not None:
+            batch = self._sequence.part(batch)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
@@ -455,7 +458,10 @@ class Worker(Trainer):
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """See `Trainer.evaluate`."""
         with self._deterministic():
-            return evaluate_all(self.group, batches, self.runner.evaluate, self.backend)
+            if self._sequence is None:
+                return evaluate_all(self.group, batches, self.runner.evaluate, self.backend)
+            parts = map(self._sequence.part, batches)
+            return evaluate_all(self.group, parts, self.runner.evaluate, self.backend, self._sequence.size)
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16 the loss scale is there, too."""
@@ -478,7 +484,7 @@ class Worker(Trainer):
             return "none, one rank has nothing to add"
         if where is not None and where.layout.fixed:
             return "in a fixed tree over the microbatches, after the backward pass"
-        if where is not None and where.mesh.dp.size == 1:
+        if where is not None and where.mesh.replicas.size == 1:
             return "none of gradients, as there is one replica"
         if self.fused is not None:
             return "fused with the update, through shared memory"

@@ -50,6 +50,8 @@ class Batch:
         targets: of each microbatch of the global batch, how many labels count; by default those of full rows. Losses
             are divided by `global_targets`, their sum.
         host_y: the labels on the host, where x and y are on a device; else None.
+        length: how many positions the samples have, where x and y have some of them alone (see `parallel.sequence`);
+            else None.
     """
 
     x: Array
@@ -62,6 +64,7 @@ class Batch:
     microbatches: int = 1
     host_y: NDArray[np.int64] | None = None
     targets: tuple[int, ...] = ()
+    length: int | None = None
 
     def __post_init__(self) -> None:
         """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for full ones."""

@@ -22,8 +22,20 @@ from nnmpi.ops.dropout import Place
 from nnmpi.tensor.convert import converted, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, require_floating
-from nnmpi.tensor.placement import Placement, is_cut, uncut
+from nnmpi.tensor.placement import Placement, TensorCut, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
+
+
+def over_ranks(function: Function, cut: TensorCut, kernels: Kernels) -> Kernels:
+    """Return kernels for positions of which each rank has some: they exchange what attention needs of the others.
+
+    Raises:
+        LayoutError: where the ranks have no such way, or not whole positions.
+    """
+    found: Kernels | None = cut.group.attention(kernels, cut.placement)
+    if found is None:
+        raise cut.refuse(function, "looks at all positions")
+    return found
 
 
 class Attention(Function):
@@ -46,7 +58,10 @@ class Attention(Function):
         first = next(x for x in inputs if is_cut(x))
         if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
             raise first.cut.refuse(self, "needs queries, keys and values of the same heads")
-        return uncut(self, first, (2, 3), "needs whole heads")
+        if first.cut.axis == 2:
+            self.kernels = over_ranks(self, first.cut, self.kernels)
+            return uncut(self, first, (), "")
+        return uncut(self, first, (3,), "needs whole heads")
 
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         xp = self.xp
@@ -120,16 +135,18 @@ class PackedAttention(Function):
         self.first = 0  # of the heads that this rank has
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: by heads, where queries, keys and values are each cut by heads.
+        """Return how the result lies on the ranks: by positions, or by heads, where q, k and v are each cut by heads.
 
         q0 q1 q2 k0 k1 k2 v0 v1 v2   over 2 ranks:   rank 0  q0 q1 k0 k1 v0 v1      rank 1  q2 k2 v2
         """
         (qkv,) = inputs
         cut, (batch, time, width) = qkv.cut, qkv.shape
-        if cut.axis == 0:
+        if cut.axis == 1:
+            self.kernels = over_ranks(self, cut, self.kernels)
+        if cut.axis < 2:
             return uncut(self, qkv, (), "")
         apart = (batch, time, 3, self.heads, width // (3 * self.heads))
-        by_heads: Placement | None = None if cut.axis != 2 else cut.placement.reshaped(qkv.shape, apart, cut.group.size)
+        by_heads: Placement | None = cut.placement.reshaped(qkv.shape, apart, cut.group.size)
         if by_heads is None or by_heads.axis != 3:
             raise cut.refuse(self, "needs queries, keys and values of whole heads on each rank")
         self.first = by_heads.region((self.heads,), 0, cut.group.size, cut.group.rank).start

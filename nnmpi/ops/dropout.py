@@ -42,10 +42,9 @@ class DropoutFunction(Function):
         (x,) = inputs
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
-        if self.columns is not None:
-            raise cut.refuse(self, "has the places of the elements already")
         own = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
-        self.columns = own.take(np.arange(prod(row), dtype=np.uint32).reshape(row)).reshape(-1)
+        columns = np.arange(prod(row), dtype=np.uint32) if self.columns is None else self.columns
+        self.columns = own.take(columns.reshape(row)).reshape(-1)
         return uncut(self, x, (), "")
 
     def forward(self, x: Array) -> Array:

@@ -13,6 +13,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, whole_values
+from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -28,6 +29,10 @@ class EmbeddingFunction(Function):
 
     def __init__(self, reads: np.dtype[Any], kernels: Kernels) -> None:
         self.reads, self.kernels = reads, kernels
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as the indices do."""
+        return as_indices(self, *inputs)
 
     def forward(self, table: Array, indices: Array) -> Array:
         self.saved = (table.shape, table.dtype, indices)
@@ -49,7 +54,7 @@ def embedding(table: Tensor, indices: Any) -> Tensor:
         DtypeError: when the indices are not integers.
         ShapeError: when an index is outside 0..entries-1 (the first such is named), or the table is no matrix.
     """
-    places = whole_values("embedding", indices)
+    places = indices.data if is_cut(indices) else whole_values("embedding", indices)
     if not is_array(places):
         places = np.asarray(places)  # looked at on the host, wherever the table is
     if places.dtype.kind not in "iu":
@@ -61,7 +66,18 @@ def embedding(table: Tensor, indices: Any) -> Tensor:
         perform(_check_indices, places, table.shape[0])
         places = namespace(table.data).asarray(places)
     reads = read_as("embedding", table)
-    return EmbeddingFunction(reads, kernels)(table, places)
+    return EmbeddingFunction(reads, kernels)(table, indices if is_cut(indices) else places)
+
+
+def as_indices(function: Function, table: Any, indices: Any) -> Placement:
+    """Return how rows of a whole table that indices pick lie on the ranks, if each rank has some of the indices.
+
+    Raises:
+        LayoutError: for a table of which each rank has a part.
+    """
+    if is_cut(table):
+        raise table.cut.refuse(function, "needs a whole table")
+    return uncut(function, indices, (), "")
 
 
 def _check_indices(places: Array, entries: int) -> None:

@@ -37,7 +37,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find
 from nnmpi.nn.skip import Pop, Stash
-from nnmpi.parallel.sharded.collectives import gather
+from nnmpi.parallel.sharded.collectives import PartExchange, gather
 from nnmpi.parallel.sharded.context import (
     LayerContext,
     Placed,
@@ -175,7 +175,8 @@ class ModelWalk:
             return placed, ActivationLayout(placement, shape_after(module, layout.shape))
         is_open = self._open(module, name)
         before = None if layout.placement.is_replicated else self._gather(layout)
-        after = whole if is_open and name else None  # a model's own result is whole, or its loss refuses it
+        # a model's own result is whole, or its loss refuses it
+        after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
         result = module if before is after is None else Redistributed(module, before, after)
         return result, ActivationLayout(REPLICATED, None)
 

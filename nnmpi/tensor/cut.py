@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from nnmpi.backend.recording import active
 from nnmpi.errors import LayoutError
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.placement import TensorCut, is_cut
+from nnmpi.tensor.function import Elementwise, Function
+from nnmpi.tensor.placement import TensorCut, TensorGroup, beside, is_cut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
@@ -47,8 +47,11 @@ class CutTensor(Tensor):
         return mark(Tensor(self.data), self.cut)
 
     def part(self) -> Tensor:
-        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it is."""
-        part = Tensor.blank()
+        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it is.
+
+        It may be cut itself, see `TensorCut.within`.
+        """
+        part = Tensor.blank() if self.cut.within is None else _cut_tensor(self.cut.within)
         _share(part, self)
         return part
 
@@ -58,13 +61,23 @@ class CutTensor(Tensor):
         Raises:
             LayoutError: if not.
         """
-        with_gradient = [isinstance(x, Variable) and x.requires_grad for x in inputs]
-        placement = function.placed(*inputs)
-        own = [
-            x.part() if is_cut(x) else self.cut.group.copy(x) if needed else x
-            for x, needed in zip(inputs, with_gradient, strict=True)
-        ]
-        return mark(function(*own), replace(self.cut, placement=placement))
+        cut = max((x.cut for x in inputs if is_cut(x)), key=lambda each: each.group.depth)
+        group, seen = cut.group, [_Whole(x) if is_cut(x) and x.cut.group != cut.group else x for x in inputs]
+        placement = function.placed(*seen)
+        ndim = max(len(getattr(x, "shape", ())) for x in inputs)
+        own = []
+        for x, each in zip(inputs, seen, strict=True):
+            place = None
+            if is_cut(each):
+                x = x.part()
+            elif isinstance(function, Elementwise):
+                place = beside(x, ndim, placement)
+            if place is not None:
+                x = group.scatter(x, place)
+            elif not is_cut(each) and isinstance(x, Variable) and x.requires_grad:
+                x = group.copy(x)
+            own.append(x)
+        return mark(function(*own), replace(cut, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
         raise self.cut.refuse("a look at values (numpy, item, argmax, comparison)", "needs all of them")
@@ -80,39 +93,59 @@ class CutTensor(Tensor):
         raise self.cut.refuse("backward", "begins at a whole tensor")
 
 
+class _Whole:
+    """A tensor of which each rank of a group has all, though it is cut over another group: what `placed` sees of it."""
+
+    cut = None
+
+    def __init__(self, x: CutTensor) -> None:
+        self.shape, self.ndim, self.size = x.shape, x.ndim, x.size
+
+
 def mark(x: Tensor, cut: TensorCut) -> CutTensor:
     """Return this rank's part of a tensor as one that says so.
 
     Args:
-        x: the part.
+        x: the part; may be cut itself.
         cut: which one it is.
 
     Raises:
         LayoutError: when it is not that long.
     """
-    if x.data.shape[cut.axis] != cut.own():
+    if x.shape[cut.axis] != cut.own():
         raise LayoutError(
-            f"layer {cut.layer!r} leaves a part of shape {x.data.shape}, but {cut.own()} of {cut.whole} in axis "
+            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.own()} of {cut.whole} in axis "
             f"{cut.axis} are this rank's; the layers were sharded for other sizes"
         )
-    part = CutTensor.__new__(CutTensor)
-    part.grad = part.buffer = part.hook = None
-    part.cut = cut
+    part = _cut_tensor(replace(cut, within=x.cut))
     _share(part, x)
     return part
 
 
-def whole(x: Any) -> Any:
+def whole(x: Any, group: TensorGroup | None = None) -> Any:
     """Return a tensor of which every rank has all: of a rank's part all parts together, anything else as it is.
 
     The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a list, tuple or
     dictionary each part is made whole.
+
+    Args:
+        x: a tensor, or anything else.
+        group: over whose ranks; what others have parts of stays a part. By default over all.
     """
     if is_cut(x):
-        return x.cut.group.gather(x.part(), x.cut.placement)
+        if group is None:
+            return whole(x.cut.group.gather(x.part(), x.cut.placement))
+        return x.cut.group.gather(x.part(), x.cut.placement) if x.cut.group == group else x
     if type(x) in (list, tuple):
-        return type(x)(map(whole, x))
-    return {key: whole(value) for key, value in x.items()} if type(x) is dict else x
+        return type(x)(whole(each, group) for each in x)
+    return {key: whole(value, group) for key, value in x.items()} if type(x) is dict else x
+
+
+def _cut_tensor(cut: TensorCut) -> CutTensor:
+    part = CutTensor.__new__(CutTensor)
+    part.grad = part.buffer = part.hook = None
+    part.cut = cut
+    return part
 
 
 def _share(new: Tensor, x: Tensor) -> None:

@@ -258,4 +258,4 @@ class Elementwise(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks, see `placement.aligned`."""
-        return aligned(self, inputs)
+        return aligned(self, inputs, scatters=True)

@@ -34,11 +34,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
             if not mixes(dtype_a, dtype_b):
                 raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
             a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
-        try:
-            check_broadcast(name, _values(a).shape, _values(b).shape)
-        except ShapeError:
-            refuse_parts(name, a, b)
-            raise
+        check_broadcast(name, a.shape, b.shape)  # of parts, the whole ones: what lies alike the operation says
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
     kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"

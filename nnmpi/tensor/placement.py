@@ -20,7 +20,15 @@ tensors say it themselves: what comes out of a layer of which each rank has a pa
                    along the cut axis, beside a whole tensor as long, a Function that says nothing  ->  refused
 
 So a result is the serial run's, or there is none. A whole tensor beside parts (a scale, a mask) is the same on every
-rank, but its gradient is then the sum of what the ranks have: it is copied to each (`TensorGroup.copy`).
+rank, but its gradient is then the sum of what the ranks have: it is copied to each (`TensorGroup.copy`). Where it is as
+long as they are together, each rank takes what lies beside its part (`TensorGroup.scatter`).
+
+A part may itself be cut along another axis, over other ranks (`TensorCut.within`): features over the ranks that share
+the layers, of positions over the ranks that share the sequences. Each operation is then asked twice, first about the
+outer cut, which sees the inner one's parts as whole.
+
+    (batch, 6 positions, 4 features)    positions over s, features over t      s0 t0  s0 t1        an operation sees
+                                                                               s1 t0  s1 t1        (batch, 6, 4)
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from math import gcd, prod
 from typing import Any, Protocol
 
 from nnmpi.errors import LayoutError
-from nnmpi.shard import Region, part
+from nnmpi.shard import PairRegion, Region, part, zigzag
 
 FEATURES, ROWS = -1, 1  # the axes that can be cut
 
@@ -123,6 +131,11 @@ class Placement:
         """Return how many elements a rank has of each repeat."""
         return len(part(self.units, size, rank)) * self.unit
 
+    def ranges(self, size: int, rank: int) -> tuple[range, ...]:
+        """Return which elements of the axis a rank has, where they do not come again."""
+        own = part(self.units, size, rank)
+        return (range(own.start * self.unit, own.stop * self.unit),)
+
     @property
     def once(self) -> int:
         """How many elements each repeat has, on all ranks."""
@@ -130,6 +143,8 @@ class Placement:
 
     def is_like(self, other: Placement, size: int) -> bool:
         """Return whether both give every rank the same elements of the same axis."""
+        if type(self) is not type(other):
+            return False
         ours, theirs = (
             (each.axis, each.once, each.repeats, [part(each.units, size, r).start * each.unit for r in range(size)])
             for each in (self, other)
@@ -171,6 +186,36 @@ class Placement:
         return replace(self, repeats=(stop - start) // self.once)
 
 
+@dataclass(frozen=True)
+class PairPlacement(Placement):
+    """The placement of positions of which each rank has two chunks, one from each end (see `shard.zigzag`)."""
+
+    def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
+        """See `Placement.region`."""
+        whole, (first, second) = tuple(shape), self.ranges(size, rank)
+        return PairRegion(whole, axis % len(whole), first.start, first.stop, 1, second.start, second.stop)
+
+    def width(self, size: int, rank: int) -> int:
+        """See `Placement.width`."""
+        return sum(map(len, self.ranges(size, rank)))
+
+    def ranges(self, size: int, rank: int) -> tuple[range, ...]:
+        """See `Placement.ranges`."""
+        return zigzag(self.units, size, rank)
+
+    def is_like(self, other: Placement, size: int) -> bool:
+        """See `Placement.is_like`."""
+        return self == other
+
+    def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
+        """See `Placement.reshaped`: the axis is to stay as it is, between others."""
+        before = prod(old[: self.axis])
+        for axis, length in enumerate(new):
+            if length == old[self.axis] and prod(new[:axis]) == before and prod(old) == prod(new):
+                return replace(self, axis=axis)
+        return None
+
+
 def _whole_units(units: int, joined: int, size: int) -> bool:
     """Return whether every rank's units stay the same ones when so many of them are joined to one."""
     return all(part(units, size, r).start == part(units // joined, size, r).start * joined for r in range(size))
@@ -190,7 +235,15 @@ def rows(height: int) -> Placement:
 
 
 class TensorGroup(Protocol):
-    """The ranks that share a tensor, and what they exchange of it; `parallel.sharded.collectives` has them."""
+    """The ranks that share a tensor, and what they exchange of it.
+
+    `parallel.sharded.collectives` has those that share layers, `parallel.sequence` those that share sequences.
+
+    Attributes:
+        depth: which cut is the outer one of a tensor that is cut twice: that of the larger depth.
+    """
+
+    depth: int
 
     @property
     def size(self) -> int:
@@ -206,6 +259,17 @@ class TensorGroup(Protocol):
     def gather(self, x: Any, placement: Placement) -> Any:
         """Return all ranks' parts together."""
 
+    def scatter(self, x: Any, placement: Placement) -> Any:
+        """Return this rank's part of a whole tensor or array."""
+
+    def attention(self, kernels: Any, placement: Placement) -> Any:
+        """Return what has `attend` and `attend_grad` for positions that lie on several ranks; None without such.
+
+        Args:
+            kernels: those for whole sequences.
+            placement: of the positions.
+        """
+
 
 @dataclass(frozen=True)
 class TensorCut:
@@ -214,12 +278,14 @@ class TensorCut:
     Attributes:
         placement: how the whole is spread; its axis counts from 0, and its repeats are known.
         group: the ranks that share it.
-        layer: the full name of the layer that left it so.
+        layer: the full name of the layer that left it so; empty for positions, which are cut before the first one.
+        within: how the part is cut itself, along another axis over other ranks; None where it is not.
     """
 
     placement: Placement
     group: TensorGroup
     layer: str
+    within: TensorCut | None = None
 
     @property
     def axis(self) -> int:
@@ -238,6 +304,7 @@ class TensorCut:
 
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole tensor, given that of this rank's part."""
+        shape = shape if self.within is None else self.within.of(shape)
         return (*shape[: self.axis], self.whole, *shape[self.axis + 1 :])
 
     def is_like(self, other: TensorCut) -> bool:
@@ -252,6 +319,11 @@ class TensorCut:
             why: what it would need, as the predicate of a sentence.
         """
         name = operation if isinstance(operation, str) else type(operation).__name__.removesuffix("Function")
+        if not self.layer:
+            return LayoutError(
+                f"{name} {why}, but each of {self.group.size} ranks has some of the {self.whole} positions (axis "
+                f"{self.axis}); leave sp at 1, or let only attention (see nnmpi.ops) mix positions"
+            )
         return LayoutError(
             f"{name} {why}, but layer {self.layer!r} leaves each of {self.group.size} ranks a part of axis "
             f"{self.axis}, {self.whole} long; make it whole first, x = nnmpi.tensor.whole(x), or give that layer "
@@ -293,10 +365,16 @@ def moved(x: Any, axis: int) -> Placement:
     return replace(placement, axis=axis)
 
 
-def aligned(function: object, inputs: Sequence[Any]) -> Placement:
+def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
     """Return the placement of an elementwise result: that of the parts among the inputs, which must lie alike.
 
     What is whole beside them must have length 1 along the axis that is cut, or not have the axis.
+
+    Args:
+        function: the operation.
+        inputs: its inputs.
+        scatters: whether what is whole and as long as the parts together may be there, too, since each rank will take
+            its part of it (see `beside`).
 
     Raises:
         LayoutError: otherwise.
@@ -310,6 +388,19 @@ def aligned(function: object, inputs: Sequence[Any]) -> Placement:
             placement = moved(first, x.cut.axis)
             if len(shape) - x.cut.axis != behind or not x.cut.placement.is_like(placement, cut.group.size):
                 raise cut.refuse(function, f"meets a part that layer {x.cut.layer!r} left in another way")
-        elif len(shape) >= behind and shape[-behind] != 1:
+        elif len(shape) >= behind and shape[-behind] not in ((1, cut.whole) if scatters else (1,)):
             raise cut.refuse(function, "meets a whole tensor")
     return moved(first, max(map(len, shapes)) - behind)
+
+
+def beside(x: Any, ndim: int, placement: Placement) -> Placement | None:
+    """Return how a whole input of an elementwise operation is to lie beside parts; None where all ranks need all of it.
+
+    Args:
+        x: a tensor or array.
+        ndim: of the result.
+        placement: of the result.
+    """
+    shape = getattr(x, "shape", ())
+    axis = placement.axis - (ndim - len(shape))
+    return replace(placement, axis=axis) if axis >= 0 and shape[axis] != 1 else None

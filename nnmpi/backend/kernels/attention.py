@@ -190,6 +190,79 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     return left
 
 
+def attend_more(
+    q: Heads, k: Heads, v: Heads, sums: Array, top: Array, total: Array, causal: bool
+) -> None:
+    """Let queries attend to some more keys: softmax, key by key (Milakov and Gimelshein, 2018, "Online normalizer").
+
+        top'   = max(top, scores of the new keys)
+        total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
+
+    The result is sums / total once all keys have been seen; nothing is kept of the scores.
+
+    Args:
+        q, k, v: as for `AttentionKernels.attend`, in the dtype of the sums.
+        sums: (batch, heads, queries, values), 0 at first.
+        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
+        causal: as for `AttentionKernels.attend`.
+    """
+    xp, queries, keys, scale = namespace(q), q.shape[2], k.shape[2], 1 / sqrt(q.shape[3])
+    for block in _blocks(q, keys):
+        scaled, kb, vb = q[block] * scale, k[block], v[block]
+        for i, j, seen in _bands(queries, keys, SCORES, causal):
+            scores = _scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i if causal else None)
+            now = top[block][:, :, i:j]
+            new = xp.maximum(now, scores.max(axis=2))
+            xp.exp(xp.subtract(scores, new[:, :, None], out=scores), out=scores)
+            shrink, now[...] = xp.exp(now - new), new
+            total[block][:, :, i:j] *= shrink
+            total[block][:, :, i:j] += scores.sum(axis=2)
+            sums[block][:, :, i:j] *= shrink[..., None]
+            sums[block][:, :, i:j] += xp.matmul(scores.swapaxes(2, 3), vb[:, :, :seen])
+
+
+def attend_more_grad(
+    grad: Heads,
+    inner: Array,
+    logs: Array,
+    inputs: tuple[Heads, Heads, Heads],
+    places: tuple[Array, Array, Array],
+    causal: bool,
+) -> None:
+    """Add the gradients of queries, and of some of the keys and values, computing the probabilities again.
+
+    Args:
+        grad: of the result, (batch, heads, queries, values).
+        inner: (batch, heads, queries), the products of each result and its gradient.
+        logs: (batch, heads, queries), top + log(total) when all keys had been seen.
+        inputs: q, k and v.
+        places: where their gradients are added up.
+        causal: as it was for these keys.
+    """
+    (q, k, v), (to_q, to_k, to_v) = inputs, places
+    xp, queries, keys, scale = namespace(q), q.shape[2], k.shape[2], 1 / sqrt(q.shape[3])
+    for block in _blocks(q, keys):
+        scaled, kb, vb, gb = q[block] * scale, k[block], v[block], grad[block]
+        for i, j, seen in _bands(queries, keys, SCORES, causal):
+            p = _scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i if causal else None)
+            xp.exp(xp.subtract(p, logs[block][:, :, None, i:j], out=p), out=p)
+            to_v[block][:, :, :seen] += xp.matmul(p, gb[:, :, i:j])
+            d = xp.matmul(vb[:, :, :seen], gb[:, :, i:j].swapaxes(2, 3))
+            xp.subtract(d, inner[block][:, :, None, i:j], out=d)
+            xp.multiply(d, p, out=d)
+            to_k[block][:, :, :seen] += xp.matmul(d, scaled[:, :, i:j])
+            to_q[block][:, :, i:j] += xp.matmul(d.swapaxes(2, 3), kb[:, :, :seen]) * scale
+
+
+def _scores(xp: Any, k: Heads, scaled: Heads, first: int | None) -> Array:
+    """Return (batch, heads, keys, queries): -inf for keys behind a query, if `first` is the first query's position."""
+    scores: Array = xp.matmul(k, scaled.swapaxes(2, 3))
+    if first is not None:
+        corner = scores[:, :, first:]
+        xp.fmin(corner, _bound(namespace(k), scaled.shape[2], scores.dtype), out=corner)
+    return scores
+
+
 def _softmax(xp: Any, scores: Array, ones: Array) -> None:
     """Turn scores (batch, heads, keys, queries) into probabilities in place."""
     row = xp.empty((*scores.shape[:2], 1, scores.shape[3]), scores.dtype)

@@ -63,6 +63,8 @@ class Stage:
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         head: on the last stage: (result, microbatch) -> the scalar whose gradient is wanted.
         recompute: microbatch -> whether only its input is kept, and the rest computed again.
+        shared: (tensor, enters) -> the tensor marked as a part of what other ranks share with this one, at the stage's
+            beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class Stage:
         scope: Scope,
         head: Head | None = None,
         recompute: Callable[[int], bool] = lambda microbatch: False,
+        shared: Callable[[Tensor, bool], Tensor] | None = None,
     ) -> None:
         self.number, self.links, self.head = number, tuple(links), head
         self._joined = join_links(links)
-        self._names, self._scope, self._recompute = tuple(names), scope, recompute
+        self._names, self._scope, self._recompute, self._shared = tuple(names), scope, recompute, shared
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
 
@@ -137,11 +140,15 @@ class Stage:
 
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool, again: bool) -> tuple[list[Tensor], bool]:
         with self._scope(microbatch, again):
+            shared = self._shared
+            if shared is not None:
+                leaves = [shared(leaf, True) for leaf in leaves]
             x, kept = unpack(leaves, single, self._names)
             x = run_links(self.links, self._joined, x, kept)
             if self.head is not None:
-                return [self.head(x, microbatch)], True
-            return pack(x, kept, self.number)
+                return [self.head(x if shared is None else shared(x, False), microbatch)], True
+            ends, single = pack(x, kept, self.number)
+            return ends if shared is None else [shared(end, False) for end in ends], single
 
 
 def _grad(leaf: Tensor) -> Array:

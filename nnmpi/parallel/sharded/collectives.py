@@ -19,6 +19,7 @@ are the identity. Arrays on a device travel as `comm.device` says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from nnmpi.comm.vector_collectives import all_gather_v, reduce_scatter_v
 from nnmpi.errors import ShapeError
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.placement import Placement
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import REDUCE, span
 
@@ -123,6 +124,10 @@ class Copy(Function):
     def __init__(self, group: Group) -> None:
         self.group = group
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on ranks of another group: as before."""
+        return uncut(self, inputs[0], (), "")
+
     def forward(self, x: Array) -> Array:
         return x
 
@@ -137,6 +142,11 @@ class SumOverRanks(Function):
 
     def __init__(self, group: Group, fresh: bool) -> None:
         self.group, self.fresh = group, fresh
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on ranks of another group: as before, where the bias is whole."""
+        x, bias = inputs
+        return uncut(self, x, () if bias is None else (-1,), "adds a whole bias")
 
     def forward(self, x: Array, bias: Array | None) -> Array:
         y = sum_in_place(self.group, x) if self.fresh else all_sum(self.group, x)
@@ -158,6 +168,10 @@ class _Exchange(Function):
 
     def __init__(self, group: Group, placement: Placement) -> None:
         self.group, self.placement = group, placement
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on ranks of another group: as before, where they share another axis."""
+        return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
 
     def _regions(self, x: Array, is_whole: bool) -> _Regions:
         regions = _Regions(self.group, self.placement, x.shape, is_whole)
@@ -219,6 +233,7 @@ class PartExchange:
     """What the ranks of a tensor group exchange of tensors that say which parts they are (see `tensor.placement`)."""
 
     group: Group
+    depth = 1  # sequences are shared out before layers
 
     @property
     def size(self) -> int:
@@ -237,6 +252,13 @@ class PartExchange:
     def gather(self, x: Tensor, placement: Placement) -> Tensor:
         """Return all ranks' parts together."""
         return gather(x, self.group, placement)
+
+    def scatter(self, x: Any, placement: Placement) -> Tensor:
+        """Return this rank's part."""
+        return scatter(x if isinstance(x, Tensor) else Tensor(x), self.group, placement)
+
+    def attention(self, kernels: Any, placement: Placement) -> None:
+        """Return None: ranks that share layers have whole sequences."""
 
 
 def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:

@@ -189,11 +189,11 @@ class ShardedChild(Redistributed):
 
     def _arranged(self, x: Any) -> Any:
         if self._expects.is_replicated:
-            return whole(x)
+            return whole(x, self._group)
         wanted = self._cut(self._expects, x)
-        if is_cut(x) and x.cut.placement.is_like(wanted.placement, self._group.size):
+        if is_cut(x) and x.cut.group == self._group and x.cut.is_like(wanted):
             return x.part()
-        return scatter(whole(x), self._group.group, self._expects)
+        return scatter(whole(x, self._group), self._group.group, self._expects)
 
     def _cut(self, placement: Placement, x: Tensor) -> TensorCut:
         return TensorCut(replace(placement, axis=placement.axis % x.ndim), self._group, self._name)

@@ -15,12 +15,13 @@ from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.embedding import as_indices
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed
 from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, whole_values
-from nnmpi.tensor.placement import REPLICATED, features
+from nnmpi.tensor.placement import REPLICATED, Placement, features, is_cut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.variable import Variable
 
@@ -32,6 +33,10 @@ class LookUp(Function):
 
     def __init__(self, first: int, kernels: Kernels) -> None:
         self.first, self.kernels = first, kernels
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the rows lie on other ranks, which share the sequences: as the indices do."""
+        return as_indices(self, *inputs)
 
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
@@ -73,7 +78,7 @@ class VocabularyEmbedding(Embedding):
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
         values = check_indices(self.weight, indices, self._entries)
         look_up = LookUp(self._first, kernels_for(self.weight.data))
-        rows = sum_over_ranks(look_up(self.weight, values), self._group, fresh=True)
+        rows = sum_over_ranks(look_up(self.weight, indices if is_cut(indices) else values), self._group, fresh=True)
         return rows.astype(read_as("embedding", self.weight))
 
 
@@ -97,7 +102,7 @@ def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
         DtypeError: when they are not integers.
         ShapeError: when one is outside 0..entries-1.
     """
-    given = whole_values("embedding", indices)
+    given = indices.data if is_cut(indices) else whole_values("embedding", indices)
     values: Array = given if isinstance(indices, Variable) else namespace(table.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")

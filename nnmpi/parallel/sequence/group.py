@@ -1,0 +1,173 @@
+"""The ranks that share sequences: each has some positions of every sample, and all layers.
+
+                  positions      0  1  2 | 3  4  5                 sp 2, --sp-attention ulysses
+    tokens    (batch, 6)         rank 0  | rank 1
+    embedding, norm, mlp ...     each position by itself: nothing is exchanged
+    attention                    looks at other positions: `ulysses` or `ring`
+    loss                         each rank's own tokens; a mean is over those of the global batch
+
+What comes into a model is marked as a part of a tensor (see `tensor.placement`), so each operation on it either works
+on positions by themselves, or knows how to meet those of the other ranks, or is refused; no module is replaced.
+
+To its parameters the ranks of a group are replicas: each computes the gradient of its positions' losses, and these
+are summed over dp x sp as data parallelism sums them. So, unlike in a tensor group, the gradient of anything whole is
+here each rank's share of it, until that sum. All of the strategy follows from it:
+
+    forward                         backward
+    x          -> x x x             each rank's share          copy          whole -> each rank's own
+    abc        -> a b c             a.. .b. ..c                scatter       whole -> parts
+    a b c      -> abc abc abc       sums of a, of b, of c      gather        parts -> whole
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.group import Group
+from nnmpi.data.loader import Batch
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.parallel.sequence.ring import RingAttention
+from nnmpi.parallel.sequence.ulysses import UlyssesAttention
+from nnmpi.parallel.sharded.collectives import gather_summing_grads
+from nnmpi.tensor.cut import CutTensor, mark
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
+from nnmpi.tensor.tensor import Tensor
+
+POSITIONS = 1  # the axis
+RING, ULYSSES = "ring", "ulysses"
+WAYS = (ULYSSES, RING)
+
+
+class TakePart(Function):
+    """This rank's part of a tensor that all ranks have; its gradient is this rank's share of the whole one's."""
+
+    __slots__ = ("group", "placement")
+
+    def __init__(self, group: Group, placement: Placement) -> None:
+        self.group, self.placement = group, placement
+
+    def forward(self, x: Array) -> Array:
+        region = self.placement.region(x.shape, self.placement.axis, self.group.size, self.group.rank)
+        self.saved = (region,)
+        part: Array = namespace(x).ascontiguousarray(region.take(x))
+        return part
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (region,), xp = self.saved, namespace(grad)
+        whole = xp.zeros(region.shape, grad.dtype)
+        region.put(whole, xp.ascontiguousarray(grad))
+        return (whole,)
+
+
+class Enter(Function):
+    """x as it is: a leaf behind which its part stands in the graph."""
+
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        return x
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (grad,)
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share sequences; a `tensor.placement.TensorGroup`.
+
+    Attributes:
+        group: the ranks.
+        way: of attention, ULYSSES (each rank has one run of positions) or RING (two, one from each end).
+    """
+
+    group: Group
+    way: str = ULYSSES
+    depth = 0  # inside the parts of layers that ranks of a tensor group have
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        return self.group.rank
+
+    def placement(self, length: int) -> Placement:
+        """Return how so many positions lie on the ranks."""
+        kind = PairPlacement if self.way == RING else Placement
+        return kind(length, axis=POSITIONS)
+
+    # ---- what a trainer calls
+
+    def part(self, batch: Batch) -> Batch:
+        """Return a batch with this rank's positions alone.
+
+        Raises:
+            UsageError: for samples or labels without positions.
+        """
+        shapes = tuple(batch.x.shape), tuple(batch.y.shape)
+        if len(shapes[0]) < 2 or len(shapes[1]) != 2 or shapes[0][1] != shapes[1][1]:
+            raise UsageError(
+                f"sp {self.size} shares out the positions of sequences, for which samples (batch, time, ...) and labels "
+                f"(batch, time) are needed, not {shapes[0]} and {shapes[1]}; leave sp at 1"
+            )
+        length = shapes[0][1]
+        labels = None if batch.host_y is None else self._take(batch.host_y, length)
+        own = replace(batch, x=self._take(batch.x, length), y=self._take(batch.y, length), host_y=labels)
+        return replace(own, length=length)
+
+    def _take(self, array: Any, length: int) -> Any:
+        placement = self.placement(length)
+        region = placement.region(array.shape, POSITIONS, self.size, self.rank)
+        return namespace(array).ascontiguousarray(region.take(array))
+
+    def enter(self, x: Tensor, length: int) -> CutTensor:
+        """Return this rank's positions as what they are: a part of so many.
+
+        Args:
+            x: (batch, this rank's positions, ...).
+            length: of the whole sequences.
+        """
+        x = Enter()(x) if x.requires_grad else x
+        return mark(x, TensorCut(self.placement(length), self, ""))
+
+    def leave(self, x: Any, length: int) -> Tensor:
+        """Return what a model made of this rank's positions, as a tensor of its own.
+
+        Raises:
+            LayoutError: when it has no positions any more.
+        """
+        if is_cut(x) and x.cut.group == self and x.cut.placement == self.placement(length):
+            part: Tensor = x.part()
+            return part
+        shape = getattr(x, "shape", type(x).__name__)
+        raise LayoutError(
+            f"the model's result {shape} does not have the {length} positions of its input at axis {POSITIONS}, which "
+            f"sp {self.size} shares out; leave sp at 1"
+        )
+
+    # ---- what tensors call
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return x: the ranks' shares of its gradient are summed with the parameters'."""
+        return x
+
+    def gather(self, x: Tensor, placement: Placement) -> Tensor:
+        """Return all positions, for a use of this rank's own."""
+        return gather_summing_grads(x, self.group, placement)
+
+    def scatter(self, x: Any, placement: Placement) -> Tensor:
+        """Return what belongs to this rank's positions."""
+        return TakePart(self.group, placement)(x if isinstance(x, Tensor) else Tensor(x))
+
+    def attention(self, kernels: Any, placement: Placement) -> Any:
+        """Return what attends over all ranks' positions, in the way of this group."""
+        ranges = [placement.ranges(self.size, rank) for rank in range(self.size)]
+        if self.way == RING:
+            return RingAttention(self.group, ranges)
+        return UlyssesAttention(self.group, ranges, kernels)

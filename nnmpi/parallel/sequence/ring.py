@@ -1,0 +1,162 @@
+"""Attention in which keys and values go round (Liu et al., "Ring attention with blockwise transformers", 2023).
+
+Each rank keeps its queries, lets them attend to the keys it has, and passes these on to the next rank; softmax is put
+together key by key (`attend_more`), so no rank ever has scores of more than two ranks' positions.
+
+    3 ranks, in chunks 0..5         rank 0 has 0 5      rank 1 has 1 4      rank 2 has 2 3
+
+             keys 0 1 2 3 4 5                                  what each attends to, hop by hop
+    queries 0     \\                  \\  itself, causal                   rank 0     rank 1     rank 2
+            1     # \\                #  all of it             hop 0       3 of 4     3 of 4     3 of 4     (\\ \\ #)
+            2     # # \\                                       hop 1 from 2  2       from 0  2  from 1  2
+            3     # # # \\                                     hop 2 from 1  2       from 2  2  from 0  2
+            4     # # # # \\
+            5     # # # # # \\        zigzag: every rank has as much to do in every hop
+
+Backward, probabilities are computed again from the logarithms of their sums; keys and values go round again, and their
+gradients follow them, one hop behind, until they are home. Elements that rank r sends in a layer, of S ranks of which r
+has t_r of T positions, for B samples of F features:
+
+    forward     2 B F (T - t_(r+1))                             over all ranks 2 B F T (S - 1)
+    backward    2 B F (T - t_(r+1)) + 2 B F (T - t_r)           over all ranks 4 B F T (S - 1)
+
+where all have as much, each sends 2 B T F (S - 1) / S forward and twice that backward. Gradients of keys and values in
+half precision travel as float32, in which they are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.casting import cast, to_float32
+from nnmpi.backend.kernels.attention import Heads, attend_more, attend_more_grad
+from nnmpi.backend.precision import is_low
+from nnmpi.backend.recording import perform
+from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import ExchangeRequest, start_exchange
+from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.timeline import RECEIVE, span
+
+Pair = tuple[Array, Array]  # of keys and values, or of their gradients
+
+
+class RingAttention:
+    """Kernels for attention over positions of several ranks.
+
+    Args:
+        group: the ranks.
+        ranges: of each rank, its positions, in order: of all ranks' ranges no two overlap.
+    """
+
+    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]]) -> None:
+        self._group, self._ranges = group, ranges
+        self._lengths = [sum(map(len, own)) for own in ranges]
+
+    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+        """See `AttentionKernels.attend`, for this rank's positions."""
+        logs = xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype)
+        perform(self._forward, q, k, v, y, logs, causal)
+        return (q, k, v, y, logs) if keep else ()
+
+    def attend_grad(
+        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+    ) -> None:
+        """See `AttentionKernels.attend_grad`, for this rank's positions."""
+        perform(self._backward, grad, residuals, (to_q, to_k, to_v), causal)
+
+    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, logs: Array, causal: bool) -> None:
+        xp, wide = namespace(q), to_float32(namespace(q), q)
+        sums, total = xp.zeros(y.shape, wide.dtype), xp.zeros(q.shape[:3], wide.dtype)
+        top = xp.full(q.shape[:3], -xp.inf, wide.dtype)
+        for source, keys, values in self._round(k, v):
+            for mine, theirs, diagonal in self._visible(source, causal):
+                state = sums[:, :, mine], top[:, :, mine], total[:, :, mine]
+                attend_more(wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs], *state, diagonal)
+        y[...] = cast(xp, sums / total[..., None], y.dtype)
+        logs[...] = top + xp.log(total)
+
+    def _backward(self, grad: Heads, residuals: Residuals, places: tuple[Heads, Heads, Heads], causal: bool) -> None:
+        q, k, v, y, logs = residuals
+        xp = namespace(q)
+        q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
+        inner = (grad * y).sum(axis=3)
+        to_q, home = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
+        hop, follow = 0, None  # the gradients that are on their way to this rank, of the keys that are here
+        for source, keys, values in self._round(k, v):
+            place = home if hop == 0 else self._zeros(k, v, source)
+            for mine, theirs, diagonal in self._visible(source, causal):
+                inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
+                to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
+                attend_more_grad(
+                    grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, diagonal
+                )
+            if hop:
+                follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
+            hop += 1
+        if follow is not None:
+            _add(home, follow)
+        for to, total in zip(places, (to_q, *home), strict=True):
+            to[...] = cast(xp, total, to.dtype)
+
+    def _pass_gradients(self, own: Pair, came: Pair | None, room: Pair) -> Pair:
+        """Add what came of a source's gradients, pass them on, and return those of the source that is next here."""
+        if came is not None:
+            _add(own, came)
+        self._wait(self._start(own, room), own)
+        return room
+
+    def _round(self, k: Heads, v: Heads) -> Iterator[tuple[int, Heads, Heads]]:
+        """Yield each rank's keys and values as they come by, this rank's first; meanwhile they are passed on."""
+        xp, size, rank = namespace(k), self._group.size, self._group.rank
+        here = xp.ascontiguousarray(k), xp.ascontiguousarray(v)
+        for hop in range(size):
+            source, last = (rank - hop) % size, hop == size - 1
+            if not last:
+                length = self._lengths[(source - 1) % size]
+                there = tuple(xp.empty((*x.shape[:2], length, x.shape[3]), x.dtype) for x in (k, v))
+                request = self._start(here, there)
+            yield source, to_float32(xp, here[0]), to_float32(xp, here[1])
+            if not last:
+                self._wait(request, here)
+                here = there
+
+    def _start(self, out: Sequence[Array], room: Sequence[Array]) -> ExchangeRequest:
+        """Begin to pass arrays on to the next rank, and to receive the same of the rank before."""
+        size, rank = self._group.size, self._group.rank
+        sends = [((rank + 1) % size, each) for each in out if each.size]
+        return start_exchange(self._group, sends, [((rank - 1) % size, each) for each in room if each.size])
+
+    def _wait(self, request: ExchangeRequest, out: Sequence[Array]) -> None:
+        with span("ring", CATEGORY, RECEIVE, {"bytes": sum(each.nbytes for each in out)}):
+            request.wait()
+
+    def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:
+        """Return room for the gradients of a rank's keys and values, in the dtype in which they are added up."""
+        xp, length = namespace(k), self._lengths[source]
+        first, second = (
+            xp.zeros((*x.shape[:2], length, x.shape[3]), "float32" if is_low(x.dtype) else x.dtype) for x in (k, v)
+        )
+        return first, second
+
+    def _visible(self, source: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+        """Yield which of this rank's queries see which of another rank's keys, and whether up to themselves alone."""
+        for queries, mine in _places(self._ranges[self._group.rank]):
+            for keys, theirs in _places(self._ranges[source]):
+                if not causal or keys.start <= queries.start:
+                    yield mine, theirs, causal and keys.start == queries.start
+
+
+def _places(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:
+    """Yield each range that is not empty, and where its positions lie among the rank's."""
+    start = 0
+    for each in ranges:
+        if each:
+            yield each, slice(start, start + len(each))
+        start += len(each)
+
+
+def _add(pair: Pair, other: Pair) -> None:
+    for to, each in zip(pair, other, strict=True):
+        to += each

@@ -1,0 +1,127 @@
+"""Attention by an exchange of positions for heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
+
+    positions      0 1 2 3 | 4 5 6 7                     0 1 2 3 4 5 6 7
+    head a         rank 0  | rank 1      all-to-all      rank 0             every rank attends, as on one rank,
+    head b         rank 0  | rank 1      ----------->    rank 0             with some of the heads
+    head c         rank 0  | rank 1      <-----------    rank 1
+
+Forward, q, k and v go there and the result comes back; backward, its gradient goes there and those of q, k and v come
+back. Elements that rank r sends in a layer, each way, of S ranks of which r has t_r of T positions and the heads of
+f_r of F features, for B samples:
+
+    B (3 t_r (F - f_r) + f_r (T - t_r))          over all ranks 4 B (T F - sum of t_r f_r)
+                                                 where all have as much, each sends 4 B T F (S - 1) / S^2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.kernels.attention import Heads
+from nnmpi.backend.recording import perform
+from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import send_and_receive
+from nnmpi.errors import LayoutError
+from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.shard import split
+from nnmpi.timeline import RECEIVE, span
+
+
+def check_heads(heads: int, size: int) -> None:
+    """Refuse fewer heads than ranks.
+
+    Raises:
+        LayoutError: naming what would fit.
+    """
+    if heads < size:
+        raise LayoutError(
+            f"sp {size} with sp attention ulysses gives each rank some of the heads, and there are {heads} on a rank of "
+            f"tp; sp up to {heads} fits, or sp attention ring, which needs no heads of its own"
+        )
+
+
+class UlyssesAttention:
+    """Kernels for attention over positions of several ranks.
+
+    Args:
+        group: the ranks.
+        ranges: of each rank, its positions: one range.
+        kernels: for whole sequences.
+    """
+
+    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]], kernels: Any) -> None:
+        self._group, self._kernels = group, kernels
+        self._positions = [own for (own,) in ranges]
+        self._length = self._positions[-1].stop
+
+    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+        """See `AttentionKernels.attend`, for this rank's positions."""
+        check_heads(q.shape[1], self._group.size)
+        kept: list[Residuals] = []  # filled anew whenever a compiled step comes here
+        perform(self._forward, q, k, v, y, causal, keep, kept)
+        return (kept,)
+
+    def attend_grad(
+        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+    ) -> None:
+        """See `AttentionKernels.attend_grad`, for this rank's positions."""
+        perform(self._backward, grad, residuals[0], to_q, to_k, to_v, causal)
+
+    def _forward(
+        self, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool, kept: list[Residuals]
+    ) -> None:
+        xp = namespace(q)
+        together = self._to_heads(xp.concatenate([q, k, v], axis=3))
+        whole = _apart(together, (q, k, v))
+        result = xp.empty((*together.shape[:3], v.shape[3]), q.dtype)
+        kept[:] = [self._kernels.attend(xp, *whole, result, causal, keep)]
+        y[...] = self._to_positions(result, q.shape[1])
+
+    def _backward(
+        self, grad: Heads, kept: list[Residuals], to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+    ) -> None:
+        xp, places = namespace(grad), (to_q, to_k, to_v)
+        whole = self._to_heads(grad)
+        gradients = xp.empty((*whole.shape[:3], sum(each.shape[3] for each in places)), grad.dtype)
+        self._kernels.attend_grad(xp, whole, kept.pop(), *_apart(gradients, places), causal)
+        own = self._to_positions(gradients, grad.shape[1])
+        for place, each in zip(places, _apart(own, places), strict=True):
+            place[...] = each
+
+    def _to_heads(self, x: Heads) -> Heads:
+        """Return all positions of this rank's heads, given all heads of its positions."""
+        heads = split(x.shape[1], self._group.size)
+        whole = namespace(x).empty((x.shape[0], len(heads[self._group.rank]), self._length, x.shape[3]), x.dtype)
+        parts = [x[:, each.start : each.stop] for each in heads]
+        self._exchange(parts, [whole[:, :, own.start : own.stop] for own in self._positions])
+        return whole
+
+    def _to_positions(self, whole: Heads, count: int) -> Heads:
+        """Return all heads of this rank's positions, given all positions of its heads."""
+        own, heads = self._positions[self._group.rank], split(count, self._group.size)
+        x: Heads = namespace(whole).empty((whole.shape[0], count, len(own), whole.shape[3]), whole.dtype)
+        parts = [whole[:, :, each.start : each.stop] for each in self._positions]
+        self._exchange(parts, [x[:, each.start : each.stop] for each in heads])
+        return x
+
+    def _exchange(self, parts: Sequence[Array], places: Sequence[Array]) -> None:
+        """Send each rank its part, and write what comes from each to its place."""
+        rank, xp = self._group.rank, namespace(parts[0])
+        sends = [(r, xp.ascontiguousarray(part)) for r, part in enumerate(parts) if r != rank and part.size]
+        room = {r: xp.empty(place.shape, place.dtype) for r, place in enumerate(places) if r != rank and place.size}
+        with span("all-to-all", CATEGORY, RECEIVE, {"bytes": sum(part.nbytes for _, part in sends)}):
+            send_and_receive(self._group, sends, list(room.items()))
+        places[rank][...] = parts[rank]
+        for r, came in room.items():
+            places[r][...] = came
+
+
+def _apart(together: Array, like: Sequence[Array]) -> list[Array]:
+    """Return views of the arrays that stand side by side in one, each as long in its last axis as another one."""
+    found, start = [], 0
+    for each in like:
+        found.append(together[..., start : start + each.shape[3]])
+        start += each.shape[3]
+    return found
