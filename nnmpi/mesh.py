@@ -1,5 +1,6 @@
-"""The mesh of ranks: which rank is which replica (d), pipeline stage (p), tensor shard (t) and part of the sequences (s).
-Arithmetic, no messages.
+"""The mesh of ranks: which one is which replica (d), pipeline stage (p), tensor shard (t) and part of sequences (s).
+
+It is arithmetic, without messages.
 
 The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost: neighbours in rank,
 mostly on one node, share the layers themselves, and so talk the most; then come those that share sequences:
@@ -19,8 +20,13 @@ rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
 Ranks that share sequences have whole models, too, so each part s of a line is a replica of its own: with sp, those that
 hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
 
-           p0        p1
-    d0    0 1 2 3   4 5 6 7        groups of sp: 0 2 | 1 3 | 4 6 | 5 7      replicas: 0 1 4 5 | 2 3 6 7
+    8 ranks: dp 1 x pp 2 x tp 2 x sp 2
+
+               p0       p1
+    d0    0 1 2 3  4 5 6 7
+
+    groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: they hold the same, and work on other positions
+    replicas:     0 1 4 5 | 2 3 6 7
 
 Where the nodes are known, as many tensor groups as can be lie on one node each, then as many replicas as can be, and
 replicas of one node stand together; the order of the ranks gives way to that. Here ranks were dealt to two nodes in

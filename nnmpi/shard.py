@@ -151,7 +151,7 @@ class PairRegion(Region):
     @property
     def _index(self) -> tuple[Any, ...]:
         places = [*range(self.start, self.stop), *range(self.second_start, self.second_stop)]
-        return (slice(None), slice(None), places)
+        return (slice(None), slice(None), places or slice(0))
 
 
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:

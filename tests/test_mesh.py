@@ -27,7 +27,7 @@ def check(mesh: Mesh) -> None:
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size
     assert [mesh.rank_at(*place) for place in places] == list(range(mesh.size))
-    assert places[0] == (0, 0, 0)
+    assert places[0] == (0, 0, 0, 0)
     for number, axis in enumerate(AXES):
         groups = mesh.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
@@ -35,28 +35,31 @@ def check(mesh: Mesh) -> None:
             own = [places[rank] for rank in group]
             assert [place[number] for place in own] == list(range(mesh.shape[number]))
             assert len({place[:number] + place[number + 1 :] for place in own}) == 1
-    for d, replica in enumerate(mesh.groups(MODEL)):
-        assert [places[rank] for rank in replica] == [(d, p, t) for p in range(mesh.pp) for t in range(mesh.tp)]
+    for number, replica in enumerate(mesh.groups(MODEL)):
+        d, s = divmod(number, mesh.sp)
+        assert [places[rank] for rank in replica] == [(d, p, t, s) for p in range(mesh.pp) for t in range(mesh.tp)]
 
 
-@given(axis, axis, axis)
-def test_every_rank_has_one_place(dp: int, pp: int, tp: int) -> None:
-    mesh = Mesh(dp, pp, tp)
+@given(axis, axis, axis, st.integers(1, 3))
+def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
+    mesh = Mesh(dp, pp, tp, sp=sp)
     check(mesh)
-    assert all(mesh.rank_at(d, p, t) == (d * pp + p) * tp + t for d, p, t in map(mesh.coordinates, range(mesh.size)))
-    assert mesh == Mesh.of(dp * pp * tp, dp, pp, tp)
+    places = map(mesh.coordinates, range(mesh.size))
+    assert all(mesh.rank_at(d, p, t, s) == ((d * pp + p) * sp + s) * tp + t for d, p, t, s in places)
+    assert mesh == Mesh.of(dp * pp * tp * sp, dp, pp, tp, sp=sp)
 
 
 @given(axis, axis, st.data())
 def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
     """As many tensor groups, and of those as many replicas, as can be are on one node each."""
-    dp = data.draw(st.integers(1, 4))
-    numbers = st.lists(st.sampled_from([7, 3, -1, 12]), min_size=dp * pp * tp, max_size=dp * pp * tp)
-    nodes = tuple(data.draw(numbers))
-    mesh = Mesh(dp, pp, tp, nodes)
+    dp, sp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    size = dp * pp * tp * sp
+    nodes = tuple(data.draw(st.lists(st.sampled_from([7, 3, -1, 12]), min_size=size, max_size=size)))
+    mesh = Mesh(dp, pp, tp, nodes, sp)
     check(mesh)
     assert on_one_node(mesh, "tp") == sum(many // tp for many in Counter(nodes).values())
-    assert on_one_node(mesh, MODEL) == sum(many // tp // pp for many in Counter(nodes).values())
+    if sp == 1:
+        assert on_one_node(mesh, MODEL) == sum(many // tp // pp for many in Counter(nodes).values())
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
@@ -89,7 +92,7 @@ def test_thousands_of_ranks() -> None:
     assert on_one_node(mesh, "tp") == 1024
     assert on_one_node(mesh, MODEL) == 0
     assert all(len({nodes[rank] for rank in replica}) == 2 for replica in mesh.groups(MODEL))
-    assert Mesh.of(7919).shape == (7919, 1, 1)
+    assert Mesh.of(7919).shape == (7919, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,8 @@ def test_thousands_of_ranks() -> None:
     ids=str,
 )
 def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, int, int]) -> None:
-    assert Mesh.of(24, **asked).shape == shape
+    assert Mesh.of(24, **asked).shape == (*shape, 1)
+    assert Mesh.of(48, **asked, sp=2).shape == (*shape, 2)
     assert Mesh.of(24, **asked, nodes=[0] * 24).nodes == (0,) * 24
 
 
@@ -133,6 +137,12 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
             "dp 4 x pp 1 x tp 1, dp 1 x pp 4 x tp 1, dp 1 x pp 2 x tp 2 ...",
         ),
         (1, (1, 2, None), "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1"),
+        (
+            6,
+            (1, None, 1, None, 4),
+            "6 ranks are no multiple of dp 1 x tp 1 x sp 4 = 4; these fit: dp 1 x pp 2 x tp 1 x sp 3, "
+            "dp 2 x pp 1 x tp 1 x sp 3, dp 1 x pp 1 x tp 2 x sp 3",
+        ),
         (8, (None, 0, None), "pp 0 does not exist; give at least 1"),
         (0, (None, None, None), "a world of 0 ranks does not exist; give at least 1"),
     ],
@@ -148,9 +158,9 @@ def test_what_does_not_fit_is_refused(world: int, asked: tuple[int | None, ...],
 def test_what_fits_is_complete(world: int) -> None:
     shapes = [mesh.shape for mesh in fitting(world, {"dp": 2, "pp": None, "tp": 3})]
     every = range(1, world + 1)
-    assert sorted(shapes) == [(d, p, t) for d in every for p in every for t in every if d * p * t == world]
+    assert sorted(shapes) == [(d, p, t, 1) for d in every for p in every for t in every if d * p * t == world]
     if world % 6 == 0:
-        assert shapes[0] == (2, world // 6, 3)
+        assert shapes[0] == (2, world // 6, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,7 @@ def test_what_fits_is_complete(world: int) -> None:
         (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
         (lambda: Mesh(2).coordinates(-1), "rank -1"),
         (lambda: Mesh(2, 3).rank_at(1, 3, 0), "d1 p3 t0 is not in dp 2 x pp 3 x tp 1"),
-        (lambda: Mesh(2).groups("sp"), "no axis 'sp'; its axes are dp, pp, tp, and model"),
+        (lambda: Mesh(2).groups("ep"), "no axis 'ep'; its axes are dp, pp, tp, sp, and model"),
     ],
 )
 def test_what_does_not_exist(make, words: str) -> None:
@@ -169,7 +179,7 @@ def test_what_does_not_exist(make, words: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(2, 2, 2, (0, 1) * 4)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(2, 2, 2, (0, 1) * 4), Mesh(1, 2, 2, sp=2)], ids=str)
 def test_the_pictures_in_the_documentation_are_those_that_are_drawn(mesh: Mesh) -> None:
     picture = "\n".join(f"    {line}".rstrip() for line in mesh.render().splitlines())
     assert picture in nnmpi.mesh.__doc__
@@ -196,17 +206,20 @@ def nodes_for(size: int) -> Sequence[Sequence[int] | None]:
 @pytest.mark.mpi
 def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
     """For every layout of these ranks: who is in a group, and in which order."""
-    for shape in (mesh.shape for mesh in fitting(group.size, {})):
+    for dp, pp, tp, sp in (mesh.shape for asked in (1, 2) for mesh in fitting(group.size, {"sp": asked})):
         for nodes in nodes_for(group.size):
-            mesh = Mesh.of(group.size, *shape, nodes=nodes)
+            mesh = Mesh.of(group.size, dp, pp, tp, nodes, sp)
             bound = mesh.bind(group)
             place = mesh.coordinates(group.rank)
             wrong = [] if bound.place == place and isinstance(bound.place, Coordinates) else ["place"]
-            for axis, own in zip((*AXES, MODEL), (bound.dp, bound.pp, bound.tp, bound.model), strict=True):
+            groups = (bound.dp, bound.pp, bound.tp, bound.sp)
+            if bound.replicas.rank != place.d * sp + place.s:
+                wrong.append("replicas")
+            for axis, own in zip((*AXES, MODEL), (*groups, bound.model), strict=True):
                 expected = next(ranks for ranks in mesh.groups(axis) if group.rank in ranks)
                 if tuple(own.gather(group.rank)) != expected or expected[own.rank] != group.rank:
                     wrong.append(axis)
-            if (bound.dp.rank, bound.pp.rank, bound.tp.rank, bound.world) != (*place, group):
+            if (*(own.rank for own in groups), bound.world) != (*place, group):
                 wrong.append("ranks")
             bound.free()
             assert group.gather(wrong) == [[]] * group.size

@@ -115,9 +115,13 @@ class Arrangement:
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
         """Whether this rank, of all in its replica that have an array (or this part of it), is the one that counts.
 
-        It writes it into checkpoints, and adds its gradient to the norm.
+        It adds its gradient to the norm.
         """
         return name not in self.lower and (entry.region is not None or self.mesh.place.t == 0)
+
+    def writes(self, name: str, entry: Parameter | Buffer) -> bool:
+        """Whether this rank, of all that have an array (or this part of it), writes it into checkpoints."""
+        return self.mesh.replicas.rank == 0 and self.counts(name, entry)
 
 
 def arrange(

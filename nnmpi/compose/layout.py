@@ -82,7 +82,7 @@ class Layout:
             )
         if self.fixed and self.sp != 1:
             raise UsageError(
-                "a fixed order of sums covers dp and pp; each rank of sp adds up its own positions, whose rounding depends "
+                "a fixed order of sums covers dp and pp; ranks that share sequences add in parts, whose rounding hangs "
                 f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
             )
         if self.asynchronous:

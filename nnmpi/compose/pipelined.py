@@ -130,9 +130,7 @@ class Pipelined:
         }
         place = mesh.place
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
-        self.pipeline = Pipeline(
-            mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace
-        )
+        self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
         tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
         self._relay = GradientRelay(
             tied, arrangement.stages_of, self.pipeline.messages, mesh.pp.size, 3 * count, backend

@@ -69,5 +69,4 @@ def _writes(name: str, leaf: Parameter | Buffer, group: Group, arrangement: Arra
     """Return whether this rank writes its part of an array, of all ranks that have it."""
     if arrangement is None:
         return group.is_root
-    place = arrangement.mesh.place
-    return place.d == place.s == 0 and arrangement.counts(name, leaf)
+    return arrangement.writes(name, leaf)

@@ -39,7 +39,7 @@ class GetItem(Function):
         start, stop, step = own.indices(cut.whole) if isinstance(own, slice) else (0, 0, 1)
         placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts,")
+            raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts")
         repeat = cut.own() // (cut.placement.repeats or 1)
         key[places[cut.axis]] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
         self.key = tuple(key)

@@ -322,7 +322,7 @@ class TensorCut:
         if not self.layer:
             return LayoutError(
                 f"{name} {why}, but each of {self.group.size} ranks has some of the {self.whole} positions (axis "
-                f"{self.axis}); leave sp at 1, or let only attention (see nnmpi.ops) mix positions"
+                f"{self.axis}); leave sp at 1, or make it whole first, x = nnmpi.tensor.whole(x)"
             )
         return LayoutError(
             f"{name} {why}, but layer {self.layer!r} leaves each of {self.group.size} ranks a part of axis "

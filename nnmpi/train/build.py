@@ -226,6 +226,8 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         reduction=config.reduction,
         memory_limit=config.memory_limit_bytes,
         state_arrays=2 if optimizer != "sgd" else int(momentum > 0),
+        sp=config.sp,
+        sp_attention=config.sp_attention,
     )
 
 
@@ -329,7 +331,7 @@ def build_exchange(
     bucket_bytes = None if config.bucket_mb is None else max(1, int(config.bucket_mb * BYTES_PER_MIB))
     allreduce: str | Sequence[str] = config.allreduce
     if algorithms and allreduce == AUTO and not fused:
-        replicas = group if where is None else where.mesh.dp
+        replicas = group if where is None else where.mesh.replicas
         limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)
         if len(algorithms) == _count_buckets(storage, limit):  # else it begins anew
             allreduce = algorithms
@@ -354,6 +356,8 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
     if idle is not None and mesh.pp == 1 and not resuming:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
+    if config.parallel.sp_attention != ParallelConfig.sp_attention and mesh.sp == 1 and not resuming:
+        raise UsageError("--sp-attention belongs to ranks that share sequences; give --sp 2 or more, or leave it out")
     if config.run.convolution == "tuned" and mesh.tp > 1:
         raise UsageError(
             f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute "
@@ -375,7 +379,7 @@ def check_sync(config: Config, group: Group) -> None:
 
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
-    return mesh.pp > 1 or mesh.tp > 1 or layout.fixed or layout.memory_limit is not None
+    return max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.fixed or layout.memory_limit is not None
 
 
 def settle(context: RunContext) -> Config:

@@ -23,7 +23,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError
-from nnmpi.mesh import Coordinates, Mesh
+from nnmpi.mesh import AXES, Coordinates, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.train.checkpoint_files import (
@@ -209,7 +209,7 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
         **state.to_json(),
         "seed": trainer.seed,
         "ranks": trainer.group.size,
-        "layout": dict(zip(("dp", "pp", "tp"), _mesh(trainer).shape, strict=True)),
+        "layout": dict(zip(AXES, _mesh(trainer).shape, strict=True)),
         "optimizer": trainer.scalars(),
         "fixed": _is_fixed(trainer),
         "algorithms": _algorithms(trainer),

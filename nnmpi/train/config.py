@@ -82,11 +82,17 @@ class ParallelConfig:
     """How the work is laid out over the ranks."""
 
     dp: int | Literal["auto"] = "auto"
-    """Replicas that share each batch; dp x pp x tp must be the number of MPI ranks, and auto is what is missing."""
+    """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
     pp: int | Literal["auto"] = "auto"
     """Ranks in each pipeline, which have the layers one after the other (auto: what is missing, else 1)."""
     tp: int | Literal["auto"] = "auto"
     """Ranks that share out each layer (auto: what is missing, else 1)."""
+    sp: int = 1
+    """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for attention, take
+    each position by itself."""
+    sp_attention: Literal["ulysses", "ring"] = "ulysses"
+    """How attention sees the positions of --sp other ranks: ulysses gives each rank all positions of some heads, by an
+    exchange before and after it (least is sent; at least as many heads as ranks); ring passes keys and values round."""
     pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = "1f1b"
     """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date."""
     virtual_stages: int = 1
@@ -129,6 +135,7 @@ class ParallelConfig:
         for option, ranks in (("--dp", self.dp), ("--pp", self.pp), ("--tp", self.tp)):
             if ranks != "auto":
                 at_least_one(option, ranks)
+        at_least_one("--sp", self.sp)
         at_least_one("--virtual-stages", self.virtual_stages)
         if self.microbatches is not None:
             at_least_one("--microbatches", self.microbatches)
@@ -283,6 +290,7 @@ class SyncConfig:
         for option, given, why in (
             ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
             ("--tp", parallel.tp not in ("auto", 1), "every worker has the whole model"),
+            ("--sp", parallel.sp != 1, "every worker has samples of its own"),
             ("--fused-update", parallel.fused_update == "on", "weights are not updated in step"),
             ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
             ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
@@ -576,6 +584,11 @@ class Config:
     def __post_init__(self) -> None:
         """Check that the sections go together."""
         self.sync.check(self.parallel)
+        model = self.model.model
+        mixes = self.parallel.sp > 1 and model in MODELS and model not in MODELS_WITH["heads"]
+        why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
+        sentence = f"--sp {self.parallel.sp} shares out the positions of sequences, and --model {model} {why}"
+        require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
-from nnmpi.mesh import AXES
+from nnmpi.mesh import AXES, SP
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,8 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_layout(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and value.keys() == {*AXES} and all(_is_count(each) and each for each in value.values())
-    )
+    known = isinstance(value, dict) and value.keys() | {SP} == {*AXES}  # runs of older versions have no sp
+    return known and all(_is_count(each) and each for each in value.values())
 
 
 def _are_algorithms(value: Any) -> bool:
@@ -168,7 +167,7 @@ _KINDS = {
     **dict.fromkeys(("window", "in_epoch"), _SUMS),
     "optimizer": _Kind('numbers by name with "steps"', _is_optimizer),
     "ranks": _Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0),
-    "layout": _Kind("whole numbers from 1 on for dp, pp and tp", _is_layout),
+    "layout": _Kind("whole numbers from 1 on for dp, pp, tp and sp", _is_layout),
     "algorithms": _Kind("lists of names of all-reduces by part of the model", _are_algorithms),
     "cuts": _Kind("whole numbers from 0 on", _are_counts),
 }

@@ -166,7 +166,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     where, model = worker.arrangement, worker.model
     entries = []
     for name, parameter in model.named_parameters():
-        owned = worker.group.is_root if where is None else where.mesh.place.d == 0 and where.counts(name, parameter)
+        owned = worker.group.is_root if where is None else where.writes(name, parameter)
         assert parameter.buffer is not None
         entries.append(StateEntry.of(name, parameter.buffer, parameter.region, owned))
     order = [name for name, _ in model.named_parameters()] if where is None else list(where.parameters)

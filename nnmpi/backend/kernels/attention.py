@@ -190,9 +190,7 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     return left
 
 
-def attend_more(
-    q: Heads, k: Heads, v: Heads, sums: Array, top: Array, total: Array, causal: bool
-) -> None:
+def attend_more(q: Heads, k: Heads, v: Heads, sums: Array, top: Array, total: Array, causal: bool) -> None:
     """Let queries attend to some more keys: softmax, key by key (Milakov and Gimelshein, 2018, "Online normalizer").
 
         top'   = max(top, scores of the new keys)

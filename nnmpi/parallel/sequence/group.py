@@ -113,8 +113,8 @@ class SequenceGroup:
         shapes = tuple(batch.x.shape), tuple(batch.y.shape)
         if len(shapes[0]) < 2 or len(shapes[1]) != 2 or shapes[0][1] != shapes[1][1]:
             raise UsageError(
-                f"sp {self.size} shares out the positions of sequences, for which samples (batch, time, ...) and labels "
-                f"(batch, time) are needed, not {shapes[0]} and {shapes[1]}; leave sp at 1"
+                f"sp {self.size} shares out the positions of sequences: it needs samples (batch, time, ...) and labels "
+                f"(batch, time), not {shapes[0]} and {shapes[1]}; leave sp at 1"
             )
         length = shapes[0][1]
         labels = None if batch.host_y is None else self._take(batch.host_y, length)

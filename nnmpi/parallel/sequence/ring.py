@@ -71,7 +71,7 @@ class RingAttention:
         sums, total = xp.zeros(y.shape, wide.dtype), xp.zeros(q.shape[:3], wide.dtype)
         top = xp.full(q.shape[:3], -xp.inf, wide.dtype)
         for source, keys, values in self._round(k, v):
-            for mine, theirs, diagonal in self._visible(source, causal):
+            for mine, theirs, diagonal in self.visible(source, causal):
                 state = sums[:, :, mine], top[:, :, mine], total[:, :, mine]
                 attend_more(wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs], *state, diagonal)
         y[...] = cast(xp, sums / total[..., None], y.dtype)
@@ -83,22 +83,19 @@ class RingAttention:
         q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
         inner = (grad * y).sum(axis=3)
         to_q, home = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
-        hop, follow = 0, None  # the gradients that are on their way to this rank, of the keys that are here
-        for source, keys, values in self._round(k, v):
-            place = home if hop == 0 else self._zeros(k, v, source)
-            for mine, theirs, diagonal in self._visible(source, causal):
+        follow: Pair | None = None  # what other ranks have added to the gradients of the keys that come next
+        for hop, (source, keys, values) in enumerate(self._round(k, v)):
+            place = self._zeros(k, v, source) if hop else home
+            for mine, theirs, diagonal in self.visible(source, causal):
                 inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
-                attend_more_grad(
-                    grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, diagonal
-                )
+                attend_more_grad(grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, diagonal)
             if hop:
                 follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
-            hop += 1
         if follow is not None:
             _add(home, follow)
-        for to, total in zip(places, (to_q, *home), strict=True):
-            to[...] = cast(xp, total, to.dtype)
+        for to_each, total in zip(places, (to_q, *home), strict=True):
+            to_each[...] = cast(xp, total, to_each.dtype)
 
     def _pass_gradients(self, own: Pair, came: Pair | None, room: Pair) -> Pair:
         """Add what came of a source's gradients, pass them on, and return those of the source that is next here."""
@@ -140,7 +137,7 @@ class RingAttention:
         )
         return first, second
 
-    def _visible(self, source: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    def visible(self, source: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
         """Yield which of this rank's queries see which of another rank's keys, and whether up to themselves alone."""
         for queries, mine in _places(self._ranges[self._group.rank]):
             for keys, theirs in _places(self._ranges[source]):

@@ -6,11 +6,13 @@
     head c         rank 0  | rank 1      <-----------    rank 1
 
 Forward, q, k and v go there and the result comes back; backward, its gradient goes there and those of q, k and v come
-back. Elements that rank r sends in a layer, each way, of S ranks of which r has t_r of T positions and the heads of
-f_r of F features, for B samples:
+back. Elements that rank r sends in a layer, of S ranks of which r has t_r of T positions and the heads of f_r of F
+features, for B samples:
 
-    B (3 t_r (F - f_r) + f_r (T - t_r))          over all ranks 4 B (T F - sum of t_r f_r)
-                                                 where all have as much, each sends 4 B T F (S - 1) / S^2
+    forward     B (3 t_r (F - f_r) + f_r (T - t_r))          over all ranks 4 B (T F - sum of t_r f_r)
+    backward    B (t_r (F - f_r) + 3 f_r (T - t_r))          the same
+
+Where all have as much, each sends 4 B T F (S - 1) / S^2 forward, and as much backward.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def check_heads(heads: int, size: int) -> None:
     """
     if heads < size:
         raise LayoutError(
-            f"sp {size} with sp attention ulysses gives each rank some of the heads, and there are {heads} on a rank of "
-            f"tp; sp up to {heads} fits, or sp attention ring, which needs no heads of its own"
+            f"sp {size} with sp attention ulysses gives each rank heads of its own, and those that share layers have "
+            f"{heads} each; sp up to {heads} fits, or sp attention ring, which shares out no heads"
         )
 
 
@@ -69,9 +71,7 @@ class UlyssesAttention:
         """See `AttentionKernels.attend_grad`, for this rank's positions."""
         perform(self._backward, grad, residuals[0], to_q, to_k, to_v, causal)
 
-    def _forward(
-        self, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool, kept: list[Residuals]
-    ) -> None:
+    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool, kept: list[Residuals]) -> None:
         xp = namespace(q)
         together = self._to_heads(xp.concatenate([q, k, v], axis=3))
         whole = _apart(together, (q, k, v))
@@ -93,7 +93,7 @@ class UlyssesAttention:
     def _to_heads(self, x: Heads) -> Heads:
         """Return all positions of this rank's heads, given all heads of its positions."""
         heads = split(x.shape[1], self._group.size)
-        whole = namespace(x).empty((x.shape[0], len(heads[self._group.rank]), self._length, x.shape[3]), x.dtype)
+        whole: Heads = namespace(x).empty((x.shape[0], len(heads[self._group.rank]), self._length, x.shape[3]), x.dtype)
         parts = [x[:, each.start : each.stop] for each in heads]
         self._exchange(parts, [whole[:, :, own.start : own.stop] for own in self._positions])
         return whole

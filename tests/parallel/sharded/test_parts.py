@@ -105,6 +105,8 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "a sequence of parts": lambda m, x: m.narrow(m.wide(m.mlp(m.narrow(m.wide(x))))),
     "a part as the result": mean_of_parts,
     "its own way of scaling": sqrt_of_width,
+    "a whole gain": lambda m, x: m.narrow(m.wide(x) * m.gain),
+    "a whole mask": lambda m, x: m.narrow(m.wide(x) * (np.arange(6) % 2.0)),
 }
 
 
@@ -117,7 +119,6 @@ def test_equal(name: str) -> None:
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax adds up all of its axis, but layer '1.wide'"),
     "layer norm": (lambda m, x: m.narrow(m.norm(m.wide(x))), "LayerNorm takes the mean over whole rows"),
-    "a whole gain": (lambda m, x: m.narrow(m.wide(x) * m.gain), "multiply meets a whole tensor"),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
     "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
     "a slice": (lambda m, x: m.wide(x)[..., :4], "no whole groups"),
@@ -128,7 +129,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: m.narrow(m.wide(x)[m.wide(x).detach().astype("int64")]),
         "takes the values of a whole tensor",
     ),
-    "a whole layer": (lambda m, x: m.mlp(x) + m.norm.weight * m.wide(x), "multiply meets a whole tensor"),
     "a product": (
         lambda m, x: m.wide(x) @ m.wide(x).transpose(0, 2, 1),
         "(MatMul|Product) adds up along all of that axis",
