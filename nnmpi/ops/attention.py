@@ -126,13 +126,13 @@ class PackedAttention(Function):
         before: the tokens before these, which are added to them; None for none.
     """
 
-    __slots__ = ("before", "causal", "first", "heads", "kernels")
+    __slots__ = ("before", "causal", "first", "heads", "kernels", "length")
 
     replayable = True
 
     def __init__(self, heads: int, causal: bool, kernels: Kernels, before: KeyValues | None = None) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
-        self.first = 0  # of the heads that this rank has
+        self.first, self.length = 0, 0  # of the heads that this rank has; of sequences that lie on several ranks
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: by positions, or by heads, where q, k and v are each cut by heads.
@@ -141,8 +141,10 @@ class PackedAttention(Function):
         """
         (qkv,) = inputs
         cut, (batch, time, width) = qkv.cut, qkv.shape
+        if cut.axis == 1 and self.before is not None:
+            raise cut.refuse(self, "continues whole sequences")
         if cut.axis == 1:
-            self.kernels = over_ranks(self, cut, self.kernels)
+            self.kernels, self.length = over_ranks(self, cut, self.kernels), time
         if cut.axis < 2:
             return uncut(self, qkv, (), "")
         apart = (batch, time, 3, self.heads, width // (3 * self.heads))
@@ -165,7 +167,7 @@ class PackedAttention(Function):
         if self.before is not None:
             causal = causal and not self.before.count  # one token behind others sees all
             k, v = self.before.extend(self.xp, k, v)
-        drop = self.draw(q.shape[2], k.shape[2])
+        drop = self.draw(self.length or q.shape[2], self.length or k.shape[2])
         self.saved = (self.kernels.attend(self.xp, q, k, v, heads, causal, True in self.needs, *drop), drop)
         return y
 
@@ -212,7 +214,7 @@ class DroppedAttention(PackedAttention):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as without dropout, where each has whole sequences."""
-        uncut(self, inputs[0], (0, 1), "needs whole sequences")
+        uncut(self, inputs[0], (0,), "needs whole sequences")
         return super().placed(*inputs)
 
     def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:

@@ -70,9 +70,13 @@ def check_equal(found: Path, expected: Path) -> None:
     [
         (GPT, {3: "", 2: "--pp 2 --pipeline gpipe", 4: "--pp 2 --dp 2 --grad-accum 3"}),
         (GPT, {2: "--tp 2", 8: "--dp 2 --pp 2 --tp 2"}),
+        (
+            GPT,
+            {2: "--sp 2", 6: "--sp 3 --dp 2 --sp-attention ring --grad-accum 2", 4: "--sp 2 --pp 2 --pipeline gpipe"},
+        ),
         (LSTM, {3: "--allreduce ring", 2: "--pp 2", 4: "--sync ssp --staleness 0", 6: ""}),
     ],
-    ids=["gpt", "gpt sharded", "lstm"],
+    ids=["gpt", "gpt sharded", "gpt shared", "lstm"],
 )
 def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) -> None:
     words = f"{model} {SHORT} --dataset words.txt"
@@ -100,6 +104,19 @@ def test_a_job_under_mpirun_gives_the_serial_run(place: Path) -> None:
     assert job.status == 0, job.output
     assert "blocks of 13 tokens, of a vocabulary of" in job.output and "tokens/s" in job.output
     check_equal(Path("job"), run(words, "serial"))
+
+
+def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path) -> None:
+    """Keys and values go round in MPI's messages, and the run goes on with whole sequences."""
+    words = f"{GPT} {SHORT} --dataset words.txt --save-steps 2"
+    job = train(place, f"{words} --sp 2 --sp-attention ring --out job", 2)
+    assert job.status == 0, job.output
+    assert "dp 1 x pp 1 x tp 1 x sp 2" in job.output
+    whole = run(words, "whole")
+    check_equal(Path("job"), whole)
+    shutil.rmtree(max(Path("job/checkpoints").glob("step-*")))
+    simulate(partial(main, ["--resume", "job", "--sp", "1", "--sp-attention", "ulysses", "--pp", "2"]), 2)
+    check_equal(Path("job"), whole)
 
 
 @pytest.mark.parametrize("model", [GPT, LSTM], ids=["gpt", "lstm"])
@@ -165,6 +182,18 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ),
         (f"{GPT} --dataset words.txt --partition label", "have several labels each; take iid"),
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
+        (
+            f"{GPT} --dataset words.txt --sp 3",
+            "sp 3 with sp attention ulysses .* have 2 each; sp up to 2 fits, or sp att",
+        ),
+        (
+            f"{LSTM} --dataset words.txt --sp 3",
+            "--model lstm takes one after the other; leave --sp out, or use --model",
+        ),
+        (
+            f"{GPT} --dataset words.txt --sp-attention ring",
+            "belongs to ranks that share sequences; give --sp 2 or more",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_once(place: Path, words: str, sentence: str) -> None:

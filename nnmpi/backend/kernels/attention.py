@@ -59,7 +59,9 @@ class AttentionDropout:
         """Return the same for some of the heads, from the first one on."""
         return replace(self, key=((self.key[0] + first * queries * keys) & 0xFFFFFFFF, self.key[1]))
 
-    def mark(self, p: Array, block: tuple[slice, slice], first: int, queries: int, keys: int) -> None:
+    def mark(
+        self, p: Array, block: tuple[slice, slice], first: int, queries: int, keys: int, first_key: int = 0
+    ) -> None:
         """Turn the sign of the probabilities that are dropped.
 
         So one array is both: P is |p|, and what is left of it max(p, 0) times `factor`.
@@ -69,10 +71,12 @@ class AttentionDropout:
             block: which sequences and heads these are.
             first: the first query.
             queries, keys: how many there are in all.
+            first_key: the first key.
         """
         xp, count = namespace(p), p.shape
         heads, rows, columns = (xp.arange(n, dtype=xp.uint32) for n in (count[1], count[3], count[2]))
-        heads, rows = heads + xp.uint32(block[1].start), rows + xp.uint32(first)
+        heads = heads + xp.uint32(block[1].start)
+        rows, columns = rows + xp.uint32(first), columns + xp.uint32(first_key)
         places = (heads[:, None, None] * xp.uint32(queries) + rows) * xp.uint32(keys) + columns[:, None]
         bits = random_bits(xp, self.first_row + block[0].start, count[0], places.reshape(-1), self.key)
         dropped = (bits < xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(count)
@@ -190,8 +194,49 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     return left
 
 
-def attend_more(q: Heads, k: Heads, v: Heads, sums: Array, top: Array, total: Array, causal: bool) -> None:
-    """Let queries attend to some more keys: softmax, key by key (Milakov and Gimelshein, 2018, "Online normalizer").
+@dataclass(frozen=True)
+class KeyBlock:
+    """Which queries attend to which keys of a sequence.
+
+    Attributes:
+        queries, keys: their positions; they are the same, or none is in both.
+        length: of the sequence.
+        causal: whether each query sees only the keys up to its own position: of others it sees all.
+        drop: which probabilities are dropped, if some are.
+    """
+
+    queries: range
+    keys: range
+    length: int
+    causal: bool
+    drop: AttentionDropout | None = None
+
+    def bands(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first query, end of queries, end of the keys that they see)."""
+        return _bands(len(self.queries), len(self.keys), SCORES, self.is_diagonal)
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether some queries do not see all of the keys."""
+        return self.causal and self.queries == self.keys
+
+    def scores(self, k: Heads, scaled: Heads, first: int) -> Array:
+        """Return (batch, heads, keys, queries), for some of the queries from the first on; -inf for what is hidden."""
+        xp = namespace(k)
+        scores: Array = xp.matmul(k, scaled.swapaxes(2, 3))
+        if self.is_diagonal:
+            corner = scores[:, :, first:]
+            xp.fmin(corner, _bound(xp, scaled.shape[2], scores.dtype), out=corner)
+        return scores
+
+    def mark(self, p: Array, block: tuple[slice, slice], first: int) -> None:
+        """Turn the sign of what is dropped, see `AttentionDropout.mark`."""
+        if self.drop is not None:
+            self.drop.mark(p, block, self.queries.start + first, self.length, self.length, self.keys.start)
+
+
+def attend_more(inputs: tuple[Heads, Heads, Heads], sums: Array, top: Array, total: Array, which: KeyBlock) -> None:
+    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
 
         top'   = max(top, scores of the new keys)
         total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
@@ -199,24 +244,27 @@ def attend_more(q: Heads, k: Heads, v: Heads, sums: Array, top: Array, total: Ar
     The result is sums / total once all keys have been seen; nothing is kept of the scores.
 
     Args:
-        q, k, v: as for `AttentionKernels.attend`, in the dtype of the sums.
+        inputs: q, k and v, as for `AttentionKernels.attend`, in the dtype of the sums.
         sums: (batch, heads, queries, values), 0 at first.
         top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
-        causal: as for `AttentionKernels.attend`.
+        which: queries and keys these are.
     """
-    xp, queries, keys, scale = namespace(q), q.shape[2], k.shape[2], 1 / sqrt(q.shape[3])
-    for block in _blocks(q, keys):
+    q, k, v = inputs
+    xp, scale = namespace(q), 1 / sqrt(q.shape[3])
+    for block in _blocks(q, k.shape[2]):
         scaled, kb, vb = q[block] * scale, k[block], v[block]
-        for i, j, seen in _bands(queries, keys, SCORES, causal):
-            scores = _scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i if causal else None)
+        for i, j, seen in which.bands():
+            p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i)
             now = top[block][:, :, i:j]
-            new = xp.maximum(now, scores.max(axis=2))
-            xp.exp(xp.subtract(scores, new[:, :, None], out=scores), out=scores)
-            shrink, now[...] = xp.exp(now - new), new
+            new = xp.maximum(now, p.max(axis=2))
+            xp.exp(xp.subtract(p, new[:, :, None], out=p), out=p)
+            shrink = xp.exp(now - new)
+            now[...] = new
             total[block][:, :, i:j] *= shrink
-            total[block][:, :, i:j] += scores.sum(axis=2)
+            total[block][:, :, i:j] += p.sum(axis=2)
+            which.mark(p, block, i)
             sums[block][:, :, i:j] *= shrink[..., None]
-            sums[block][:, :, i:j] += xp.matmul(scores.swapaxes(2, 3), vb[:, :, :seen])
+            sums[block][:, :, i:j] += xp.matmul(_left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen])
 
 
 def attend_more_grad(
@@ -225,7 +273,7 @@ def attend_more_grad(
     logs: Array,
     inputs: tuple[Heads, Heads, Heads],
     places: tuple[Array, Array, Array],
-    causal: bool,
+    which: KeyBlock,
 ) -> None:
     """Add the gradients of queries, and of some of the keys and values, computing the probabilities again.
 
@@ -235,30 +283,25 @@ def attend_more_grad(
         logs: (batch, heads, queries), top + log(total) when all keys had been seen.
         inputs: q, k and v.
         places: where their gradients are added up.
-        causal: as it was for these keys.
+        which: queries and keys these are.
     """
-    (q, k, v), (to_q, to_k, to_v) = inputs, places
-    xp, queries, keys, scale = namespace(q), q.shape[2], k.shape[2], 1 / sqrt(q.shape[3])
-    for block in _blocks(q, keys):
+    (q, k, v), (to_q, to_k, to_v), drop = inputs, places, which.drop
+    xp, scale = namespace(q), 1 / sqrt(q.shape[3])
+    for block in _blocks(q, k.shape[2]):
         scaled, kb, vb, gb = q[block] * scale, k[block], v[block], grad[block]
-        for i, j, seen in _bands(queries, keys, SCORES, causal):
-            p = _scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i if causal else None)
+        for i, j, seen in which.bands():
+            p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i)
             xp.exp(xp.subtract(p, logs[block][:, :, None, i:j], out=p), out=p)
-            to_v[block][:, :, :seen] += xp.matmul(p, gb[:, :, i:j])
+            which.mark(p, block, i)
+            to_v[block][:, :, :seen] += xp.matmul(_left(xp, p, drop), gb[:, :, i:j])
             d = xp.matmul(vb[:, :, :seen], gb[:, :, i:j].swapaxes(2, 3))
+            if drop is not None:
+                xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
+                p = xp.abs(p)
             xp.subtract(d, inner[block][:, :, None, i:j], out=d)
             xp.multiply(d, p, out=d)
             to_k[block][:, :, :seen] += xp.matmul(d, scaled[:, :, i:j])
             to_q[block][:, :, i:j] += xp.matmul(d.swapaxes(2, 3), kb[:, :, :seen]) * scale
-
-
-def _scores(xp: Any, k: Heads, scaled: Heads, first: int | None) -> Array:
-    """Return (batch, heads, keys, queries): -inf for keys behind a query, if `first` is the first query's position."""
-    scores: Array = xp.matmul(k, scaled.swapaxes(2, 3))
-    if first is not None:
-        corner = scores[:, :, first:]
-        xp.fmin(corner, _bound(namespace(k), scaled.shape[2], scores.dtype), out=corner)
-    return scores
 
 
 def _softmax(xp: Any, scores: Array, ones: Array) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.casting import cast, to_float32
-from nnmpi.backend.kernels.attention import Heads, attend_more, attend_more_grad
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock, attend_more, attend_more_grad
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
@@ -54,30 +54,57 @@ class RingAttention:
         self._group, self._ranges = group, ranges
         self._lengths = [sum(map(len, own)) for own in ranges]
 
-    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+    def attend(
+        self,
+        xp: Any,
+        q: Heads,
+        k: Heads,
+        v: Heads,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
+    ) -> Residuals:
         """See `AttentionKernels.attend`, for this rank's positions."""
         logs = xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype)
-        perform(self._forward, q, k, v, y, logs, causal)
+        perform(self._forward, q, k, v, y, logs, causal, drop)
         return (q, k, v, y, logs) if keep else ()
 
     def attend_grad(
-        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+        self,
+        xp: Any,
+        grad: Heads,
+        residuals: Residuals,
+        to_q: Heads,
+        to_k: Heads,
+        to_v: Heads,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
         """See `AttentionKernels.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals, (to_q, to_k, to_v), causal)
+        perform(self._backward, grad, residuals, (to_q, to_k, to_v), causal, drop)
 
-    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, logs: Array, causal: bool) -> None:
+    def _forward(
+        self, q: Heads, k: Heads, v: Heads, y: Heads, logs: Array, causal: bool, drop: AttentionDropout | None
+    ) -> None:
         xp, wide = namespace(q), to_float32(namespace(q), q)
         sums, total = xp.zeros(y.shape, wide.dtype), xp.zeros(q.shape[:3], wide.dtype)
         top = xp.full(q.shape[:3], -xp.inf, wide.dtype)
         for source, keys, values in self._round(k, v):
-            for mine, theirs, diagonal in self.visible(source, causal):
-                state = sums[:, :, mine], top[:, :, mine], total[:, :, mine]
-                attend_more(wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs], *state, diagonal)
+            for mine, theirs, which in self.visible(source, causal, drop):
+                inputs = wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
+                attend_more(inputs, sums[:, :, mine], top[:, :, mine], total[:, :, mine], which)
         y[...] = cast(xp, sums / total[..., None], y.dtype)
         logs[...] = top + xp.log(total)
 
-    def _backward(self, grad: Heads, residuals: Residuals, places: tuple[Heads, Heads, Heads], causal: bool) -> None:
+    def _backward(
+        self,
+        grad: Heads,
+        residuals: Residuals,
+        places: tuple[Heads, Heads, Heads],
+        causal: bool,
+        drop: AttentionDropout | None,
+    ) -> None:
         q, k, v, y, logs = residuals
         xp = namespace(q)
         q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
@@ -86,10 +113,10 @@ class RingAttention:
         follow: Pair | None = None  # what other ranks have added to the gradients of the keys that come next
         for hop, (source, keys, values) in enumerate(self._round(k, v)):
             place = self._zeros(k, v, source) if hop else home
-            for mine, theirs, diagonal in self.visible(source, causal):
+            for mine, theirs, which in self.visible(source, causal, drop):
                 inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
-                attend_more_grad(grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, diagonal)
+                attend_more_grad(grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, which)
             if hop:
                 follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
         if follow is not None:
@@ -137,12 +164,14 @@ class RingAttention:
         )
         return first, second
 
-    def visible(self, source: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-        """Yield which of this rank's queries see which of another rank's keys, and whether up to themselves alone."""
+    def visible(
+        self, source: int, causal: bool, drop: AttentionDropout | None = None
+    ) -> Iterator[tuple[slice, slice, KeyBlock]]:
+        """Yield where queries of this rank and keys of another one are among theirs, and which: each pair that meets."""
         for queries, mine in _places(self._ranges[self._group.rank]):
             for keys, theirs in _places(self._ranges[source]):
                 if not causal or keys.start <= queries.start:
-                    yield mine, theirs, causal and keys.start == queries.start
+                    yield mine, theirs, KeyBlock(queries, keys, sum(self._lengths), causal, drop)
 
 
 def _places(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:

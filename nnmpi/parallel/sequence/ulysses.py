@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels.attention import Heads
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import LayoutError
 from nnmpi.parallel.sharded.collectives import CATEGORY
-from nnmpi.shard import split
+from nnmpi.shard import part, split
 from nnmpi.timeline import RECEIVE, span
 
 
@@ -58,34 +58,57 @@ class UlyssesAttention:
         self._positions = [own for (own,) in ranges]
         self._length = self._positions[-1].stop
 
-    def attend(self, xp: Any, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool) -> Residuals:
+    def attend(
+        self,
+        xp: Any,
+        q: Heads,
+        k: Heads,
+        v: Heads,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
+    ) -> Residuals:
         """See `AttentionKernels.attend`, for this rank's positions."""
         check_heads(q.shape[1], self._group.size)
         kept: list[Residuals] = []  # filled anew whenever a compiled step comes here
-        perform(self._forward, q, k, v, y, causal, keep, kept)
+        perform(self._forward, q, k, v, y, (causal, keep, *self._own(drop, q)), kept)
         return (kept,)
 
     def attend_grad(
-        self, xp: Any, grad: Heads, residuals: Residuals, to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+        self,
+        xp: Any,
+        grad: Heads,
+        residuals: Residuals,
+        to_q: Heads,
+        to_k: Heads,
+        to_v: Heads,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
         """See `AttentionKernels.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals[0], to_q, to_k, to_v, causal)
+        perform(self._backward, grad, residuals[0], to_q, to_k, to_v, (causal, *self._own(drop, to_q)))
 
-    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, causal: bool, keep: bool, kept: list[Residuals]) -> None:
+    def _own(self, drop: AttentionDropout | None, q: Heads) -> tuple[AttentionDropout, ...]:
+        """Return which probabilities of this rank's heads are dropped, if some are."""
+        first = part(q.shape[1], self._group.size, self._group.rank).start
+        return () if drop is None else (drop.from_head(first, self._length, self._length),)
+
+    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, how: tuple[Any, ...], kept: list[Residuals]) -> None:
         xp = namespace(q)
         together = self._to_heads(xp.concatenate([q, k, v], axis=3))
         whole = _apart(together, (q, k, v))
         result = xp.empty((*together.shape[:3], v.shape[3]), q.dtype)
-        kept[:] = [self._kernels.attend(xp, *whole, result, causal, keep)]
+        kept[:] = [self._kernels.attend(xp, *whole, result, *how)]
         y[...] = self._to_positions(result, q.shape[1])
 
     def _backward(
-        self, grad: Heads, kept: list[Residuals], to_q: Heads, to_k: Heads, to_v: Heads, causal: bool
+        self, grad: Heads, kept: list[Residuals], to_q: Heads, to_k: Heads, to_v: Heads, how: tuple[Any, ...]
     ) -> None:
         xp, places = namespace(grad), (to_q, to_k, to_v)
         whole = self._to_heads(grad)
         gradients = xp.empty((*whole.shape[:3], sum(each.shape[3] for each in places)), grad.dtype)
-        self._kernels.attend_grad(xp, whole, kept.pop(), *_apart(gradients, places), causal)
+        self._kernels.attend_grad(xp, whole, kept.pop(), *_apart(gradients, places), *how)
         own = self._to_positions(gradients, grad.shape[1])
         for place, each in zip(places, _apart(own, places), strict=True):
             place[...] = each
