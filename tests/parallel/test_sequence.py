@@ -26,6 +26,7 @@ from nnmpi.shard import split, zigzag
 from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording
 from tests.equivalence.reference import gather_gradient
+from tests.harness.slow import once_more
 
 TOKENS, TIME, ROWS, HEADS = 13, 7, 11, 5  # nothing divides anything
 
@@ -77,35 +78,48 @@ def check_equal(found: dict[str, Any], serial: dict[str, Any]) -> None:
             np.testing.assert_allclose(found[name], value, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(sp=2),
-        Layout(sp=2, sp_attention=RING),
-        Layout(sp=3),
-        Layout(sp=3, sp_attention=RING),
-        Layout(sp=4),
-        Layout(sp=2, dp=2, sp_attention=RING),
-        Layout(sp=2, pp=2, split=(3, 3)),
-        Layout(sp=2, tp=2),
-        Layout(sp=2, tp=2, sp_attention=RING),
-        Layout(sp=2, dp=3),
-        Layout(sp=3, pp=2, split=(2, 4), sp_attention=RING, recompute="always"),
-        Layout(sp=2, tp=3, sp_attention=RING),  # 5 heads over 3 ranks
-        Layout(sp=8, sp_attention=RING),  # a rank has no position
-        Layout(sp=2, pp=2, tp=2, split=(3, 3), schedule="zero-bubble"),
-        Layout(sp=2, pp=2, dp=2, split=(3, 3), sp_attention=RING),
-        Layout(sp=4, tp=2, sp_attention=RING),
-    ],
-    ids=lambda layout: f"{layout.dp, layout.pp, layout.tp, layout.sp} {layout.sp_attention}",
+BRIEF = (Layout(sp=2), Layout(sp=3, sp_attention=RING))
+LAYOUTS = (
+    Layout(sp=2, sp_attention=RING),
+    Layout(sp=3),
+    Layout(sp=4),
+    Layout(sp=2, dp=2, sp_attention=RING),
+    Layout(sp=2, pp=2, split=(3, 3)),
+    Layout(sp=2, tp=2),
+    Layout(sp=2, tp=2, sp_attention=RING),
+    Layout(sp=2, dp=3),
+    Layout(sp=3, pp=2, split=(2, 4), sp_attention=RING, recompute="always"),
+    Layout(sp=2, tp=3, sp_attention=RING),  # 5 heads over 3 ranks
+    Layout(sp=8, sp_attention=RING),  # a rank has no position
+    Layout(sp=2, pp=2, tp=2, split=(3, 3), schedule="zero-bubble"),
+    Layout(sp=2, pp=2, dp=2, split=(3, 3), sp_attention=RING),
+    Layout(sp=4, tp=2, sp_attention=RING),
 )
-def test_every_layout_is_the_serial_run(serial: dict[str, Any], layout: Layout) -> None:
+QUICK = (LAYOUTS[4], LAYOUTS[6], LAYOUTS[10])
+
+
+def check_layout(serial: dict[str, Any], layout: Layout) -> None:
     ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
     runs = simulate(lambda group: train(group, layout), ranks)
     for found in runs:
         check_equal(found, serial)
     if layout.sp_attention == RING:  # else the update may be fused
         assert any("gradient" in name for name in runs[0])
+
+
+@pytest.mark.parametrize("layout", BRIEF, ids=lambda layout: layout.sp_attention)
+def test_both_ways_are_the_serial_run(serial: dict[str, Any], layout: Layout) -> None:
+    check_layout(serial, layout)
+
+
+@pytest.mark.host_only("the double takes minutes for these layouts, and the same kernels for the two above")
+@pytest.mark.parametrize(
+    "layout",
+    [once_more(layout, slow=layout not in QUICK) for layout in LAYOUTS],
+    ids=lambda layout: f"{layout.dp, layout.pp, layout.tp, layout.sp} {layout.sp_attention}",
+)
+def test_every_layout_is_the_serial_run(serial: dict[str, Any], layout: Layout) -> None:
+    check_layout(serial, layout)
 
 
 class Own(nn.Module):
