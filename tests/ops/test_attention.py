@@ -70,7 +70,7 @@ def test_any_length(time, causal, dtype):
 
 @pytest.mark.parametrize(
     ("elements", "blocks"),
-    [(1, {(1, 1)}), (250, {(1, 2), (1, 1)}), (500, {(1, 3)}), (1000, {(2, 3), (1, 3)}), (2000, {(5, 3)})],
+    [(1, {(1, 1)}), (125, {(1, 2), (1, 1)}), (250, {(1, 3)}), (500, {(2, 3), (1, 3)}), (1000, {(5, 3)})],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_any_block(elements, blocks, causal, monkeypatch):
@@ -198,7 +198,7 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
 
 @pytest.mark.host_only("a device has no bands, and NaN times a hidden zero is NaN")
 def test_gradients_beside_nan():
-    """NaN in a later key or value reaches no gradient of a query before the same 128 positions."""
+    """NaN in a later key or value reaches no gradient of a query before the same 64 positions."""
     for part in (1, 2):
         arrays = [np.random.default_rng(i).standard_normal((1, 1, 300, 4)) for i in range(3)]
         arrays[part][:, :, 200] = np.nan
@@ -206,7 +206,7 @@ def test_gradients_beside_nan():
         y = ops.scaled_dot_product_attention(*leaves, causal=True)
         y.backward(np.ones_like(y.data))
         assert np.isfinite(y.data[:, :, :192]).all()
-        assert np.isfinite(leaves[0].grad[:, :, :128]).all()
+        assert np.isfinite(leaves[0].grad[:, :, :192]).all()
 
 
 def zeros(*shape, dtype="float64"):

@@ -3,17 +3,16 @@
 Probabilities are kept transposed, a row per key, since sums and maxima over the rows are much faster than along them:
 
             queries                 A causal mask leaves out the keys after the query. Scores are computed
-          + + + + + + + +           for 128 queries at a time, with the keys up to the last of them; products
+          + + + + + + + +           for 256 queries at a time, with the keys up to the last of them; products
           . + + + + + + +           with probabilities go by 64, which leaves out most of what is zero. What
     keys  : : + + + + + +           lies below (:) is not even written.
           : : . + + + + +
           : : : : + + + +
 
 A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no earlier result. But its
-probability is 0, and 0 times NaN is NaN: NaN in a later value reaches the results before it among the same 64
-positions, and NaN in a later key or value the gradients of queries among the same 128. On a device, whose products
-leave nothing out, these reach all that is before. Keeping them out would cost passes in every call, for a run that has
-diverged.
+probability is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a later value reaches the results before
+it, and NaN in a later key or value the gradients of queries. On a device, whose products leave nothing out, these reach
+all that is before. Keeping them out would cost passes in every call, for a run that has diverged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from nnmpi.backend.kernels.blocks import ELEMENTS
 from nnmpi.backend.random import random_bits
 
 # Queries whose scores are computed at once, and those whose product with probabilities is one GEMM.
-SCORES, PRODUCTS = 128, 64
+SCORES, PRODUCTS = 256, 64
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
 
@@ -318,7 +317,7 @@ def _blocks(q: Heads, keys: int) -> Iterator[tuple[slice, slice]]:
     """Yield the sequences and heads whose scores are computed together; the first block is the largest."""
     batch, heads, queries, _ = q.shape
     scores = max(1, keys * min(queries, SCORES))
-    fit = 2 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
+    fit = 4 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
     many, few = max(1, fit // heads), max(1, min(fit, heads))
     for i in range(0, batch, many):
         for j in range(0, heads, few):

@@ -9,12 +9,13 @@ classes are laid out class by class, as NumPy is slow on short rows:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.constants import ones, steps
+from nnmpi.backend.kernels.blocks import row_blocks
 
 FEW_CLASSES = 32
 
@@ -70,14 +71,10 @@ class SoftmaxKernels:
         if ignore_index is not None:
             kept = xp.not_equal(labels, ignore_index)
             labels = xp.where(kept, labels, 0)
-        shifted, places, axis = _arranged(xp, logits, labels)
-        target = _take(xp, shifted, places)  # (rows,)
-        if smoothing:
-            mean = xp.multiply(xp.mean(shifted, axis=axis), smoothing)
-            target = xp.add(xp.multiply(target, 1 - smoothing), mean)
-        powers = xp.exp(shifted, out=shifted)
-        each = ones(xp, logits.shape[1], powers.dtype)
-        sums = xp.dot(powers, each) if axis else xp.dot(each, powers)  # (rows,)
+        axis = int(logits.shape[1] > FEW_CLASSES)
+        powers, sums, target, mean, places = (_by_rows if axis else _by_classes)(xp, logits, labels, smoothing > 0)
+        if mean is not None:
+            target = xp.add(xp.multiply(target, 1 - smoothing), xp.multiply(mean, smoothing))
         losses = xp.subtract(xp.log(sums), target)
         if kept is not None:
             losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
@@ -106,19 +103,51 @@ class SoftmaxKernels:
         return result if axis else result.T
 
 
-def _arranged(xp: Any, logits: Array, labels: Array) -> tuple[Array, Array, int]:
-    """Return the logits less the largest of their row, the labels' places in that array, and its axis of classes."""
+Powers: TypeAlias = tuple[Array, Array, Array, Array | None, Array]
+
+
+def _by_classes(xp: Any, logits: Array, labels: Array, averages: bool) -> Powers:
+    """Return powers of e of the logits less the largest of their row, and what comes of them on the way.
+
+    Args:
+        xp: the array's module, or a recorder's stand-in for it.
+        logits: (rows, classes).
+        labels: (rows,).
+        averages: whether the means are wanted.
+
+    Returns:
+        (classes, rows) the powers; (rows,) each: their sums, the labels' logits less the largest, the means of these
+        over the classes or None, and the labels' places among the powers.
+    """
     count, classes = logits.shape
-    if classes > FEW_CLASSES:
-        axis, starts = 1, steps(xp, count, classes)
-        shifted = xp.subtract(logits, _max_along(xp, xp.ascontiguousarray(logits), 1)[:, None])  # (rows, classes)
-    else:
-        axis, starts = 0, steps(xp, count, 1)
-        labels = xp.multiply(labels, count, dtype="int64", casting="unsafe")
-        shifted = xp.empty((classes, count), logits.dtype)
-        xp.copyto(shifted, logits.T)
-        xp.subtract(shifted, _max_along(xp, shifted, 0), out=shifted)  # (classes, rows)
-    return shifted, xp.add(starts, labels, dtype="int64", casting="unsafe"), axis
+    labels = xp.multiply(labels, count, dtype="int64", casting="unsafe")
+    places = xp.add(steps(xp, count, 1), labels, dtype="int64", casting="unsafe")
+    powers = xp.empty((classes, count), logits.dtype)
+    xp.copyto(powers, logits.T)
+    xp.subtract(powers, _max_along(xp, powers, 0), out=powers)
+    target = _take(xp, powers, places)
+    mean = xp.mean(powers, axis=0) if averages else None
+    xp.exp(powers, out=powers)
+    return powers, xp.dot(ones(xp, classes, powers.dtype), powers), target, mean, places
+
+
+def _by_rows(xp: Any, logits: Array, labels: Array, averages: bool) -> Powers:
+    """Return the same for powers (rows, classes), a block of rows after the other, while it lies in the cache."""
+    count, classes = logits.shape
+    logits = xp.ascontiguousarray(logits)
+    places = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
+    powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, places)
+    sums, each = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
+    mean = xp.empty((count,), logits.dtype) if averages else None
+    for part in row_blocks(logits):
+        block, top = powers[part], _max_along(xp, logits[part], 1)
+        xp.subtract(logits[part], top[:, None], out=block)
+        xp.subtract(target[part], top, out=target[part])
+        if mean is not None:
+            xp.mean(block, axis=1, out=mean[part])
+        xp.exp(block, out=block)
+        xp.dot(block, each, out=sums[part])
+    return powers, sums, target, mean, places
 
 
 def _beside(values: Array, axis: int) -> Array:
