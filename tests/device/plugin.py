@@ -43,7 +43,7 @@ HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for
 # --backend fake.
 SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
 SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
-SAME += ("test_packaging.py", "test_readme.py", "test_shard.py", "test_threads.py", "test_timeline.py")
+SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
 
 
 @dataclass

@@ -1,0 +1,88 @@
+"""Sphinx's settings: Markdown pages by MyST, the reference from docstrings. `scripts/docs` builds them.
+
+The source folder is the checkout, so that links between the README, these pages and the benchmarks' are the same here
+and where the code is hosted.
+"""
+
+import re
+from typing import Any
+
+import nnmpi
+
+project = "nnmpi"
+author = copyright = "the nnmpi developers"
+version = release = nnmpi.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["README.md", "docs/**.md", "benchmarks/**README.md", "examples/**README.md"]
+exclude_patterns = ["docs/_build", ".*", "nnmpi", "tests", "runs", "build"]
+html_theme = "furo"
+html_title = "nnmpi"
+html_copy_source = False
+pygments_style = "default"
+myst_heading_anchors = 3
+suppress_warnings = ["ref.python"]  # a type such as `shape: ...` that is a name in several classes
+default_role = "code"  # `name` in a docstring is a name
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
+
+
+def show_pictures(lines: list[str]) -> list[str]:
+    """Return a docstring in which every indented block is shown as it stands, and no character has a second meaning.
+
+    The docstrings are plain text: what is indented is a picture, a table or a program. In reStructuredText such a block
+    needs `::` before it, and lone asterisks, bars and underscores are markup. Napoleon's sections stay what they are;
+    a picture in them is indented further than their entries' continued lines.
+    """
+    out: list[str] = []
+    section, at = False, 0
+    while at < len(lines):
+        line = lines[at]
+        depth = len(line) - len(line.lstrip())
+        section = bool(SECTION.match(line)) or section and (depth > 0 or not line)
+        after_blank = not out or not out[-1].strip()
+        if line.strip() and depth > 0 and after_blank and (not section or depth > 8):
+            block = at
+            while block < len(lines) and (not lines[block].strip() or _depth(lines[block]) > 0):
+                block += 1
+            out += ["::", "", *(f"    {text}" if text.strip() else "" for text in lines[at:block]), ""]
+            section, at = False, block
+            continue
+        joined = bool(out) and bool(out[-1].strip()) and _depth(out[-1]) == 0 and not section
+        if joined and line.strip() and depth > 0:  # a picture right below its sentence
+            out.append("")
+            continue
+        out.append(_plain(line))
+        at += 1
+    return out
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _plain(line: str) -> str:
+    """Escape what reStructuredText would read as markup, outside of backquotes."""
+    parts = re.split(r"(`[^`]*`)", line)
+    return "".join(
+        f"`{part}`" if number % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part) for number, part in enumerate(parts)
+    )
+
+
+def before_napoleon(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
+    """Rewrite a docstring in place; Sphinx calls it for each."""
+    lines[:] = show_pictures(lines)
+
+
+def setup(app: Any) -> None:
+    """Connect what is above, before Napoleon."""
+    app.connect("autodoc-process-docstring", before_napoleon, priority=1)

@@ -1,0 +1,144 @@
+"""README.md and docs/ are true: their programs run, options and files that they name exist, the map is complete.
+
+Links and anchors are checked where the pages are built (`scripts/docs`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.group import Group
+from tests.layering.rules import Tree, dead_references
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "_build" not in path.parts
+}
+README = PAGES["README.md"]
+PROGRAMS = {
+    name: programs for name, text in PAGES.items() if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+}
+READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "net.py"}
+
+OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
+# Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
+OTHERS_OPTIONS = {"--help", "--oversubscribe", "--allow-run-as-root", "--mca"}
+OTHERS_OPTIONS |= {"--cases", "--growth", "--shallowspeed", "--start"}
+OTHERS_PAGES = {"docs/cluster.md"}
+
+
+@pytest.mark.mpi
+@pytest.mark.host_only("a program of its own, in which nothing is said of a device")
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_the_first_programs_train(page: str, group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they stand, on every number of ranks; they reach 97 % and print on rank 0 alone."""
+    exec(compile(PROGRAMS[page][0], page, "exec"), {"__name__": "__main__"})
+    printed = [float(found) for found in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)]
+    everyone = group.gather(printed)
+    assert len(everyone[0]) == 8 and everyone[0][-1] > 97, everyone
+    assert not any(everyone[1:]), everyone
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_run(page: str) -> None:
+    """Each by itself, in a fresh interpreter, but for those that the test above runs."""
+    for program in PROGRAMS[page][page in ("README.md", "docs/library.md") :]:
+        ran = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_the_map_shows_all_packages_and_modules() -> None:
+    """With nothing left out and nothing that is not there; the README's short one shows nothing else."""
+    block = PAGES["docs/house.md"].split("## The map")[1].split("\n\n")[1]
+    shown = {line.split()[0].rstrip("/") for line in block.splitlines() if re.match(r" {6}\S", line)}
+    there = {path.stem for path in (ROOT / "nnmpi").iterdir() if path.suffix == ".py" and path.stem != "__init__"}
+    packages = {path.name for path in (ROOT / "nnmpi").iterdir() if (path / "__init__.py").exists()}
+    assert {name.removesuffix(".py") for name in shown} == there | packages
+    short = re.findall(r"^    nnmpi/(.*?)  ", README.split("## The map")[1], re.MULTILINE)
+    assert {name for line in short for name in line.split(", ")} == packages
+
+
+def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what `python -m WORDS --help` prints."""
+    printed = io.StringIO()
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--help"])
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        runpy.run_module(words.split()[0], run_name="__main__", alter_sys=False)
+    assert printed.getvalue()
+    return printed.getvalue()
+
+
+def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
+    modules = ("nnmpi.train", "nnmpi.verify", "nnmpi.generate", "nnmpi.schedule", "nnmpi.comm", "tests.harness")
+    helped = {module: help_of(module, monkeypatch) for module in modules}
+    for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
+        helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)
+    helped["scripts/train"] = helped["nnmpi.train"]
+    plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))  # they add options to pytest
+    helped["scripts/test "] = helped["tests.harness"] + "".join(plugin.read_text() for plugin in plugins)
+    used: set[tuple[str, str, str]] = set()
+    for page, text in PAGES.items():
+        for line in text.replace("\\\n", " ").splitlines():
+            if command := next((each for each in helped if each in line), None):
+                words = re.split("[#`]", line.split(command)[-1])[0]
+                used |= {(page, command, option) for option in OPTION.findall(words)}
+        if page not in OTHERS_PAGES:
+            quoted = re.findall(r"`[^`\n]*`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+            used |= {(page, "", option) for words in quoted for option in OPTION.findall(words)}
+    assert len(used) > 100
+    helped[""] = " ".join(helped.values())
+    wrong = {each for each in used if not re.search(rf"{each[2]}(?![-\w])", helped[each[1]])}
+    assert not {each for each in wrong if each[2] not in OTHERS_OPTIONS}
+
+
+def test_files_that_are_named_exist() -> None:
+    """Paths in backquotes below the folders of the checkout, and links, here and in the benchmarks' READMEs."""
+    written = {**PAGES, **{str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("benchmarks/**/*.md")}}
+    named = {
+        (page, path)
+        for page, text in written.items()
+        for path in re.findall(r"`((?:nnmpi|tests|scripts|benchmarks|docs)/[\w/.-]*)`", text)
+    }
+    assert len(named) >= 15
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists() and path != "docs/_build/html"]
+    linked = {
+        (page, path) for page, text in written.items() for path in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", text)
+    }
+    assert len(linked) >= 50
+    assert not [(page, path) for page, path in linked if not ((ROOT / page).parent / path).exists()]
+
+
+def test_modules_that_are_named_exist() -> None:
+    """In backquotes: paths such as `comm.steps`, and files without their folder."""
+    tree = Tree(ROOT)
+    assert not [sentence for page, text in PAGES.items() for sentence in dead_references(tree, page, text)]
+    there = {path.name for folder in ("nnmpi", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    assert not {name for text in PAGES.values() for name in re.findall(r"`(\w+\.py)`", text)} - there - READERS_FILES
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    """As a user types it: each command is a line of its own in both, but for the README's comment."""
+    given = {line.split("#")[0].strip() for line in README.splitlines() if line.startswith("    scripts/")}
+    run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}
+    for command in ("scripts/train", "scripts/check", "scripts/test --all", "scripts/benchmark-check", "scripts/docs"):
+        assert command in given and f"{command} || status=1" in run
+    assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run
