@@ -35,6 +35,22 @@ def relu_grad_bias(grad: Array, y: Array, out: Array, to_bias: Array) -> None:
                 part[i] = ZERO
 
 
+def slope_grad_bias(grad: Array, slope: Array, out: Array, to_bias: Array) -> None:
+    """out = grad * slope; to_bias = its sum over the rows."""
+    to_bias[:] = ZERO
+    part = np.zeros(to_bias.size, np.float32)
+    for r in range(grad.shape[0]):
+        above, steep, row = grad[r], slope[r], out[r]
+        for i in range(row.size):
+            value = above[i] * steep[i]
+            row[i] = value
+            part[i] += value
+        if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
+            for i in range(part.size):
+                to_bias[i] += part[i]
+                part[i] = ZERO
+
+
 def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -> None:
     """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at the label."""
     for r in range(logits.shape[0]):

@@ -8,6 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit.table import CompiledFunctions
+from nnmpi.backend.kernels.attention import Band, Block
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.kernels.updates import UpdateKernels
@@ -78,6 +79,26 @@ class CompiledKernels(Kernels):
         perform(self.functions.bias_gelu_tanh_slope, y, shift, slope)
         return slope
 
+    def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
+        """Compute both gradients in one pass."""
+        if to_bias is None:
+            return super().slope_grad_bias(xp, grad, slope, None)
+        result: Array = xp.empty(grad.shape, grad.dtype)
+        perform(self.functions.slope_grad_bias, xp.ascontiguousarray(grad), slope, result, to_bias)
+        return result
+
+    # ---- attention
+
+    def probabilities(self, xp: Any, p: Array, block: Block, band: Band, causal: bool) -> None:
+        """Compute the softmax in one kernel, which leaves out what is hidden."""
+        i, j, seen = band
+        perform(self.functions.attention_softmax, p, *_ends(block), (i, j), seen, causal)
+
+    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, block: Block, band: Band) -> None:
+        """Compute them in one pass."""
+        i, j, seen = band
+        perform(self.functions.attention_softmax_grad, d, p, inner, *_ends(block), (i, j), seen)
+
     # ---- rows
 
     def layer_norm(
@@ -144,3 +165,8 @@ class CompiledKernels(Kernels):
         to_x: Array = xp.empty(shape, grad.dtype)
         perform(self.functions.max_pool2_grad, xp.ascontiguousarray(grad), corner, to_x)
         return to_x
+
+
+def _ends(block: Block) -> tuple[tuple[int, int], ...]:
+    """Return where the rows and heads of a block begin and end."""
+    return tuple((each.start, each.stop) for each in block)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numba import types
 
-from nnmpi.backend.jit import blas, dense, direct, gelu, layer_norm, pooling, updates, winograd
-from nnmpi.backend.jit.build import boolean, build, float64, read, write
+from nnmpi.backend.jit import attention, blas, dense, direct, gelu, layer_norm, pooling, updates, winograd
+from nnmpi.backend.jit.build import boolean, build, float64, int64, read, write
 from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Sizes
 
 Kernel: TypeAlias = Callable[..., None]
+RANGE = types.UniTuple(int64, 2)  # type: ignore[no-untyped-call]
 
 
 class Pair(NamedTuple):
@@ -58,7 +59,28 @@ class CompiledFunctions:
         """
         return build(dense.softmax_loss, read(2), read(1, types.int64), write(1), write(2))
 
+    @cached_property
+    def slope_grad_bias(self) -> Kernel:
+        """(grad: (rows, n), slope: (rows, n), out: (rows, n), to_bias: out (n,)): grad * slope, and its sum."""
+        return build(dense.slope_grad_bias, read(2), read(2), write(2), write(1))
+
     # ---- transformers
+
+    @cached_property
+    def attention_softmax(self) -> Kernel:
+        """(p: (batch, heads, keys, queries) in place, rows, heads, queries: begin and end, seen: int, causal: bool).
+
+        Scores become probabilities, those of keys up to `seen`; causal: of query i those of keys after it are 0.
+        """
+        return build(attention.softmax, write(4), RANGE, RANGE, RANGE, int64, boolean)
+
+    @cached_property
+    def attention_softmax_grad(self) -> Kernel:
+        """(d in place, p: (batch, heads, keys, queries), inner, rows, heads, queries, seen): d = (d - inner) * p.
+
+        d: (some rows, some heads, keys, queries); inner: (some rows, some heads, queries); the rest as above.
+        """
+        return build(attention.softmax_grad, write(4), read(4), read(3), RANGE, RANGE, RANGE, int64)
 
     @cached_property
     def layer_norm(self) -> Kernel:

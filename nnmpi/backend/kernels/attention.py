@@ -34,6 +34,8 @@ from nnmpi.backend.random import random_bits
 SCORES, PRODUCTS = 256, 64
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
+Block: TypeAlias = tuple[slice, slice]  # which sequences and heads
+Band: TypeAlias = tuple[int, int, int]  # the first query, the end of queries, the end of the keys that they see
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,16 @@ class AttentionKernels:
         p_all = xp.empty((batch, heads, keys, queries) if keep else (*most, keys, queries), q.dtype)
         # time before heads, as in the packed projection: whole rows are scaled at once
         scaled_all = xp.swapaxes(xp.empty((most[0], queries, most[1], features), q.dtype), 1, 2)
-        ones = xp.ones((1, keys), q.dtype)
         for block in blocks:
             qb, kb, vb, yb = q[block], k[block], v[block], y[block]
-            p = p_all[block] if keep else p_all[: qb.shape[0], : qb.shape[1]]
+            place = block if keep else (slice(0, qb.shape[0]), slice(0, qb.shape[1]))
+            p = p_all[place]
             scaled = scaled_all[: qb.shape[0], : qb.shape[1]]
             xp.multiply(qb, scale, out=scaled)
             for i, j, seen in _bands(queries, keys, SCORES, causal):
                 columns = p[:, :, :seen, i:j]
                 xp.matmul(kb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
-                if causal:
-                    corner = columns[:, :, i:]
-                    xp.fmin(corner, _bound(namespace(q), j - i, q.dtype), out=corner)
-                _softmax(xp, columns, ones[:, :seen])
+                self.probabilities(xp, p_all, place, (i, j, seen), causal)
                 if drop is not None:
                     drop.mark(columns, block, i, queries, keys)
             for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
@@ -171,20 +170,57 @@ class AttentionKernels:
             qb, kb, vb, gb, p = q[block], k[block], v[block], grad[block], p_all[block]
             d, scaled = (each[: qb.shape[0], : qb.shape[1]] for each in (d_all, scaled_all))
             xp.multiply(gb, scale, out=scaled)
-            inner = xp.einsum("bhtd,bhtd->bht", scaled, y[block])[:, :, None]
+            inner = xp.einsum("bhtd,bhtd->bht", scaled, y[block], out=xp.empty(scaled.shape[:3], q.dtype))
             for i, j, seen in _bands(queries, keys, SCORES, causal):
                 columns, own = d[:, :, :seen, i:j], p[:, :, :seen, i:j]
                 xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
-                if drop is not None:
+                if drop is None:
+                    self.score_gradients(xp, d_all, p_all, inner, block, (i, j, seen))
+                else:
                     xp.multiply(columns, xp.where(own > 0, q.dtype.type(drop.factor), q.dtype.type(0)), out=columns)
-                    own = xp.abs(own)
-                xp.subtract(columns, inner[..., i:j], out=columns)
-                xp.multiply(columns, own, out=columns)
+                    xp.subtract(columns, inner[:, :, None, i:j], out=columns)
+                    xp.multiply(columns, xp.abs(own), out=columns)
             for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
                 xp.matmul(d[:, :, :seen, i:j].swapaxes(2, 3), kb[:, :, :seen], out=to_q[block][:, :, i:j])
             for i, j, first in _key_bands(keys, causal):
                 xp.matmul(d[:, :, i:j, first:], qb[:, :, first:], out=to_k[block][:, :, i:j])
                 xp.matmul(_left(xp, p[:, :, i:j, first:], drop), gb[:, :, first:], out=to_v[block][:, :, i:j])
+
+    def probabilities(self, xp: Any, p: Array, block: Block, band: Band, causal: bool) -> None:
+        """Turn scores into probabilities, in place; where a query does not see a key, that is 0.
+
+        Args:
+            xp: as for `attend`.
+            p: (batch, heads, keys, queries), without gaps; of it the block and the band.
+            block, band: sequences and heads; queries and keys.
+            causal: as for `attend`.
+        """
+        i, j, seen = band
+        scores = p[block][:, :, :seen, i:j]
+        if causal:
+            corner = scores[:, :, i:]
+            xp.fmin(corner, _bound(namespace(p), j - i, p.dtype), out=corner)
+        row = xp.empty((*scores.shape[:2], 1, j - i), p.dtype)
+        xp.max(scores, axis=2, keepdims=True, out=row)
+        xp.subtract(scores, row, out=scores)
+        xp.exp(scores, out=scores)
+        xp.matmul(xp.ones((1, seen), p.dtype), scores, out=row)
+        xp.divide(scores, row, out=scores)
+
+    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, block: Block, band: Band) -> None:
+        """Turn the gradients of probabilities into those of scores, (d - inner) p, in place.
+
+        Args:
+            xp: as for `attend`.
+            d: (sequences, heads, keys, queries), without gaps; of it as many sequences and heads as the block has.
+            p: (batch, heads, keys, queries), without gaps, what `probabilities` left.
+            inner: (sequences, heads, queries), without gaps.
+            block, band: sequences and heads; queries and keys.
+        """
+        i, j, seen = band
+        columns = d[: inner.shape[0], : inner.shape[1], :seen, i:j]
+        xp.subtract(columns, inner[:, :, None, i:j], out=columns)
+        xp.multiply(columns, p[block][:, :, :seen, i:j], out=columns)
 
 
 def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
@@ -301,16 +337,6 @@ def attend_more_grad(
             xp.multiply(d, p, out=d)
             to_k[block][:, :, :seen] += xp.matmul(d, scaled[:, :, i:j])
             to_q[block][:, :, i:j] += xp.matmul(d.swapaxes(2, 3), kb[:, :, :seen]) * scale
-
-
-def _softmax(xp: Any, scores: Array, ones: Array) -> None:
-    """Turn scores (batch, heads, keys, queries) into probabilities in place."""
-    row = xp.empty((*scores.shape[:2], 1, scores.shape[3]), scores.dtype)
-    xp.max(scores, axis=2, keepdims=True, out=row)
-    xp.subtract(scores, row, out=scores)
-    xp.exp(scores, out=scores)
-    xp.matmul(ones, scores, out=row)
-    xp.divide(scores, row, out=scores)
 
 
 def _blocks(q: Heads, keys: int) -> Iterator[tuple[slice, slice]]:
