@@ -12,6 +12,8 @@ from nnmpi.backend.kernels.dense import DenseKernels
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import random_bits
 
+LONG_ROWS = 128  # features
+
 
 class TableKernels(DenseKernels):
     """Embeddings and dropout by the array library's functions. They are not recorded call by call: `xp` is a module."""
@@ -55,7 +57,7 @@ class TableKernels(DenseKernels):
         spread: Array = xp.zeros(shape, dtype=wide) if into is None or wide != dtype else into
         if spread is into and not add:
             spread[...] = 0
-        xp.add.at(spread, indices, self.cast(xp, grad, wide))
+        _add_rows(xp, spread, indices, self.cast(xp, grad, wide))
         return self.cast(xp, spread, dtype)
 
     def look_up(self, xp: Any, table: Array, indices: Array) -> tuple[Array, Residuals]:
@@ -86,7 +88,7 @@ class TableKernels(DenseKernels):
         """
         here, own = residuals
         to_table[...] = 0
-        xp.add.at(to_table, own, grad[here])
+        _add_rows(xp, to_table, own, grad[here])
 
     def dropout(
         self, xp: Any, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None
@@ -117,3 +119,15 @@ class TableKernels(DenseKernels):
         """
         result: Array = grad * residuals[0]
         return result
+
+
+def _add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
+    """Add rows (..., features) to those of a table that indices (...) pick, one after the other.
+
+    NumPy's own `add.at` goes element by element: for long rows a loop is five times as fast.
+    """
+    if type(table) is np.ndarray and table.shape[1] >= LONG_ROWS:
+        for place, row in zip(indices.reshape(-1).tolist(), rows.reshape(-1, table.shape[1]), strict=True):
+            table[place] += row
+    else:
+        xp.add.at(table, indices, rows)
