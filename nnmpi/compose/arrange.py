@@ -154,7 +154,7 @@ def arrange(
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:
             for _, module in model.named_modules():
                 if isinstance(module, CausalSelfAttention):
-                    check_heads(module.heads // mesh.tp, mesh.sp)
+                    check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
         result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
     if mesh.pp == 1:

@@ -103,7 +103,8 @@ def _layout(trainer: Trainer) -> str:
     where = trainer.arrangement
     if where is None:
         return f"dp {trainer.group.size}"
-    return f"{where.mesh.mesh}{', sums in a fixed order' if where.layout.fixed else ''}"
+    attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
+    return f"{where.mesh.mesh}{attention}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
 def _partition(config: Config) -> str:

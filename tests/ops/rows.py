@@ -125,6 +125,15 @@ def attention(draw: Draw) -> Case:
     return Case(lambda qkv: ops.attention(qkv, heads, causal), [array(draw, anywhere, size)])
 
 
+def dropped_attention(draw: Draw) -> Case:
+    """The same, with some of the probabilities."""
+    size = (draw(st.integers(0, 2)), draw(st.integers(1, 4)), 12)
+    causal, rate, key = draw(st.booleans()), draw(st.sampled_from([0.1, 0.6])), draw(st.integers(0, 9))
+    return Case(
+        lambda qkv: ops.attention(qkv, 2, causal, None, rate, lambda: ((key, 7), 3)), [array(draw, anywhere, size)]
+    )
+
+
 def scaled_dot_product_attention(draw: Draw) -> Case:
     """Queries and keys of different numbers, values of another width."""
     leading, features, values = (
@@ -203,7 +212,7 @@ OPS: list[Row] = [
     *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
     *rows("ops.batch_norm", one_rank=batch_norm),
     *rows("ops.layer_norm", any=layer_norm),
-    *rows("ops.attention", any=attention),
+    *rows("ops.attention", any=attention, dropped=dropped_attention),
     *rows("ops.scaled_dot_product_attention", any=scaled_dot_product_attention),
     *rows("ops.cross_entropy", any=cross_entropy),
     *rows("ops.mse", any=error(ops.mse)),

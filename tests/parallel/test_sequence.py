@@ -28,6 +28,7 @@ from nnmpi.timeline import Timeline, recording
 from tests.equivalence.reference import gather_gradient
 from tests.harness.slow import once_more
 
+ON_HOST = "the device's double takes long, and runs the same kernels in the trainings of both ways"
 TOKENS, TIME, ROWS, HEADS = 13, 7, 11, 5  # nothing divides anything
 
 
@@ -112,7 +113,7 @@ def test_both_ways_are_the_serial_run(serial: dict[str, Any], layout: Layout) ->
     check_layout(serial, layout)
 
 
-@pytest.mark.host_only("the double takes minutes for these layouts, and the same kernels for the two above")
+@pytest.mark.host_only(ON_HOST)
 @pytest.mark.parametrize(
     "layout",
     [once_more(layout, slow=layout not in QUICK) for layout in LAYOUTS],
@@ -160,6 +161,7 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.host_only(ON_HOST)
 @pytest.mark.parametrize("way", [ULYSSES, RING])
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_a_module_may_do(name: str, way: str) -> None:
@@ -195,8 +197,8 @@ def test_what_a_module_may_not_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(sp=6), "sp 6 with sp attention ulysses .* have 5 each; sp up to 5 fits, or sp attention ring"),
-        (Layout(sp=2, tp=3), "have 1 each; sp up to 1 fits"),
+        (Layout(sp=6), "ulysses shares out heads, .* for each rank of 5 heads; sp up to 5 fits, or sp attention r"),
+        (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp up to 1 fits"),
         (Layout(sp=4, dp=2), "6 ranks are not dp 2 x pp 1 x tp 1 x sp 4 = 8; these fit: dp 2 x pp 1 x tp 1 x sp 3, "),
     ],
 )
@@ -268,6 +270,24 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
         assert forward == [8 * 2 * batch * time * features * (ranks - 1) // ranks] * 2
 
 
+def test_the_report_of_a_step_counts_them() -> None:
+    """Beside the gradients' bytes and the three numbers that ranks tell one another."""
+
+    def main(group: Group) -> tuple[int, int]:
+        where = arrange(small(), group, Layout(sp=2, sp_attention=RING))
+        where.model.initialize(seed=0, dtype="float64")
+        optimizer, exchange = optim.SGD(where.model.storage, lr=0.1), GradientExchange(fused_update=False)
+        worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
+        found = worker.step(next(Loader(samples(), 6, dtype="float64").epoch(0))).traffic.bytes
+        return found, worker.parallel.traffic.bytes
+
+    lengths = [sum(map(len, zigzag(TIME, 2, rank))) for rank in range(2)]
+    for rank, (found, gradients) in enumerate(simulate(main, 2)):
+        keys, theirs = TIME - lengths[1 - rank], TIME - lengths[rank]
+        layer = 8 * 2 * 6 * 10 * (keys + keys + theirs)
+        assert found == gradients + 3 * 8 + 2 * layer
+
+
 def test_a_zigzag_balances_causal_work() -> None:
     """In every hop all ranks have as many pairs of a query and a key that it sees; with runs of positions not."""
 
@@ -288,6 +308,7 @@ def test_a_zigzag_balances_causal_work() -> None:
     assert sum(max(hop) for hop in zip(*runs, strict=True)) > 1.5 * 520
 
 
+@pytest.mark.host_only(ON_HOST)
 @pytest.mark.parametrize("way", [ULYSSES, RING])
 def test_a_compiled_step_is_the_same(way: str) -> None:
     """To the last bit: what is exchanged is exchanged in every replay."""

@@ -111,7 +111,7 @@ def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path
     words = f"{GPT} {SHORT} --dataset words.txt --save-steps 2"
     job = train(place, f"{words} --sp 2 --sp-attention ring --out job", 2)
     assert job.status == 0, job.output
-    assert "dp 1 x pp 1 x tp 1 x sp 2" in job.output
+    assert "dp 1 x pp 1 x tp 1 x sp 2 (ring)" in job.output
     whole = run(words, "whole")
     check_equal(Path("job"), whole)
     shutil.rmtree(max(Path("job/checkpoints").glob("step-*")))
@@ -184,7 +184,7 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
             f"{GPT} --dataset words.txt --sp 3",
-            "sp 3 with sp attention ulysses .* have 2 each; sp up to 2 fits, or sp att",
+            "sp 3 with sp attention ulysses .* of 2 heads; sp up to 2 fits, or sp att",
         ),
         (
             f"{LSTM} --dataset words.txt --sp 3",

@@ -3,15 +3,18 @@
 Each rank keeps its queries, lets them attend to the keys it has, and passes these on to the next rank; softmax is put
 together key by key (`attend_more`), so no rank ever has scores of more than two ranks' positions.
 
-    3 ranks, in chunks 0..5         rank 0 has 0 5      rank 1 has 1 4      rank 2 has 2 3
+    3 ranks, positions in chunks 0..5: rank 0 has 0 and 5, rank 1 has 1 and 4, rank 2 has 2 and 3
 
-             keys 0 1 2 3 4 5                                  what each attends to, hop by hop
-    queries 0     \\                  \\  itself, causal                   rank 0     rank 1     rank 2
-            1     # \\                #  all of it             hop 0       3 of 4     3 of 4     3 of 4     (\\ \\ #)
-            2     # # \\                                       hop 1 from 2  2       from 0  2  from 1  2
-            3     # # # \\                                     hop 2 from 1  2       from 2  2  from 0  2
-            4     # # # # \\
-            5     # # # # # \\        zigzag: every rank has as much to do in every hop
+                 keys 0 1 2 3 4 5                 which chunks' queries meet which chunks' keys
+        queries 0     c                                   rank 0             rank 1             rank 2
+                1     # c                         hop 0   0-0 5-5 5-0        1-1 4-4 4-1        2-2 3-3 3-2
+                2     # # c                       hop 1   5-2 5-3            1-0 4-0            2-1 3-1
+                3     # # # c                     hop 2   5-1 5-4            4-2 4-3            2-0 3-0
+                4     # # # # c
+                5     # # # # # c                 c: causal, half of the pairs      #: all of them
+
+Chunks from both ends (zigzag) give every rank the same work in every hop; with runs of positions the last rank would
+have the most, and all would wait for it.
 
 Backward, probabilities are computed again from the logarithms of their sums; keys and values go round again, and their
 gradients follow them, one hop behind, until they are home. Elements that rank r sends in a layer, of S ranks of which r

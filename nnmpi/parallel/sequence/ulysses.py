@@ -31,16 +31,22 @@ from nnmpi.shard import part, split
 from nnmpi.timeline import RECEIVE, span
 
 
-def check_heads(heads: int, size: int) -> None:
+def check_heads(heads: int, size: int, tp: int = 1) -> None:
     """Refuse fewer heads than ranks.
+
+    Args:
+        heads: of a rank, or the fewest that one of a tensor group has.
+        size: how many ranks share sequences.
+        tp: how many share the layers.
 
     Raises:
         LayoutError: naming what would fit.
     """
     if heads < size:
+        there = f"{heads} head{'s' * (heads != 1)}" + (f" on a rank of tp {tp}" if tp > 1 else "")
         raise LayoutError(
-            f"sp {size} with sp attention ulysses gives each rank heads of its own, and those that share layers have "
-            f"{heads} each; sp up to {heads} fits, or sp attention ring, which shares out no heads"
+            f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each rank of {there}; "
+            f"sp up to {heads} fits, or sp attention ring, which shares out none"
         )
 
 
