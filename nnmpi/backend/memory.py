@@ -16,7 +16,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 # Numbers of glibc's malloc.h. The mapping threshold cannot be set above 32 MiB.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,24 @@ def keep_freed_memory() -> bool:
 
     The process then holds on to the most memory that it ever used.
     """
+    return _set_malloc((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20))
+
+
+def share_freed_memory() -> bool:
+    """Tell malloc to give all threads that begin from now on memory from one arena; return whether it listens.
+
+    Else a thread keeps what it has freed for itself: some MiB for each, where only one of many computes at a time.
+    """
+    return _set_malloc((_ARENA_MAX, 1))
+
+
+def _set_malloc(*settings: tuple[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return False
-    settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20))
     return all(bool(mallopt(ctypes.c_int(name), ctypes.c_int(value))) for name, value in settings)
 
 

@@ -5,6 +5,7 @@ Nothing here sums or moves arrays; `group.Group` does.
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Self, cast
 
 import numpy as np
@@ -78,7 +79,8 @@ class Communicator:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, in rank order, on every rank.
 
-        Tuples become lists and keys of dictionaries text, this rank's own too.
+        Tuples become lists and keys of dictionaries text, this rank's own too. Equal values are one object, which is
+        not to be changed.
 
         Raises:
             CommError: on all ranks, when a value is none that JSON can hold.
@@ -88,8 +90,15 @@ class Communicator:
         self.comm.allgather(np.array([text.size], np.int64), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
-        parts = np.split(texts, np.cumsum(lengths)[:-1])
-        return [decode_json(part.tobytes(), rank) for rank, part in enumerate(parts)]
+        whole, ends = texts.tobytes(), np.cumsum(lengths).tolist()
+        values: list[Any] = []
+        known: dict[bytes, Any] = {}  # most often many ranks say the same
+        for rank, (begin, end) in enumerate(pairwise([0, *ends])):
+            part = whole[begin:end]
+            if part not in known:
+                known[part] = decode_json(part, rank)
+            values.append(known[part])
+        return values
 
     def share(self, value: Any, root: int = 0) -> Any:
         """Return root's JSON value on every rank; what the others pass is not looked at.

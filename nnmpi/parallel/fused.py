@@ -32,7 +32,7 @@ from nnmpi.comm.execution import Execution
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import own_slice
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.optim.blocks import BufferBlock
+from nnmpi.optim.blocks import BufferBlock, pieces
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.flat import FlatStorage
@@ -209,11 +209,16 @@ class FusedUpdate:
 
     def _cut(self, limit_bytes: int) -> tuple[tuple[BufferBlock, ...], list[tuple[Array, ...]]]:
         """Return this rank's blocks, with the first rank's gradients, and the other ranks' gradients for each."""
-        first, *rest = (
-            self.optimizer.cut(self._own, [parts[rank] for parts in self._parts], limit_bytes)
-            for rank in range(self._memory.size)
-        )
-        return first, [tuple(blocks[i].grad for blocks in rest) for i in range(len(first))]
+        firsts, *others = zip(*self._parts, strict=True)
+        first = self.optimizer.cut(self._own, firsts, limit_bytes)
+        rest = [list(self._cut_grads(grads, limit_bytes)) for grads in others]
+        return first, [tuple(grads[i] for grads in rest) for i in range(len(first))]
+
+    def _cut_grads(self, grads: Sequence[Array], limit_bytes: int) -> Iterator[Array]:
+        """Yield a rank's gradients for this rank's blocks."""
+        for grad, own in zip(grads, self._own, strict=True):
+            for (piece,) in pieces([grad[own]], max(1, limit_bytes // grad.dtype.itemsize)):
+                yield piece
 
     def _bind_across(self, tag: int) -> list[Execution]:
         """Return the sums over the ranks that have this one's slices on the other nodes."""

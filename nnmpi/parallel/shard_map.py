@@ -125,7 +125,7 @@ def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str
             if specs.setdefault(name, spec) != spec:
                 first = slices[name][0].rank
                 raise LayoutError(f"{name} has {specs[name]} on rank {first}, but {spec} on rank {rank}")
-            if any(each.rank == rank for each in slices[name]):
+            if slices[name] and slices[name][-1].rank == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
             slices[name].append(ArraySlice(rank, None if region is None else _region(region), owned))
     maps = {}

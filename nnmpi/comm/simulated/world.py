@@ -21,6 +21,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from nnmpi import clock
+from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.comm import MessageBoard, SimulatedComm
@@ -159,6 +160,7 @@ def run_simulation(
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
     if not 0 <= cpu_factor < float("inf"):
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
+    share_freed_memory()
     scheduler = Scheduler(ranks, seed, cpu_factor)
     board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), scheduler))
     results: list[T | None] = [None] * ranks
