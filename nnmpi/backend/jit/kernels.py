@@ -99,6 +99,18 @@ class CompiledKernels(Kernels):
         i, j, seen = band
         perform(self.functions.attention_softmax_grad, d, p, inner, *_ends(block), (i, j), seen)
 
+    # ---- long short-term memory, which is not recorded call by call
+
+    def lstm_step(self, xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
+        """Compute it in one pass."""
+        self.functions.lstm_step(g, product, c, new_c, new_h)
+
+    def lstm_step_grad(
+        self, xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
+    ) -> None:
+        """Compute it in one pass."""
+        self.functions.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
+
     # ---- rows
 
     def layer_norm(

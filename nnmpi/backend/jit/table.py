@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numba import types
 
-from nnmpi.backend.jit import attention, blas, dense, direct, gelu, layer_norm, pooling, updates, winograd
+from nnmpi.backend.jit import attention, blas, dense, direct, gelu, layer_norm, pooling, recurrent, updates, winograd
 from nnmpi.backend.jit.build import boolean, build, float64, int64, read, write
 from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Sizes
 
@@ -113,6 +113,18 @@ class CompiledFunctions:
     def gelu_tanh_grad(self) -> Kernel:
         """(x: (n,), grad: (n,), out: (n,)): grad times GELU's derivative at x. out may be grad."""
         return build(gelu.gelu_tanh_grad, read(1), read(1), write(1))
+
+    # ---- long short-term memory; all arrays (n, features), gates (n, 4 features)
+
+    @cached_property
+    def lstm_step(self) -> Kernel:
+        """(gates in place, product: like gates, c, new_c: out, new_h: out): a step, see `backend.kernels.recurrent`."""
+        return build(recurrent.lstm_step, write(2), read(2), read(2), write(2), write(2))
+
+    @cached_property
+    def lstm_step_grad(self) -> Kernel:
+        """(gates, slopes: out, like gates, h, grad, cell, last_c, to_c in place): its gradients."""
+        return build(recurrent.lstm_step_grad, read(2), write(2), *(read(2),) * 4, write(2))
 
     # ---- images, (n, h, w, c)
 

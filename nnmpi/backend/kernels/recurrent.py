@@ -44,22 +44,35 @@ class RecurrentKernels:
         hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
         scratch = xp.empty((len(c), 4 * features), c.dtype)
         for here, n, _ in steps(sizes, reverse):
-            g, product, new_c, new_h = gates[here], scratch[:n], cells[here], hidden[here]
+            product, new_c, new_h = scratch[:n], cells[here], hidden[here]
             gemm(xp, h[:n], recurrent, out=product)
-            xp.add(g, product, out=g)
-            sigmoids = g[:, : 3 * features]
-            xp.multiply(sigmoids, 0.5, out=sigmoids)
-            xp.tanh(g, out=g)
-            xp.multiply(sigmoids, 0.5, out=sigmoids)
-            xp.add(sigmoids, 0.5, out=sigmoids)
-            i, f, o, candidate = four(g)
-            xp.multiply(i, candidate, out=new_h)
-            xp.multiply(f, c[:n], out=new_c)
-            xp.add(new_c, new_h, out=new_c)
-            xp.tanh(new_c, out=new_h)
-            xp.multiply(new_h, o, out=new_h)
+            self.lstm_step(xp, gates[here], product, c[:n], new_c, new_h)
             h[:n], c[:n] = new_h, new_c
         return hidden, cells
+
+    def lstm_step(self, xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
+        """Compute what comes after the product of one step.
+
+        Args:
+            xp: the arrays' module.
+            g: (n, 4 features), x W + b, which the gates replace.
+            product: (n, 4 features), h R.
+            c: (n, features), before the step.
+            new_c, new_h: (n, features), where the results go.
+        """
+        features = c.shape[1]
+        xp.add(g, product, out=g)
+        sigmoids = g[:, : 3 * features]
+        xp.multiply(sigmoids, 0.5, out=sigmoids)
+        xp.tanh(g, out=g)
+        xp.multiply(sigmoids, 0.5, out=sigmoids)
+        xp.add(sigmoids, 0.5, out=sigmoids)
+        i, f, o, candidate = four(g)
+        xp.multiply(i, candidate, out=new_h)
+        xp.multiply(f, c, out=new_c)
+        xp.add(new_c, new_h, out=new_c)
+        xp.tanh(new_c, out=new_h)
+        xp.multiply(new_h, o, out=new_h)
 
     def lstm_grad(
         self,
@@ -87,33 +100,56 @@ class RecurrentKernels:
         """
         to_h, to_c = to_state
         to_gates: Array = xp.empty(gates.shape, gates.dtype)
-        before, across = (xp.empty(to_c.shape, to_c.dtype) for _ in range(2))
+        before = xp.empty(to_c.shape, to_c.dtype)
         turned = xp.empty(to_h.size, to_h.dtype)
         for here, n, earlier in reversed(list(steps(sizes, reverse))):
             g, slopes, h, c = gates[here], to_gates[here], to_h[:n], to_c[:n]
-            last_c, t = before[:n], across[:n]
+            last_c = before[:n]
             carry(last_c, first_c, cells, earlier)
-            (i, f, o, candidate), (to_i, to_f, to_o, to_g) = four(g), four(slopes)
-            _slopes(xp, g, slopes)
-            xp.add(h, grad[here], out=h)
-            xp.tanh(cells[here], out=t)
-            xp.multiply(to_o, t, out=to_o)
-            xp.multiply(to_o, h, out=to_o)
-            xp.multiply(t, t, out=t)
-            xp.subtract(1, t, out=t)
-            xp.multiply(t, o, out=t)
-            xp.multiply(t, h, out=t)
-            xp.add(c, t, out=c)
-            xp.multiply(to_i, candidate, out=to_i)
-            xp.multiply(to_f, last_c, out=to_f)
-            xp.multiply(to_g, i, out=to_g)
-            for each in (to_i, to_f, to_g):
-                xp.multiply(each, c, out=each)
-            xp.multiply(c, f, out=c)
+            self.lstm_step_grad(xp, g, slopes, h, grad[here], cells[here], last_c, c)
             product = turned[: h.size].reshape(len(recurrent), n)
             gemm(xp, recurrent, slopes.T, out=product)  # for few rows OpenBLAS is a third quicker this way round
             h[...] = product.T
         return to_gates
+
+    def lstm_step_grad(
+        self,
+        xp: Any,
+        g: Array,
+        slopes: Array,
+        h: Array,
+        grad: Array,
+        cell: Array,
+        last_c: Array,
+        c: Array,
+    ) -> None:
+        """Compute what comes before the product of one step backward.
+
+        Args:
+            xp: the arrays' module.
+            g: (n, 4 features), the gates.
+            slopes: (n, 4 features), where the gradient of what goes into them goes.
+            h, grad: (n, features), the two parts of the gradient of h; h may be written to.
+            cell, last_c: (n, features), c after and before the step.
+            c: (n, features), the gradient of c after the step, which that before the step replaces.
+        """
+        (i, f, o, candidate), (to_i, to_f, to_o, to_g) = four(g), four(slopes)
+        _slopes(xp, g, slopes)
+        xp.add(h, grad, out=h)
+        t = xp.tanh(cell)
+        xp.multiply(to_o, t, out=to_o)
+        xp.multiply(to_o, h, out=to_o)
+        xp.multiply(t, t, out=t)
+        xp.subtract(1, t, out=t)
+        xp.multiply(t, o, out=t)
+        xp.multiply(t, h, out=t)
+        xp.add(c, t, out=c)
+        xp.multiply(to_i, candidate, out=to_i)
+        xp.multiply(to_f, last_c, out=to_f)
+        xp.multiply(to_g, i, out=to_g)
+        for each in (to_i, to_f, to_g):
+            xp.multiply(each, c, out=each)
+        xp.multiply(c, f, out=c)
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:

@@ -1,0 +1,45 @@
+"""A step of long short-term memory beside its product, see `backend.kernels.recurrent`: the gates are i, f, o, g."""
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.jit.scalar import exp, tanh
+
+ONE = np.float32(1)
+
+
+def lstm_step(g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
+    """g += product, and becomes the gates; new_c = f c + i g; new_h = o tanh(new_c)."""
+    n = c.shape[1]
+    for r in range(c.shape[0]):
+        gates, more = g[r], product[r]
+        sigmoids, candidate = gates[: 3 * n], gates[3 * n :]
+        for j in range(sigmoids.size):
+            sigmoids[j] = ONE / (ONE + exp(-(sigmoids[j] + more[j])))
+        more = more[3 * n :]
+        for j in range(candidate.size):
+            candidate[j] = tanh(candidate[j] + more[j])
+        i, f, o = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n]
+        old, cell, hidden = c[r], new_c[r], new_h[r]
+        for j in range(cell.size):
+            value = f[j] * old[j] + i[j] * candidate[j]
+            cell[j] = value
+            hidden[j] = o[j] * tanh(value)
+
+
+def lstm_step_grad(g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, to_c: Array) -> None:
+    """slopes = the gradient of what goes into the gates, given those of h, h + grad, and of c; to_c then goes on."""
+    n = cell.shape[1]
+    for r in range(cell.shape[0]):
+        gates, steep = g[r], slopes[r]
+        i, f, o, candidate = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
+        to_i, to_f, to_o, to_g = steep[:n], steep[n : 2 * n], steep[2 * n : 3 * n], steep[3 * n :]
+        one, other, after, before, total = h[r], grad[r], cell[r], last_c[r], to_c[r]
+        for j in range(total.size):
+            t, to_h = tanh(after[j]), one[j] + other[j]
+            to_cell = total[j] + to_h * o[j] * (ONE - t * t)
+            to_o[j] = to_h * t * o[j] * (ONE - o[j])
+            to_i[j] = to_cell * candidate[j] * i[j] * (ONE - i[j])
+            to_f[j] = to_cell * before[j] * f[j] * (ONE - f[j])
+            to_g[j] = to_cell * i[j] * (ONE - candidate[j] * candidate[j])
+            total[j] = to_cell * f[j]
