@@ -20,6 +20,9 @@ exclude_patterns = ["docs/_build", ".*", "nnmpi", "tests", "runs", "build"]
 html_theme = "furo"
 html_title = "nnmpi"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+highlight_language = "text"  # most of what is indented is commands and pictures
 pygments_style = "default"
 myst_heading_anchors = 3
 suppress_warnings = ["ref.python"]  # a type such as `shape: ...` that is a name in several classes
@@ -27,11 +30,11 @@ default_role = "code"  # `name` in a docstring is a name
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
@@ -83,6 +86,15 @@ def before_napoleon(app: Any, what: str, name: str, object: Any, options: Any, l
     lines[:] = show_pictures(lines)
 
 
+def shorten(
+    app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Return a signature in which arrays are `Array`, as in the code, and not all that NumPy's types say."""
+    spelled = "ndarray[tuple[Any, ...], dtype[Any]]"
+    return tuple(text and text.replace(spelled, "Array") for text in (signature, returned))  # type: ignore[return-value]
+
+
 def setup(app: Any) -> None:
     """Connect what is above, before Napoleon."""
     app.connect("autodoc-process-docstring", before_napoleon, priority=1)
+    app.connect("autodoc-process-signature", shorten)
