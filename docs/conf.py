@@ -36,6 +36,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 
+TABLE = re.compile(r"\S {3,}\S")  # columns
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
 
@@ -53,6 +54,12 @@ def show_pictures(lines: list[str]) -> list[str]:
         depth = len(line) - len(line.lstrip())
         section = bool(SECTION.match(line)) or section and (depth > 0 or not line)
         after_blank = not out or not out[-1].strip()
+        if after_blank and not section and depth == 0 and TABLE.search(line):
+            block = next((end for end in range(at, len(lines)) if not lines[end].strip()), len(lines))
+            if sum(bool(TABLE.search(text)) for text in lines[at:block]) * 2 > block - at:
+                out += ["::", "", *(f"    {text}" for text in lines[at:block]), ""]
+                at = block
+                continue
         if line.strip() and depth > 0 and after_blank and (not section or depth > 8):
             block = at
             while block < len(lines) and (not lines[block].strip() or _depth(lines[block]) > 0):
@@ -84,6 +91,8 @@ def _plain(line: str) -> str:
 def before_napoleon(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
     """Rewrite a docstring in place; Sphinx calls it for each."""
     lines[:] = show_pictures(lines)
+    if what in ("data", "attribute"):
+        lines.insert(0, "")  # else Napoleon takes what stands before a colon for the type
 
 
 def shorten(
