@@ -37,6 +37,7 @@ napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 TABLE = re.compile(r"\S {3,}\S")  # columns
+ARRAY = re.compile(r"[~\w.]*ndarray\[tuple\[[~\w.]*Any, \.\.\.\], [~\w.]*dtype\[[~\w.]*Any\]\]")
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
 
@@ -99,8 +100,8 @@ def shorten(
     app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
     """Return a signature in which arrays are `Array`, as in the code, and not all that NumPy's types say."""
-    spelled = "ndarray[tuple[Any, ...], dtype[Any]]"
-    return tuple(text and text.replace(spelled, "Array") for text in (signature, returned))  # type: ignore[return-value]
+    short = [text and ARRAY.sub("Array", text) for text in (signature, returned)]
+    return short[0], short[1]
 
 
 def setup(app: Any) -> None:

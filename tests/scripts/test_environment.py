@@ -299,6 +299,7 @@ def test_a_missing_library_is_one_sentence(checkout: Checkout) -> None:
         ("train", "python -m nnmpi.train --help"),
         ("check", "Check format, style, types"),
         ("benchmark-check", "Run reduced benchmarks"),
+        ("docs", "Build the pages of docs"),
     ],
 )
 @pytest.mark.parametrize("asked", ["-h", "--help"])
