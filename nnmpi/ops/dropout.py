@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.shard import Region
 from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
@@ -43,8 +45,7 @@ class DropoutFunction(Function):
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
         own = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
-        columns = np.arange(prod(row), dtype=np.uint32) if self.columns is None else self.columns
-        self.columns = own.take(columns.reshape(row)).reshape(-1)
+        self.columns = _places(own) if self.columns is None else own.take(self.columns.reshape(row)).reshape(-1)
         return uncut(self, x, (), "")
 
     def forward(self, x: Array) -> Array:
@@ -55,6 +56,14 @@ class DropoutFunction(Function):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.kernels.dropout_grad(namespace(grad), grad, self.rate, self.saved),)
+
+
+@lru_cache(maxsize=16)
+def _places(part: Region) -> Array:
+    """Return the places that a part's elements have in the whole: it takes longer than to draw the mask."""
+    whole = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
+    places: Array = part.take(whole).reshape(-1)
+    return places
 
 
 def dropout(
