@@ -85,7 +85,7 @@ class NormKernels:
                     xp.add(total, xp.matmul(ones[:, part], product), out=total)
             if to_x is not None:
                 result = to_x[part]
-                both = xp.matmul(block, weights)[:, None], xp.matmul(product, weights)[:, None]  # (block, 1) each
+                both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]  # (block, 1) each
                 xp.multiply(block, scale, out=result)
                 xp.subtract(result, both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
