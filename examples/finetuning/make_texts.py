@@ -1,11 +1,11 @@
 """Makes texts to pre-train and to fine-tune a GPT on, from the files of Python's standard library on this machine.
 
-    python examples/finetuning/make_texts.py texts
+    python examples/finetuning/make_texts.py runs/texts
 
-    texts/library.jsonl     {"text": ...} for each file but every fifth: to pre-train on
-    texts/tokenizer.json    GPT-2's kind of byte pairs, 2048 tokens, learnt from them
-    texts/problems.csv      problem,solution: from the other files, the head of a function with what it is for, and its
-                            body; those that fit into a context of 256 tokens or so
+    library.jsonl     {"text": ...} for each file but every fifth: to pre-train on
+    tokenizer.json    GPT-2's kind of byte pairs, 2048 tokens, learnt from them
+    problems.csv      problem,solution: from the other files, the head of a function with what it is for, and its
+                      body; those that fit into a context of 256 tokens or so
 
 Needs the library tokenizers (`pip install '.[text]'`).
 """
