@@ -261,6 +261,8 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
         if word not in allowed:
             raise ValueError(word)
         return allowed[word]
+    if kind in (int, float) and not word.isascii():
+        raise ValueError(word)  # digits of other scripts, which Python reads
     return kind(word)
 
 

@@ -190,6 +190,8 @@ def _existing(text: str) -> Path:
     """Return the path, or say which known name may have been meant."""
     path = expand(Path(text), "data set")
     with _allowed(f"data set {text!r}"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError(f"data set {text!r} is neither an ordinary file nor a folder")
         if path.exists():
             return path
     if path.suffix or len(path.parts) > 1:

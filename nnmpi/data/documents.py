@@ -156,7 +156,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[s
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: not a JSON object; give one with a field for each column")

@@ -37,6 +37,8 @@ def opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
         DataError: for a file that is missing or unreadable, or a gz stream that is cut or damaged.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe may have no end
+            raise DataError(f"{path}: not an ordinary file")
         with path.open("rb") as plain:
             yield gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -1,7 +1,6 @@
 """NumPy archives: x and y, or x_train, y_train, x_test and y_test. Pickled objects are refused."""
 
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from nnmpi.backend.array import Array
 from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
 from nnmpi.errors import DataError
 
+SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
 MOST_CLASSES = 10**6  # a model has an output for each; a label beyond is a number that is no class
 
 
@@ -41,7 +41,11 @@ def load_npz(path: Path, name: str, *, seed: int, test_fraction: float) -> tuple
     train = _part(path, name, arrays, *names, classes=0)
     if "x_test" not in arrays:
         return check_pair(*split(train, test_fraction, seed))
-    return check_pair(train, _part(path, name, arrays, "x_test", "y_test", classes=train.classes))
+    test = _part(path, name, arrays, "x_test", "y_test", classes=train.classes)
+    if train.scale != test.scale:
+        kinds = f"x_train holds {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}"
+        raise DataError(f"{path}: {kinds}; bytes are divided by 255, other numbers are not: save both in one dtype")
+    return check_pair(train, test)
 
 
 def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
@@ -61,6 +65,8 @@ def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
+        if path.exists() and not path.is_file():  # a pipe may have no end
+            raise DataError(f"{path}: not an ordinary file")
         with path.open("rb") as stream:
             whole = zipfile.is_zipfile(stream)
     except OSError as error:
@@ -69,21 +75,26 @@ def _read(path: Path) -> dict[str, Array]:
         raise DataError(f"{path}: not an .npz file, or cut off; write it with numpy.savez")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged, or holds pickled objects, which are not read ({error})") from error
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # whatever zipfile, its decompressors and the reader of headers make of damage
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: damaged, or holds pickled objects, which are not read ({reason})") from error
+    other = next((name for name, array in arrays.items() if not isinstance(array, np.ndarray)), None)
+    if other is not None:
+        raise DataError(f"{path}: {other} is no array; write the file with numpy.savez")
+    return arrays
 
 
 def _part(path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: str, *, classes: int) -> Dataset:
     x, y = arrays[x_name], arrays[y_name]
-    if len(x.shape) < 2 or len(x) == 0 or len(y.shape) < 1 or len(y) != len(x) or y.size == 0:
+    if len(x.shape) < 2 or len(x) == 0 or len(y.shape) < 1 or len(y) != len(x) or 0 in (x.size, y.size):
         raise DataError(
             f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or (n, ...) labels"
         )
     if y.dtype.kind not in "iu":
         raise DataError(f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype)")
     y = y.reshape(-1) if y.size == len(x) else y
-    classes = classes or min(int(y.max()) + 1, MOST_CLASSES)
+    classes = classes or _count_classes(path, y_name, y)
     least = IGNORED if y.ndim > 1 else 0
     wrong = np.argwhere((y < least) | (y >= classes))  # before the conversion, in which a large number turns negative
     if wrong.size:
@@ -95,6 +106,16 @@ def _part(path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: 
         return Dataset(name, _tokens(path, x_name, x), labels, classes)
     samples = _samples(path, x_name, x)
     return Dataset(name, samples, labels, classes, 1 / 255 if samples.dtype == np.uint8 else 1.0)
+
+
+def _count_classes(path: Path, y_name: str, y: Array) -> int:
+    """Return how many classes labels from 0 on speak of."""
+    largest = int(y.max())
+    if largest >= max(y.size, SURE_CLASSES):
+        raise DataError(
+            f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the classes from 0 on"
+        )
+    return min(largest + 1, MOST_CLASSES)
 
 
 def _tokens(path: Path, x_name: str, x: Array) -> Array:

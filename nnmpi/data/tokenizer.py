@@ -280,7 +280,7 @@ def _read_built_in(file: Path) -> Tokenizer | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         characters = CharacterTokenizer("".join(values["model"]["vocab"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     known: tuple[ByteTokenizer, CharacterTokenizer] = (ByteTokenizer(), characters)
     return next((each for each in known if each.to_json() == values), None)

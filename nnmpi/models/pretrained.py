@@ -181,7 +181,7 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     file = folder / CONFIG
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
         ) from None

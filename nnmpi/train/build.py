@@ -300,7 +300,7 @@ def _read_pace(file: Path | None, group: Group, where: Arrangement | None) -> Pa
     def read() -> dict[str, list[float]]:
         try:
             costs = InstructionCosts.from_json(json.loads(file.read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"--pace {file} cannot be read: {error}") from None
         count = len(next(iter(costs.seconds.values())))
         if count != stages:

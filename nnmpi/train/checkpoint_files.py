@@ -101,7 +101,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         state = json.loads(file.read_text())
         found, files = state.pop("sha256"), state["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")

@@ -211,7 +211,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     try:
         flat = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from None
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
@@ -230,10 +230,12 @@ def read_file(file: Path) -> dict[str, Any]:
         if file.exists() and not file.is_file():  # /dev/zero has no end, and a pipe may have none
             raise UsageError(f"--config {file} is not an ordinary file; give a TOML file")
         flat = tomllib.loads(file.read_text())
+    except UsageError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {file} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--config {file} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, of a number's digits, of lists within lists
+        raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
     for name in ("config", "resume", "simulate"):
         if name in flat:
             raise UsageError(f"{file}: {name} belongs on the command line, not into a file")

@@ -179,7 +179,7 @@ def test_damage_is_found_and_an_older_checkpoint_taken(
     assert text in notices[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}', "[" * 10**5])
 def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
     folder = save(tmp_path, make(1), keep=3)
     (folder / "state.json").write_text(content)
