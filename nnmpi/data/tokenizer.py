@@ -182,11 +182,10 @@ class LibraryTokenizer:
 
     Args:
         made: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is added.
-        name: for headers.
     """
 
-    def __init__(self, made: Any, name: str) -> None:
-        self._made, self.name = made, name
+    def __init__(self, made: Any) -> None:
+        self._made, self.name = made, type(made.model).__name__
         made.no_truncation()
         made.no_padding()
         found = next((each for each in ENDS if made.token_to_id(each) is not None), ENDS[0])
@@ -201,7 +200,7 @@ class LibraryTokenizer:
         """Return the tokenizer of a tokenizer.json."""
         library = _library(file)
         try:
-            return cls(library.Tokenizer.from_file(str(file)), str(file))
+            return cls(library.Tokenizer.from_file(str(file)))
         except Exception as error:  # the library raises Exception itself
             raise DataError(f"{file}: not a tokenizer ({error})") from error
 
@@ -217,7 +216,7 @@ class LibraryTokenizer:
         made.decoder = library.decoders.ByteLevel()
         if made.token_to_id(ENDS[0]) is not None:
             made.add_special_tokens([ENDS[0]])
-        return cls(made, str(vocabulary.parent))
+        return cls(made)
 
     @property
     def vocabulary_size(self) -> int:

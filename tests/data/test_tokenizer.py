@@ -62,8 +62,8 @@ def test_gpt2s_merges_are_applied(pairs: Path) -> None:
 def test_a_tokenizer_without_an_end_gets_one() -> None:
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    found = LibraryTokenizer(made, "words")
-    assert found.end == found.vocabulary_size - 1 == 3
+    found = LibraryTokenizer(made)
+    assert found.end == found.vocabulary_size - 1 == 3 and found.name == "WordLevel"
 
 
 def test_characters_that_were_not_in_the_text_are_named() -> None:
