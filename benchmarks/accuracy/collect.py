@@ -38,8 +38,10 @@ def figures(folder: Path, key: str) -> dict[str, Any]:
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Return the resolved options of a run, without seed and paths."""
+    """Return the resolved options of a run, without seed and paths; of a data set's the file's name is left."""
     found = json.loads((folder / "config.json").read_text())
+    if "dataset" in found:
+        found["dataset"] = Path(found["dataset"]).name
     return {name: value for name, value in found.items() if name not in (*PLACES, "seed")}
 
 
