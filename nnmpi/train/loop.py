@@ -30,10 +30,14 @@ from nnmpi.train.run_state import RunState
 from nnmpi.train.trace import Tracer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
 
 
 class StopSignals:
-    """Catches SIGTERM and SIGINT while it is entered.
+    """Catches SIGTERM and SIGINT while it is entered, and SIGCONT.
+
+    Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a second, and SIGKILL
+    after another one. So a rank that is woken up asks for a checkpoint, and the run goes on.
 
     A signal may reach one rank or all of them, at different steps; so the ranks must ask one another what they `noted`.
     A second SIGINT raises KeyboardInterrupt at once, for a step that does not end. Python gives signals to the main
@@ -50,7 +54,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         """Catch the signals from now on."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._note) for number in (*STOPPING, signal.SIGCONT)}
             StopSignals._main = self
         else:
             self._caught_by = StopSignals._main or self
@@ -66,13 +70,18 @@ class StopSignals:
             StopSignals._main = None
 
     def noted(self) -> int:
-        """Return the signal that this rank got, 0 for none (not collective)."""
+        """Return the signal that this rank got, 0 for none, `WOKEN` for SIGCONT (not collective)."""
         return self._caught_by._noted
+
+    def forget_waking(self) -> None:
+        """Look out for the next SIGCONT."""
+        if self._caught_by._noted == WOKEN:
+            self._caught_by._noted = 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._noted == signal.SIGINT:
             raise KeyboardInterrupt
-        self._noted = number
+        self._noted = number if number != signal.SIGCONT else self._noted or WOKEN
 
 
 class Stopped(NnmpiError):
@@ -220,6 +229,9 @@ class Loop:
             self._save()
         if number and not self._finished:
             self._save()
+        if number == WOKEN:
+            self._signals.forget_waking()
+        elif number and not self._finished:
             self._tracer.finish()
             name = signal.Signals(number).name
             raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)

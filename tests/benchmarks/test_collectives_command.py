@@ -75,7 +75,7 @@ def test_an_interruption_leaves_the_rows_so_far(tmp_path: Path, only_ranks: bool
     file = tmp_path / "result.json"
     begun = once(
         lambda: file.exists() and len(read(file)["rows"]) >= 4,
-        lambda: send(signal.SIGINT, str(file), only_ranks),
+        lambda: send(signal.SIGINT, str(file), "ranks" if only_ranks else "all"),
         ends=False,
     )
     words = f"--algorithms native,ring --factor 2 --budget-s 0.5 --json {file}"

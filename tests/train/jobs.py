@@ -38,13 +38,13 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def send(number: signal.Signals, mark: str, only_ranks: bool = False, rank: int | None = None) -> None:
-    """Send the signal to the job's processes; not to its mpirun with `only_ranks`, and to one rank alone if given."""
+def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None) -> None:
+    """Send the signal to all of the job's processes, its "ranks" or its "launcher", or to one rank alone if given."""
     for process in processes(mark):
         with suppress(OSError):
             name = Path(f"/proc/{process}/comm").read_text()
-            is_launcher = "run" in name or "prte" in name
-            if not (only_ranks and is_launcher) and (rank is None or _rank(process) == rank):
+            kind = "launcher" if "run" in name or "prte" in name else "ranks"
+            if to in ("all", kind) and (rank is None or _rank(process) == rank):
                 os.kill(process, number)
 
 

@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     run = tmp_path / "run"
     words = f"{DIGITS} --sync asp --servers 2 --save-steps 20 --log-every 5 --out {run}"
     kill = once(
-        lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), only_ranks=True), ends=False
+        lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), to="ranks"), ends=False
     )
     assert train(tmp_path, f"{words} --epochs 10000", 3, kill).status not in (0, None)
     begin = int((run / "checkpoints" / "latest").read_text().rpartition("-")[2])

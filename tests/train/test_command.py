@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.train.checkpoint_files import read_checkpoint
 from tests.train.jobs import lines, once, send, train
 
 
@@ -79,11 +80,27 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path)
     assert ending.seconds < 30
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path: Path, number: signal.Signals) -> None:
+    """Half a second is what Open MPI's leaves its ranks: on a busy machine once more."""
+    tries = (interrupted(tmp_path / f"run-{number}-{attempt}", number) for attempt in range(3))
+    latest = next(each for each in tries if each.exists())
+    assert read_checkpoint(latest.parent / latest.read_text().strip()).state["step"] > 1
+
+
+def interrupted(run: Path, number: signal.Signals) -> Path:
+    """Train until the launcher gets the signal, and return where the name of the last checkpoint is to be."""
+    callback = once(lambda: lines(run / "metrics.jsonl") > 2, lambda: send(number, str(run), to="launcher"), ends=False)
+    words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    assert train(run.parent, words, 3, callback).status not in (0, None)
+    return run / "checkpoints" / "latest"
+
+
 @pytest.mark.parametrize(("ranks", "number"), [(3, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_signal_saves_the_last_whole_step(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
     run = tmp_path / f"run-{ranks}-{number}"
     metrics = run / "metrics.jsonl"
-    callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), only_ranks=True), ends=False)
+    callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), to="ranks"), ends=False)
     words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number

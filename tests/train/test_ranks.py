@@ -61,7 +61,7 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: signal.Signals) -> None:
-    """Ranks in step ask one another about every half second; for those out of step see compose."""
+    """Ranks in step ask one another about every tenth of a second; for those out of step see compose."""
     model = mlp((4,), 3, (5,)).initialize()
     worker = Worker(model, SGD(model.storage, lr=0.1), group, throttle=Throttle(minimum_s=0.01))
     loader = Loader(load("iris")[0], 1, rank=group.rank, world=group.size)
