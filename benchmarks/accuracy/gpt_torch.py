@@ -78,7 +78,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "config.json").write_text(json.dumps(flatten(config) | {"threads": arguments.threads}) + "\n")
     begin, step, window = time.perf_counter(), 0, 0.0
-    with (arguments.out / "metrics.jsonl").open("w") as file:
+    with (arguments.out / "metrics.jsonl").open("w", buffering=1) as file:
         while step < extent.steps:
             for batch in inputs.train_loader.epoch(step // extent.train_batches):
                 optimizer.param_groups[0]["lr"] = rate(step)
