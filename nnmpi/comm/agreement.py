@@ -283,7 +283,7 @@ class PeriodicCheck:
     Ranks that went by their own clocks would wait for one another at different steps.
     """
 
-    def __init__(self, group: Ranks, interval_s: float = 0.1) -> None:
+    def __init__(self, group: Ranks, interval_s: float = 0.5) -> None:
         self._group, self._interval_s = group, interval_s
         self._steps_left = 1
 

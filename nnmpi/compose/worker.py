@@ -184,6 +184,7 @@ def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParam
     return SharedParameters(fused, model.storage, memory, range(first, memory.allocations)), ""
 
 
+SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a second from the first one to the end
 NUMBERS_BYTES = 3 * 8  # loss, right answers and targets, in float64
 
 
@@ -264,7 +265,7 @@ class Worker(Trainer):
             raise
         self.parallel = self.runner.parallel
         self.notice = self.notice or self.parallel.notice
-        self._signals = PeriodicCheck(group)
+        self._signals = PeriodicCheck(group, SIGNALS_S)
 
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where, losses = self.arrangement, (self.loss, self.evaluation_loss)

@@ -23,7 +23,7 @@ from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, build, dataset, optimizer_of
 
-PACE_S = 0.01  # short, so that ranks out of step do not ask one another for signals: they do so twice a second
+PACE_S = 0.002  # short, so that ranks do not ask one another for signals: they do so ten times a second at most
 ALPHA_S, BYTE_S = 0.01, 1e-5  # of a pace
 NBYTES = 8 * build().storage.size
 
@@ -140,7 +140,7 @@ def test_asp_has_the_throughput_of_all_its_workers(factor: int) -> None:
     slow = run(Sync("asp"), batches, workers, f"rank=1,factor={factor}", links=False)
     equal = run(Sync("asp"), batches, workers, links=False)
     counts = Counter(each.worker for each in slow.told)
-    assert equal.paces == pytest.approx(batches, abs=0.05)
+    assert equal.paces == pytest.approx(batches, abs=0.2)
     assert equal.paces / slow.paces == pytest.approx((workers - 1 + 1 / factor) / workers, rel=0.03)
     assert counts.total() == batches * workers and counts[0] / counts[1] == pytest.approx(factor, rel=0.1)
 

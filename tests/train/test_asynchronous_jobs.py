@@ -103,7 +103,7 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
 def test_a_signal_on_a_dedicated_servers_rank_saves_whole_batches(tmp_path: Path) -> None:
     run = tmp_path / "run"
     term = once(
-        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGTERM, str(run), True, rank=1), ends=False
+        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGTERM, str(run), to="ranks", rank=1), ends=False
     )
     ending = train(tmp_path, f"{FOR_EVER} --sync asp --servers 2 --dedicated-servers --out {run}", 3, term)
     assert ending.status == 128 + signal.SIGTERM
@@ -131,7 +131,7 @@ def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path, more: s
 def test_a_worker_that_is_killed_ends_the_job(tmp_path: Path) -> None:
     run = tmp_path / "run"
     kill = once(
-        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGKILL, str(run), True, rank=2), ends=False
+        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGKILL, str(run), to="ranks", rank=2), ends=False
     )
     ending = train(tmp_path, f"{FOR_EVER} --sync asp --out {run}", 3, kill)
     assert ending.status not in (0, None)
