@@ -42,7 +42,17 @@ HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for
 # Tests of the double itself, of scripts and of benchmarks, and those without arrays: the same with and without
 # --backend fake.
 SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
-SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
+SAME += tuple(f"comm/test_{name}.py" for name in ("prove", "simulate", "price", "render", "choose", "start", "cost"))
+SAME += tuple(f"comm/test_{name}.py" for name in ("units", "machine", "library", "fit", "fit_report", "comm_main"))
+SAME += tuple(f"data/test_{name}.py" for name in ("cifar", "csvfile", "download", "files", "idx", "npz", "tokenizer"))
+SAME += (
+    "comm/simulated/test_faults.py",
+    "test_array_names.py",
+    "test_command.py",
+    "test_launcher.py",
+    "test_layering.py",
+    "test_mesh.py",
+)
 SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
 
 

@@ -2,10 +2,10 @@
 
 Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without those that are marked
 slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others on one of these, dealt out by name; each
-simulated test on one of 12 numbers of ranks, or two. --all: the slow ones, too, MPI tests of messages and collectives
-on 1 rank, and once more all of them on 6 and 8 ranks, without the slow ones and dealt out. Several runs at once.
-Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as
-it goes, and nothing is left out.
+simulated test on one of 12 numbers of ranks, or two. --all: the slow ones, too, the MPI tests of messages and
+collectives on 1, 2, 3, 4, 6 and 8 ranks, all others on one of these but 1. Several runs at once. Arguments that are not
+listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is
+left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
             results.append(run_suite(size, words(size), options.limit_s, options.test_limit_s, _say))
     _say(table(results, time.monotonic() - begin))
     if quick:
-        _say("scripts/test --all runs what was left out, and the MPI tests on 1, 6 and 8 ranks, too\n")
+        _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
     return int(any(result.failures for result in results) or not any(result.outcomes for result in results))
 
 

@@ -1,8 +1,8 @@
 """What a plain `scripts/test` leaves out, and `scripts/test --all` on many ranks.
 
 Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but those of messages
-themselves: each runs on one of 2, 3 and 4 ranks, told by its name, and with --all on 6 or 8, too. For simulated ranks,
-on which most of what they try is tried on other numbers, see `simulated`.
+themselves: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. For
+simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
     """
     if ranks == 0:
         return ["--sizes", "1"] if everything else ["--quick"]
-    shared = [each for each in among if not everything or (each > FEW) == (ranks > FEW) and each > ALONE]
+    shared = [each for each in among if each > ALONE or not everything]
     return [*([] if everything and ranks <= FEW else ["--quick"]), "--deal", ",".join(map(str, shared))]
 
 
@@ -57,9 +57,11 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     if quick and slow is not None:
         return f"slow: {slow.args[0]}"
     place = test.nodeid.removeprefix("tests/")
-    dealt = is_dealt(test) and not (place.startswith(EVERYWHERE) and min(among, default=0) > FEW)
+    dealt = is_dealt(test) and not (place.startswith(EVERYWHERE) and ranks > FEW)
     needed = test.get_closest_marker("needs_ranks")
     able = [each for each in among if needed is None or each in needed.args]
+    if slow is not None:
+        able = [each for each in able if each <= FEW]
     if not able or not dealt:
         return ""
     return "" if able[crc32(place.encode()) % len(able)] == ranks else "dealt to another number of ranks"

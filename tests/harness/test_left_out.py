@@ -14,7 +14,7 @@ def item(name: str, **marks: tuple[Any, ...]) -> Any:
     return SimpleNamespace(nodeid=f"tests/{name}", get_closest_marker=made.get)
 
 
-@pytest.mark.parametrize("among", [[2, 3, 4], [6, 8], [2]], ids=str)
+@pytest.mark.parametrize("among", [[2, 3, 4], [2, 3, 4, 6, 8], [2]], ids=str)
 def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
     names = [f"equivalence/test_a.py::test_b[{number}]" for number in range(300)]
     runs = [[size for size in among if not reason(item(name), size, True, among)] for name in names]
@@ -28,6 +28,8 @@ def test_what_needs_some_number_of_ranks_is_dealt_to_it() -> None:
         pair = item(f"equivalence/test_a.py::test_b[{number}]", needs_ranks=(2,))
         assert [size for size in (2, 3, 4) if not reason(pair, size, True, [2, 3, 4])] == [2]
         assert [size for size in (6, 8) if not reason(pair, size, True, [6, 8])] == [6, 8]  # it checks nothing there
+        slow = item(f"equivalence/test_a.py::test_b[{number}]", slow=("why",))
+        assert len([size for size in (2, 3, 4) if not reason(slow, size, False, [2, 3, 4, 6, 8])]) == 1
 
 
 def test_what_is_about_messages_runs_on_every_number_of_ranks() -> None:
@@ -41,8 +43,8 @@ def test_the_contract_runs_on_many_ranks_too() -> None:
 def test_with_all_slow_tests_run_on_few_ranks() -> None:
     everything = [1, 2, 3, 4, 6, 8]
     assert options(0, everything, everything=True) == ["--sizes", "1"]
-    assert all(options(ranks, everything, everything=True) == ["--deal", "2,3,4"] for ranks in (1, 2, 3, 4))
-    assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "6,8"] for ranks in (6, 8))
+    assert all(options(ranks, everything, everything=True) == ["--deal", "2,3,4,6,8"] for ranks in (1, 2, 3, 4))
+    assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "2,3,4,6,8"] for ranks in (6, 8))
     slow = item("train/test_a.py::test_b", slow=("why",))
     assert reason(slow, 6, True, [6, 8]) == "slow: why" and reason(slow, 2, False, []) == ""
 
