@@ -2,7 +2,7 @@
 
 Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without those that are marked
 slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others on one of these, dealt out by name; each
-simulated test on one of 12 numbers of ranks, or two. --all: the slow ones, too, the MPI tests of messages and
+simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and
 collectives on 1, 2, 3, 4, 6 and 8 ranks, all others on one of these but 1. Several runs at once. Arguments that are not
 listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is
 left out.

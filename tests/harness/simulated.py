@@ -14,9 +14,9 @@ In a simulated test `group` and `tmp_path` are the rank's own, and so is what fi
 So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
-many if it is about messages and collectives themselves; `scripts/test` has K = 1. Without it a test runs on all of
-them, and on few ranks with several seeds. Whole trainings (`equivalence`), which take half a minute on 33 ranks, are
-dealt to at most 12; on the double of a device all is dealt to at most 4 but messages and collectives.
+many if it is about messages and collectives themselves and this is no quick run; `scripts/test` has K = 1. Without it a
+test runs on all of them, and on few ranks with several seeds. Whole trainings (`equivalence`), which take half a minute
+on 33 ranks, are dealt to at most 12; on the double of a device all is dealt to at most 4 but messages and collectives.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:
-        name, count = _name(item, world), _dealt_to(config) * (1 if left_out.is_dealt(item) else 2)
+        once = config.option.quick or left_out.is_dealt(item)
+        name, count = _name(item, world), _dealt_to(config) * (1 if once else 2)
         if name not in sizes or world.ranks not in _spread(sizes[name], count, crc32(name.encode())):
             others.add(item)
     if others:

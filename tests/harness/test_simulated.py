@@ -17,7 +17,7 @@ PLANTED = """
 import threading
 import pytest
 
-@pytest.mark.simulated(max_size=3)
+@pytest.mark.simulated(min_size=2, max_size=3)
 def test_fails(group):
     assert group.rank != 1, "planted"
 
