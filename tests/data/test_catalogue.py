@@ -1,5 +1,6 @@
 import gzip
 import hashlib
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from nnmpi.data import catalogue
 from nnmpi.data.catalogue import load, prepare
+from nnmpi.data.files import read_bytes
 from nnmpi.data.sources import Source
 from nnmpi.errors import DataError, UsageError
 from tests.data.locked import lock
@@ -217,3 +219,12 @@ def test_real_subset_of_cifar10(real_data: Path) -> None:
             pixels = part.x[:200].astype(float)
             assert np.abs(np.diff(pixels, axis=1)).mean() < 20
             assert np.abs(np.diff(pixels, axis=2)).mean() < 20
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "table.csv"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="is neither an ordinary file nor a folder"):
+        load(str(pipe))
+    with pytest.raises(DataError, match=r"table\.csv: not an ordinary file"):
+        read_bytes(pipe)
