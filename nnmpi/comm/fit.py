@@ -140,14 +140,12 @@ def load_fit(file: Path) -> Fit:
     """
     try:
         if file.exists() and not file.is_file():
-            raise UsageError(f"the fit {file} is not an ordinary file; make one: {COMMAND.format(ranks='RANKS')}")
+            raise OSError(None, "not an ordinary file")
         return Fit.from_json(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(
             f"the fit {file} cannot be read ({error.strerror}); make one: {COMMAND.format(ranks='RANKS')}"
         ) from None
-    except UsageError:
-        raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, NnmpiError) as error:
         raise UsageError(
             f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"

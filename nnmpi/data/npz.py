@@ -7,6 +7,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
+from nnmpi.data.files import opened
 from nnmpi.errors import DataError
 
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
@@ -64,13 +65,8 @@ def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    try:
-        if path.exists() and not path.is_file():  # a pipe may have no end
-            raise DataError(f"{path}: not an ordinary file")
-        with path.open("rb") as stream:
-            whole = zipfile.is_zipfile(stream)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with opened(path) as stream:
+        whole = zipfile.is_zipfile(stream)
     if not whole:
         raise DataError(f"{path}: not an .npz file, or cut off; write it with numpy.savez")
     try:

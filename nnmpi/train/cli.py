@@ -229,11 +229,11 @@ def read_file(file: Path) -> dict[str, Any]:
     try:
         if file.exists() and not file.is_file():  # /dev/zero has no end, and a pipe may have none
             raise UsageError(f"--config {file} is not an ordinary file; give a TOML file")
-        flat = tomllib.loads(file.read_text())
-    except UsageError:
-        raise
+        text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {file} cannot be read: {error}") from None
+    try:
+        flat = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of TOML, of a number's digits, of lists within lists
         raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
     for name in ("config", "resume", "simulate"):
