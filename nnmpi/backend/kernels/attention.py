@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.constants import ones
 from nnmpi.backend.kernels.blocks import ELEMENTS
 from nnmpi.backend.random import random_bits
 
@@ -204,7 +205,7 @@ class AttentionKernels:
         xp.max(scores, axis=2, keepdims=True, out=row)
         xp.subtract(scores, row, out=scores)
         xp.exp(scores, out=scores)
-        xp.matmul(xp.ones((1, seen), p.dtype), scores, out=row)
+        xp.matmul(ones(xp, seen, p.dtype)[None], scores, out=row)
         xp.divide(scores, row, out=scores)
 
     def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, block: Block, band: Band) -> None:
