@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(results: list[Result], seconds: float) -> str:
-    """Return the totals, why tests were skipped or left out, and the failures."""
+    """Return the totals, why tests were skipped or left out, and what failed with what."""
     lines = ["", f"==== total ({seconds:.0f} s) ===="]
     for result in results:
         counts = f"{result.count(PASSED):5d} passed, {result.count(FAILED):d} failed, {result.count(SKIPPED):d} skipped"
@@ -98,7 +98,11 @@ def table(results: list[Result], seconds: float) -> str:
             if result.outcomes.get(test) == outcome
         )
         lines += [f"{outcome} {count}: {reason}" for reason, count in reasons.most_common()]
-    lines += [f"FAILED on {result.name}: {test}" for result in results for test in result.failures]
+    lines += [
+        f"FAILED on {result.name}: {test}\n    {result.reasons.get(test, '')}".rstrip()
+        for result in results
+        for test in result.failures
+    ]
     passed, failed = (sum(result.count(outcome) for result in results) for outcome in (PASSED, FAILED))
     return "\n".join([*lines, f"{passed} passed, {failed} failed", ""])
 

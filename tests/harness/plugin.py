@@ -142,7 +142,7 @@ class Recorder:
         """Note a failure at once, because the guard may end the process right after."""
         if report.failed:
             self._outcome = records.FAILED
-            self._writer.write(report.nodeid, records.FAILED)
+            self._writer.write(report.nodeid, records.FAILED, _what(report))
         elif report.skipped and self._outcome == records.PASSED:
             self._outcome = records.SKIPPED
             self._reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
@@ -285,6 +285,12 @@ def _stacks() -> str:
             frames = [line for line in traceback.extract_stack(frame) if not PYTEST.search(line.filename)]
             parts += [f"in {threads.get(number, number)}:\n", *traceback.format_list(frames)]
     return "".join(parts)
+
+
+def _what(report: pytest.TestReport) -> str:
+    """Return the first line of what the test failed with."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (report.longreprtext if crash is None else crash.message).partition("\n")[0]
 
 
 def _words(report: pytest.TestReport) -> str:

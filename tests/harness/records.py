@@ -52,7 +52,7 @@ class Records:
     Attributes:
         outcomes: tests that are over: passed, skipped or left out on all ranks, or failed on any.
         culprit: the test that the run did not survive; None if it did, or if no test had begun.
-        reasons: why tests were skipped or left out, by test.
+        reasons: why tests were skipped or left out, and what others failed with, by test.
         complete: whether every rank came to its end.
         words: what the ranks said, those that said the same together.
     """
@@ -78,9 +78,7 @@ def read(folder: Path, ranks: int) -> Records:
             outcomes[name] = PASSED if PASSED in found else found[0]
     complete = all((folder / f"{rank}.ok").exists() for rank in range(ranks))
     culprit = None if complete else next((name for name in names if outcomes.get(name, FAILED) == FAILED), None)
-    reasons = {
-        name: log[name]["reason"] for log in ended for name in log if log[name]["outcome"] in (SKIPPED, LEFT_OUT)
-    }
+    reasons = {name: log[name]["reason"] for log in ended for name in log if log[name]["reason"]}
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks))
 
 

@@ -32,7 +32,7 @@ class Result:
 
     Attributes:
         outcomes: by test; a test that the run broke on without naming it is under its own words.
-        reasons: why tests were skipped or left out, by test.
+        reasons: why tests were skipped or left out, and what others failed with, by test.
         seconds: how long it took.
         claims: for serial runs that share the test files: the folder of claims, a colon, and this run's name.
         stopped: set to end the run.
@@ -130,6 +130,7 @@ def _run_on(
     say(f"\nThe run on {result.name} {how}" + (f" in {found.culprit}\n" if found.culprit else "\n"))
     culprit = found.culprit or f"(the run on {result.name} {how} outside of the tests)"
     result.outcomes[culprit] = records.FAILED
+    result.reasons.setdefault(culprit, how)
     return found.culprit is not None
 
 
