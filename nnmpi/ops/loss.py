@@ -12,6 +12,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels.sums import sum_of_squares
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.convert import in_float32, with_kernels
@@ -81,8 +82,7 @@ class SquaredError(Function):
         if self.reduction == "none":
             squares: Array = xp.multiply(difference, difference)
             return squares
-        flat = difference.reshape(-1)  # a view: the difference is new
-        return _averaged(xp, xp.dot(flat, flat), x.size, self.reduction)
+        return _averaged(xp, sum_of_squares(xp, difference), x.size, self.reduction)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (difference,) = self.saved

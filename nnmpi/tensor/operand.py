@@ -6,6 +6,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.casting import FLOAT32, cast, to_float32
+from nnmpi.backend.kernels.sums import sum_over
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.convert import converted
@@ -114,7 +115,7 @@ def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
         return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
     extra = grad.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
-    result: Array = xp.reshape(xp.add.reduce(grad, axis=axes), shape)
+    result: Array = xp.reshape(sum_over(xp, grad, axes), shape)
     return result
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import to_float32
+from nnmpi.backend.kernels.sums import sum_over
 from nnmpi.backend.precision import precision
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.convert import in_float32
@@ -35,6 +36,17 @@ def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     if any(not -ndim <= i < ndim for i in given) or len({i % ndim for i in given}) != len(given):
         raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
     return tuple(i % ndim for i in given)
+
+
+def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+    """Return the mean; that of half precision is the array library's, which adds up in float32."""
+    wide = x.dtype.kind == "f" and x.dtype.itemsize >= 4
+    mean: Array = (
+        xp.divide(sum_over(xp, x, axes, keepdims), prod(x.shape[i] for i in axes))
+        if wide
+        else xp.mean(x, axis=axes, keepdims=keepdims)
+    )
+    return mean
 
 
 def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,9 +76,7 @@ class Sum(_Reduction):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        dtype = x.dtype if x.dtype.kind == "f" else None
-        result: Array = self.xp.add.reduce(x, axis=self.axes, dtype=dtype, keepdims=self.keepdims)
-        return result
+        return sum_over(self.xp, x, self.axes, self.keepdims)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape,), xp = self.saved, self.xp
@@ -84,8 +94,7 @@ class Mean(_Reduction):
         if count == 0:
             raise ShapeError(f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements")
         self.saved = (x.shape, count)
-        result: Array = self.xp.mean(x, axis=self.axes, keepdims=self.keepdims)
-        return result
+        return _mean(self.xp, x, self.axes, self.keepdims)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape, count), xp = self.saved, self.xp
@@ -112,9 +121,9 @@ class Variance(_Reduction):
                 f"for correction {self.correction}"
             )
         xp = self.xp
-        centred = xp.subtract(x, xp.mean(x, axis=self.axes, keepdims=True))
+        centred = xp.subtract(x, _mean(xp, x, self.axes, keepdims=True))
         self.saved = (centred, divisor)
-        squares = xp.add.reduce(xp.multiply(centred, centred), axis=self.axes, keepdims=self.keepdims)
+        squares = sum_over(xp, xp.multiply(centred, centred), self.axes, self.keepdims)
         result: Array = xp.divide(squares, divisor)
         return result
 

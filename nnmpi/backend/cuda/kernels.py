@@ -178,11 +178,6 @@ class DeviceKernels(Kernels):
         grad, places = xp.ascontiguousarray(grad), (to_x, to_scale, to_shift)
         perform(self.functions.layer_norm_grad, grad, x, inverse, scale, *places, mean)
 
-    def column_means(self, xp: Any, x: Array) -> Array:
-        """Return the columns' sums, divided."""
-        means: Array = self.column_sums(xp, x) / max(len(x), 1)
-        return means
-
     def column_sums(self, xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
         """Return the columns' sums, which with few columns are several times as fast as CuPy's."""
         place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.constants import ones, zero
+from nnmpi.backend.constants import zero
 from nnmpi.backend.kernels.blocks import row_blocks
+from nnmpi.backend.kernels.sums import row_sum
 from nnmpi.backend.matrices import HALF_BYTES
 
 _FLOAT32: np.dtype[Any] = np.dtype(np.float32)
@@ -90,12 +91,8 @@ class DenseKernels:
             grad: (rows, n), the gradient of the result.
             to_bias: (n,), which is written.
         """
-        dtype = grad.dtype
-        if type(grad) is np.ndarray and dtype.itemsize != HALF_BYTES:
-            xp.dot(ones(xp, len(grad), dtype), grad, out=to_bias)  # twice as fast as adding up rows
-        else:
-            wide = self.cast(xp, grad, _FLOAT32) if dtype.itemsize == HALF_BYTES else grad
-            xp.add.reduce(wide, axis=0, out=to_bias)
+        wide = self.cast(xp, grad, _FLOAT32) if grad.dtype.itemsize == HALF_BYTES else grad
+        row_sum(xp, wide, out=to_bias)
 
     # ---- ReLU
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.kernels.blocks import row_blocks
+from nnmpi.backend.kernels.sums import product_sum, row_sum
 
 
 class NormKernels:
@@ -68,21 +69,20 @@ class NormKernels:
             to_scale, to_shift: (n,), or None.
         """
         normal, inverse = residuals
-        count, n = normal.shape
-        ones, weights = xp.ones((1, count), grad.dtype), xp.multiply(scale, 1 / n)
+        n = normal.shape[1]
+        weights = xp.multiply(scale, 1 / n)
         if to_shift is not None:
-            xp.matmul(ones, grad, out=to_shift.reshape(1, n))
+            row_sum(xp, grad, out=to_shift)
         blocks = row_blocks(grad)
         scratch = xp.empty((blocks[0].stop, n), grad.dtype)
         for part in blocks:
             block, product = grad[part], scratch[: part.stop - part.start]
             xp.multiply(block, normal[part], out=product)
             if to_scale is not None:
-                total = to_scale.reshape(1, n)
                 if part.start == 0:
-                    xp.matmul(ones[:, part], product, out=total)
+                    row_sum(xp, product, out=to_scale)
                 else:
-                    xp.add(total, xp.matmul(ones[:, part], product), out=total)
+                    xp.add(to_scale, row_sum(xp, product), out=to_scale)
             if to_x is not None:
                 result = to_x[part]
                 both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]  # (block, 1) each
@@ -94,7 +94,7 @@ class NormKernels:
 
     def column_means(self, xp: Any, x: Array) -> Array:
         """Return the mean of each column of x (rows, n), as (n,); zeros where there are no rows."""
-        means: Array = x.mean(axis=0) if len(x) else xp.zeros(x.shape[1:], dtype=x.dtype)
+        means: Array = self.column_sums(xp, x) / max(len(x), 1)
         return means
 
     def column_sums(self, xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
@@ -106,5 +106,4 @@ class NormKernels:
             b: (rows, n), or None.
             out: (n,), where to write the sums of a; None for a new array.
         """
-        sums: Array = xp.sum(a, axis=0, out=out) if b is None else xp.einsum("ij,ij->j", a, b)
-        return sums
+        return row_sum(xp, a, out) if b is None else product_sum(xp, a, b)

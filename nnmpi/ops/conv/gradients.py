@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.kernels.sums import row_sum
 from nnmpi.backend.windows import tap
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.columns import COLUMNS_BYTES, Columns
@@ -130,5 +131,5 @@ def pixel_sum(xp: Any, images: Array, out: Array) -> None:
         out: (c,).
     """
     n, h, w, c = images.shape
-    sums = xp.dot(xp.ones(n, images.dtype), images.reshape(n, h * w * c))  # (h w c,)
-    xp.dot(xp.ones(h * w, images.dtype), sums.reshape(h * w, c), out=out)
+    sums = row_sum(xp, images.reshape(n, h * w * c))
+    row_sum(xp, sums.reshape(h * w, c), out=out)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.kernels.sums import row_sum
 from nnmpi.comm.group import Group
 from nnmpi.comm.vector_collectives import all_gather_v, reduce_scatter_v
 from nnmpi.errors import ShapeError
@@ -158,7 +159,7 @@ class SumOverRanks(Function):
         if not self.needs[1]:
             return grad if self.needs[0] else None, None
         rows = grad.reshape(int(np.prod(grad.shape[:-1])), grad.shape[-1])
-        return grad if self.needs[0] else None, namespace(grad).sum(rows, axis=0, out=self.into(1))
+        return grad if self.needs[0] else None, row_sum(namespace(grad), rows, self.into(1))
 
 
 class _Exchange(Function):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import prod
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.kernels.sums import product_sum, row_sum
 from nnmpi.comm.group import Group
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
@@ -112,8 +113,8 @@ class PartLayerNormalize(Function):
         normal, inverse, scale = self.saved
         xp = namespace(grad)
         rows = grad.reshape(normal.shape)
-        to_scale = xp.einsum("ij,ij->j", rows, normal) if self.needs[1] else None
-        to_shift = rows.sum(axis=0) if self.needs[2] else None
+        to_scale = product_sum(xp, rows, normal) if self.needs[1] else None
+        to_shift = row_sum(xp, rows) if self.needs[2] else None
         if not self.needs[0]:
             return None, to_scale, to_shift
         inner = rows * scale

@@ -1,0 +1,111 @@
+"""Sums over many rows that keep their digits.
+
+One long sum in float32 loses what is small beside it: the sum of 100,000 equal numbers is off by 5e-4. So rows are
+added up in blocks, and the blocks' sums in float64.
+
+    rows     | 512 | 512 | 512 | rest |
+    float32    sum   sum   sum   sum
+                |_____|__+__|_____|
+    float64              sum
+
+On a device, whose threads add up parts anyway, it is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.constants import ones
+
+ROWS = 512  # in a block
+NUMBERS = 2**14  # in a block of one long row, which `dot` adds up in several lanes
+
+
+def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
+    """Return the sum over the rows.
+
+    Args:
+        xp: the array library, or a recorder's stand-in for it.
+        rows: (count, n), float32 or float64; on the host best C-contiguous.
+        out: (n,), where to write it; None for a new array.
+    """
+    count, n = rows.shape
+    if type(rows) is not np.ndarray:
+        on_device: Array = xp.add.reduce(rows, axis=0, out=out)
+        return on_device
+    sums: Array = xp.empty((n,), rows.dtype) if out is None else out
+    if count <= ROWS or not rows.flags.c_contiguous:
+        xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as adding up rows
+        return sums
+    whole = count // ROWS
+    parts = xp.empty((whole + 1, n), rows.dtype)
+    blocks = rows[: whole * ROWS].reshape(whole, ROWS, n)
+    xp.matmul(ones(xp, ROWS, rows.dtype)[None], blocks, out=parts[:whole].reshape(whole, 1, n))
+    xp.dot(ones(xp, count - whole * ROWS, rows.dtype), rows[whole * ROWS :], out=parts[whole])
+    xp.add.reduce(parts, axis=0, dtype=np.float64, out=sums)
+    return sums
+
+
+def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> Array:
+    """Return the sum over some axes, in x's dtype where that is a floating one.
+
+    Args:
+        xp: as above.
+        x: of any shape and dtype.
+        axes: which, from 0 up.
+        keepdims: whether they stay, with length 1.
+    """
+    axes = tuple(axes)
+    leading, kept = len(axes), x.shape[len(axes) :]
+    over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
+    wide = type(x) is np.ndarray and x.dtype.kind == "f" and x.dtype.itemsize >= np.dtype("float32").itemsize
+    if wide and over_rows and x.flags.c_contiguous:  # NumPy adds up rows one by one, what lies side by side pairwise
+        total = row_sum(xp, x.reshape(-1, prod(kept)))
+        return total.reshape((1,) * leading + kept if keepdims else kept)
+    result: Array = xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
+    return result
+
+
+def sum_of_squares(xp: Any, x: Array) -> Array:
+    """Return the sum of the squares of all elements, a 0-d array.
+
+    Args:
+        xp: as above.
+        x: of any shape, C-contiguous.
+    """
+    flat = x.reshape(-1)
+    if type(x) is not np.ndarray or flat.size <= NUMBERS:
+        short: Array = xp.dot(flat, flat)
+        return short
+    whole = flat.size // NUMBERS
+    blocks, rest = flat[: whole * NUMBERS], flat[whole * NUMBERS :]
+    parts = xp.empty((whole + 1,), x.dtype)
+    left, right = blocks.reshape(whole, 1, NUMBERS), blocks.reshape(whole, NUMBERS, 1)
+    xp.matmul(left, right, out=parts[:whole].reshape(whole, 1, 1))
+    xp.dot(rest, rest, out=parts[whole:].reshape(()))
+    result: Array = xp.add.reduce(parts, axis=0)  # pairwise
+    return result
+
+
+def product_sum(xp: Any, a: Array, b: Array) -> Array:
+    """Return the sum over the rows of a * b, as (n,).
+
+    Args:
+        xp: as above.
+        a, b: (count, n).
+    """
+    whole = len(a) // ROWS if a.flags.c_contiguous and b.flags.c_contiguous and type(a) is np.ndarray else 0
+    if whole < 2:
+        short: Array = xp.einsum("ij,ij->j", a, b)
+        return short
+    place = whole * ROWS
+    parts = xp.empty((whole + 1, a.shape[1]), a.dtype)
+    blocks = [each[:place].reshape(whole, ROWS, -1) for each in (a, b)]
+    xp.einsum("kij,kij->kj", *blocks, out=parts[:whole])
+    xp.einsum("ij,ij->j", a[place:], b[place:], out=parts[whole])
+    return row_sum(xp, parts)
