@@ -1,5 +1,6 @@
 """Dataset: samples and labels in memory, and how a set is cut into a training and a test part."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -55,6 +56,10 @@ class Samples(Protocol):
     @property
     def lengths(self) -> NDArray[np.int64] | None:
         """How long each sample is, (n,); None where all have the same shape."""
+
+    @property
+    def identity(self) -> str:
+        """What tells these samples from others: a hash."""
 
     def __len__(self) -> int: ...
 
@@ -144,6 +149,14 @@ class Dataset:
     @property
     def lengths(self) -> None:
         """All samples have the same shape."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of samples and labels, with what they are multiplied by."""
+        found = hashlib.sha256(f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode())
+        for array in (self.x, self.y):
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
 
     def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
         """Return the samples at these indices as they are stored; see `Samples`."""

@@ -64,6 +64,11 @@ class Text(ABC):
         return self.tokenizer.vocabulary_size
 
     @property
+    def identity(self) -> str:
+        """What names the text's tokens."""
+        return self.file.key
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens a model must know: the size of the vocabulary."""
         return self.classes

@@ -83,11 +83,13 @@ class TokenFile:
         tokens: all documents' tokens, each with the tokenizer's end behind it; mapped, not read.
         ends: where each document ends.
         tokenizer: that made them.
+        key: what they are named by, see `TextSource.key`.
     """
 
     tokens: Array
     ends: NDArray[np.int64]
     tokenizer: Tokenizer
+    key: str
 
 
 def prepare_tokens(source: TextSource) -> Path:
@@ -125,7 +127,7 @@ def open_tokens(source: TextSource) -> TokenFile:
         raise DataError(f"{folder} cannot be read ({error}); remove it, and it is made again") from error
     if not len(ends) or len(tokens) != ends[-1]:
         raise DataError(f"{folder} is damaged: {len(tokens)} tokens; remove it, and it is made again")
-    return TokenFile(tokens, ends, tokenizer)
+    return TokenFile(tokens, ends, tokenizer, source.key)
 
 
 def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:

@@ -28,6 +28,12 @@ def short_name(name: str) -> str:
     return f"{stem}-{function}"
 
 
+def custom_file(name: str) -> Path | None:
+    """Return the file of a user's model; None for a model of another kind, and for one in an installed module."""
+    source = Path(name.rpartition(":")[0])
+    return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
+
+
 def build_custom_model(name: str, sample_shape: Sequence[int], classes: int) -> Module:
     """Return what the user's function makes of the samples' shape and the number of classes.
 

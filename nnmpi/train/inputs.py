@@ -1,11 +1,16 @@
 """The data of a run: prepared once per node, loaded by every rank, and cut into batches."""
 
+import hashlib
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from nnmpi.comm.agreement import agreed
+import numpy as np
+
+from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import Dataset, Samples
@@ -18,6 +23,7 @@ from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
+from nnmpi.train.custom_model import custom_file
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
@@ -63,6 +69,7 @@ def load_inputs(
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
         DataError: for files that cannot be had or are damaged.
+        CommError: for ranks with different data or programs.
     """
     data, run, once = config.data, config.run, group.comm.world.once
     where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
@@ -80,6 +87,8 @@ def load_inputs(
             train, test = once("data", lambda: _load(config, source))
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
+    check_same_start(config, group, train, test, where)
+    with agreed(group):
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
@@ -108,6 +117,39 @@ def load_inputs(
         return Inputs(
             train, test, batch_size, loader(train, True, changes), loader(test, False, list[Transform](after))
         )
+
+
+def check_same_start(config: Config, group: Group, train: Samples, test: Samples, where: str) -> None:
+    """Refuse ranks that would compute with different data or programs: nothing else would ever tell. Collective.
+
+    Args:
+        config: every option, which rank 0 has told the others.
+        group: all ranks of the run.
+        train, test: what this rank has loaded.
+        where: the options that name the data.
+
+    Raises:
+        CommError: on all ranks; names those that differ from rank 0.
+    """
+    if group.size == 1:
+        return
+    with agreed(group):
+        own = group.comm.world.once("start", partial(_describe_start, config, train, test))
+    same_data, sizes = "give all nodes the same data", f"{where} is not the same on all ranks"
+    require_equal(group, own[:1], "the ranks have different versions", "install the same ones on all nodes")
+    require_equal(group, own[1:2], "the program's files differ", "let all nodes have the same", show=None)
+    require_equal(group, own[2:3], sizes, same_data)
+    require_equal(group, own[3:], sizes, same_data, show=None)
+
+
+def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
+    """Return the versions, a hash of the program's files, the data's sizes, and a hash of the data."""
+    program, folder, custom = hashlib.sha256(), Path(__file__).parents[1], custom_file(config.model.model)
+    for file in [*sorted(folder.rglob("*.py")), *([] if custom is None else [custom])]:
+        program.update(file.read_bytes())
+    versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
+    sizes = f"{len(train)} training and {len(test)} test samples"
+    return [versions, program.hexdigest(), sizes, f"{train.identity} {test.identity}"]
 
 
 def text_source(config: Config) -> TextSource | None:

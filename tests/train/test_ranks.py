@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
@@ -11,7 +12,7 @@ from nnmpi.compose.trainer import Progress, Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
-from nnmpi.errors import LayoutError, UsageError
+from nnmpi.errors import CommError, LayoutError, UsageError
 from nnmpi.models.mlp import mlp
 from nnmpi.optim.sgd import SGD
 from nnmpi.train.cli import main, read_options
@@ -93,3 +94,35 @@ def test_only_rank_0_writes_and_prints(group: Group, tmp_path: Path, capsys: pyt
     group.barrier()  # rank 0 still writes when the others are done
     assert ("test accuracy" in capsys.readouterr().out) == group.is_root
     assert [each["global_step"] for each in read_metrics(out / "metrics.jsonl")] == [3, 6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (40, "--dataset d.npz is not the same on all ranks: {last} of {size} has not what rank 0 has; give all nodes"),
+        (30, "--dataset d.npz is not the same on all ranks: .* 32 training and 8 test samples; {last} has 24 training"),
+    ],
+)
+def test_ranks_with_other_data_are_named(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, text: str
+) -> None:
+    """Of the same shape, or with fewer rows: both were trained on, the one in silence."""
+    if group.size == 1:
+        return
+    is_other = group.rank == group.size - 1
+    monkeypatch.chdir(tmp_path)
+    x = np.arange(160, dtype=np.float32).reshape(40, 4) / 160
+    x[3, 2] += is_other
+    count = rows if is_other else 40
+    np.savez("d.npz", x=x[:count], y=np.arange(count) % 3)
+    with pytest.raises(CommError, match=text.format(last=f"rank {group.size - 1}", size=group.size)):
+        main(["--model", "mlp", "--dataset", "d.npz"], group)
+
+
+def test_ranks_with_another_model_file_are_named(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if group.size == 1:
+        return
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"# {group.rank}\ndef net(shape, classes): return None\n")
+    with pytest.raises(CommError, match="the program's files differ: ranks? 1.* not what rank 0 has"):
+        main(["--model", "mine.py:net", "--dataset", "iris"], group)
