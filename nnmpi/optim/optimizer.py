@@ -4,6 +4,8 @@ The state is `steps` and the arrays of `slots()`. Whoever loads a state writes i
 the next update is then, bit for bit, the one that a run without a break would have done.
 """
 
+import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -15,6 +17,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.launcher import read_launch
 from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
 from nnmpi.optim.checks import non_negative
 from nnmpi.optim.storage import Storage, check
@@ -77,11 +80,23 @@ class Optimizer(ABC):
                 "the parameters stand once per node, and every rank would update them; let the Worker update them "
                 "(worker.step), or give it GradientExchange(fused_update=False)"
             )
+        if self.steps == 0:
+            self._warn_alone()
         self.storage.finish_gradients()
         if getattr(self.storage, "moves", 0) != self._moves:
             self.move()
         self._require_same_arrays()
         self._go(lr, self._blocks, self.storage.frozen())
+
+    def _warn_alone(self) -> None:
+        """Warn, once for all ranks, where each trains a model of its own: that is seldom meant."""
+        launch = read_launch(os.environ)
+        if launch is not None and launch.size > 1 and launch.rank == 0 and not getattr(self.storage, "shared", True):
+            warnings.warn(
+                f"{launch.size} processes were started, and each trains a model of its own, whose weights drift apart: "
+                "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples)",
+                stacklevel=4,
+            )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Array] = ()) -> None:
         """Do one update of these blocks alone, with the gradients that are in them when their turn comes.

@@ -75,6 +75,7 @@ class Averaging(ABC):
 
     def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
         check_same_model(group, storage)
+        storage.shared = True
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
         self.messages = self.bytes = 0

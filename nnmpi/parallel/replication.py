@@ -59,6 +59,7 @@ def check_free(model: Module) -> None:
 
 def broadcast_state(model: Module, group: Group) -> None:
     """Give all ranks rank 0's parameters and buffers; collective."""
+    model.storage.shared = True
     for array in [*model.storage.data, *(buffer.data for _, buffer in model.named_buffers())]:
         if array.flags.c_contiguous:
             group.broadcast(array)

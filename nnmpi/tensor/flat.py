@@ -49,6 +49,7 @@ class FlatStorage:
         spans: where each parameter lies, in registration order.
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
+        shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class FlatStorage:
         self.grads: list[Array] = []
         self.moves = 0
         self.common = False
+        self.shared = any(parameter.region is not None for parameter in parameters.values())
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:

@@ -2,10 +2,12 @@
 
 import re
 import tracemalloc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
+from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim import blocks, checks
 from nnmpi.optim.adam import Adam, AdamW
@@ -295,3 +297,16 @@ def test_parts_of_the_buffers_are_updated_alone():
     halves.update(second, [storage.data[0][4:6]])
     np.testing.assert_array_equal(storage.data[0][6:], plain.data[0][6:])
     np.testing.assert_array_equal(storage.data[0][4:6], kept)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_processes_that_train_apart_are_warned(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that only call loss.backward() and step(): their weights drift apart, and nothing else says so."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    storage = models.mlp((5,), 3, hidden=()).initialize().storage
+    storage.shared = shared  # as a strategy does
+    optimizer = SGD(storage, lr=0.1)
+    with nullcontext() if shared else pytest.warns(UserWarning, match="2 processes were started, and each trains"):
+        optimizer.step()
+    optimizer.step()

@@ -66,6 +66,20 @@ class Setting:
 
 
 @pytest.mark.simulated
+@pytest.mark.parametrize("mean", [lambda losses: losses.mean(), None])
+def test_a_mean_that_would_be_divided_again(group: Group, mean: Callable[[Tensor], Tensor] | None) -> None:
+    """The default of a loss is its mean: the gradient would be too small by the number of this rank's samples."""
+    setting = Setting(group)
+    parallel = DataParallel(setting.model, group)
+    loss = ops.cross_entropy(setting.model(setting.x), setting.y, reduction="none" if mean else "mean")
+    setting.assert_refused(
+        lambda: parallel.backward(mean(loss) if mean else loss, ROWS + 9),
+        UsageError,
+        f"this loss is a mean, and backward(loss, {ROWS + 9}) would divide it by {ROWS + 9} once more",
+    )
+
+
+@pytest.mark.simulated
 def test_forgotten_zero_grad(group: Group) -> None:
     """What is summed already would be summed again."""
     setting = Setting(group)
