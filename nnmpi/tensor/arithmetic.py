@@ -95,7 +95,7 @@ class Divide(Elementwise):
 
 
 class Power(Elementwise):
-    """a ** b; the derivative in b needs a > 0 (at a = 0 it is taken as 0)."""
+    """a ** b; the derivative in b is taken as 0 at a = 0, and is NaN at a < 0, where there is none."""
 
     def forward(self, a: Any, b: Any) -> Array:
         result: Array = a**b
@@ -109,8 +109,9 @@ class Power(Elementwise):
         if self.needs[0]:
             to_a = unbroadcast(xp, grad * self._slope(a, b, result), _shape(a))
         if self.needs[1]:
-            logarithm = xp.log(xp.where(xp.asarray(a) > 0, a, 1)).astype(result.dtype)
-            to_b = unbroadcast(xp, grad * result * logarithm, _shape(b))
+            base = xp.asarray(a)
+            logarithm = xp.where(base < 0, xp.nan, xp.log(xp.where(base > 0, base, 1))).astype(result.dtype)
+            to_b = unbroadcast(xp, grad * xp.where(base == 0, 0, result) * logarithm, _shape(b))
         return to_a, to_b
 
     def _slope(self, a: Any, b: Any, result: Array) -> Any:

@@ -194,7 +194,8 @@ class SyncConfig:
     """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest; local: every
     --local-steps steps, to average weights; gossip: each for its neighbours, to average weights."""
     staleness: int | None = None
-    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp)."""
+    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp, but for
+    --clip, which clips each worker's gradient and not their sum)."""
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
     servers: int | None = None
@@ -459,7 +460,7 @@ class OptimizationConfig:
     base_batch: int = 32
     """For --lr-scaling linear: the batch size that --lr was found for."""
     clip: float | None = None
-    """Scale gradients down to this global norm where they exceed it."""
+    """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each worker's own."""
     grad_accum: int = 1
     """Compute each rank's share of a batch in this many parts: less memory, the same update."""
     label_smoothing: float = 0.0

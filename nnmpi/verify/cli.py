@@ -56,8 +56,8 @@ def _serial(layout: Layout) -> Layout:
 def _compare(options: Options, dataset: Dataset, ours: Trial, serial: Trial) -> list[Finding]:
     batch = options.optimization.batch_size
     samples = len(dataset) if batch == "full" else batch
-    exact = options.parallel.reduction == "fixed"
-    return compare(ours, serial, options.trial.dtype, samples, options.optimization.optimizer, exact)
+    exact, chosen = options.parallel.reduction == "fixed", options.optimization
+    return compare(ours, serial, options.trial.dtype, samples, chosen.optimizer, exact, chosen.lr)
 
 
 def _share(group: Group, findings: list[Finding] | None) -> list[Finding]:

@@ -334,6 +334,14 @@ def test_other_refusals(group: Group) -> None:
     """Initialized models, images of another size, and too few groups."""
     with pytest.raises(UsageError, match="shard it first"):
         shard(models.mlp((4,), 3).initialize(seed=0), group)
+    for layer, sample, words in (
+        (nn.Conv2d(1, 1, (3, 5)), (6, 4, 1), "'0' has windows of 5 columns, which do not fit images of 4 columns"),
+        (nn.Conv2d(1, 1, (7, 1)), (6, 4, 1), "'0' has windows of 7 rows, which do not fit images of 6 rows"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            shard(nn.Sequential(layer), group, {"0": H}, sample=sample)
+    with pytest.raises(LayoutError, match="'1' has windows of 5 columns, which do not fit images of 4 columns"):
+        shard(nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d((2, 5))), group, {"0": H, "1": H}, sample=(6, 4, 1))
     with pytest.raises(LayoutError, match="use a Sharding"):
         shard(models.mlp((4,), 3), group, {"1": "column"})  # type: ignore[dict-item]
     with pytest.raises(LayoutError, match="too few"):

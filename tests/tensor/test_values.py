@@ -46,6 +46,9 @@ def test_powers_of_zero():
         )
     np.testing.assert_array_equal(gradient(lambda e: Tensor(np.array([0.0])) ** e, [2.0]), [0])
     np.testing.assert_array_equal(gradient(lambda x: x**2, [-3.0]), [-6])
+    with np.errstate(divide="ignore"):
+        exponents = gradient(lambda e: Tensor(np.array([0.0, -2.0, 4.0])) ** e, [-1.0, 2.0, 2.0])
+    np.testing.assert_allclose(exponents, [0, np.nan, 16 * np.log(4)])  # of a negative number there is no logarithm
 
 
 def test_where_hides_what_it_does_not_take():

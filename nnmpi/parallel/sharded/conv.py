@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.windows import Pair, pair
+from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
@@ -159,12 +159,25 @@ class RowsConv2d(Conv2d):
 def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
     """Return the layer for some rows of the images."""
     height, _, _ = context.sample()
-    reach = layer.dilation[0] * (layer.weight.shape[0] - 1) + 1
-    windows = RowWindows(height, reach, layer.stride[0], layer.padding[0])
-    if windows.outputs < 1:
-        raise context.refuse(f"has windows of {reach} rows, which do not fit images of {height} rows")
+    reach = (_reach(layer, 0), _reach(layer, 1))
+    windows = _windows(context, reach, layer.stride, layer.padding)
     conv = RowsConv2d(layer, context.group, windows, context.to_parts(rows(height)))
     return conv, rows(windows.outputs)
+
+
+def _reach(layer: Conv2d, axis: int) -> int:
+    """Return how many rows or columns a window sees, from its first to its last."""
+    return layer.dilation[axis] * (layer.weight.shape[axis] - 1) + 1
+
+
+def _windows(context: LayerContext, reach: Pair, stride: Pair, padding: Pair) -> RowWindows:
+    """Return how windows go over the rows of the images that come to the layer, whose columns must hold one, too."""
+    height, width, _ = context.sample()
+    sides = zip((height, width), reach, stride, padding, ("rows", "columns"), strict=True)
+    for size, seen, each, border, what in sides:
+        if out_size(size, seen, each, border) < 1:
+            raise context.refuse(f"has windows of {seen} {what}, which do not fit images of {size} {what}")
+    return RowWindows(height, reach[0], stride[0], padding[0])
 
 
 class RowsPool2d(Module):
@@ -225,9 +238,7 @@ def place_pool(layer: MaxPool2d | AvgPool2d, context: LayerContext) -> Placed:
         raise context.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
     kernel, padding = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0)
     stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
-    windows = RowWindows(height, kernel[0], stride[0], padding[0])
-    if windows.outputs < 1:
-        raise context.refuse(f"has windows of {kernel[0]} rows, which do not fit images of {height} rows")
+    windows = _windows(context, kernel, stride, padding)
     operation, border = (largest, -float("inf")) if isinstance(layer, MaxPool2d) else (average, 0.0)
     return RowsPool2d(operation, context.group, windows, kernel, stride, padding, border), rows(windows.outputs)
 
