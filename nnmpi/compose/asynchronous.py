@@ -92,7 +92,8 @@ class AsynchronousWorker(Trainer):
             self.runner = ParameterServerRunner(
                 model, optimizer, group, sync, gradient, self.throttle, self.backend, synchronous_sends
             )
-            self.reports_per_batch = len(sync.worker_ranks(group.size)) - sync.backup
+            self.reporters = len(sync.worker_ranks(group.size))
+            self.reports_per_batch = self.reporters - sync.backup
         else:
             self.runner = AveragingRunner(model, optimizer, group, sync, gradient, self.throttle, seed)
         self._summary = StalenessSummary()

@@ -56,14 +56,15 @@ def sum_up(tallies: Sequence[Tally], batches: int, seconds: float, used: Totals 
     """Return the totals of a segment of so many batches and seconds.
 
     Args:
-        tallies: of all ranks; a step's times are the mean over their gradients.
+        tallies: of all ranks; a step's times are the mean over those that computed gradients, or waited to: with backup
+            workers a gradient may last for several steps.
         used: over the samples whose gradients were used; by default all were.
     """
     computed = Totals()
     for tally in tallies:
         computed = computed.plus(tally.totals)
-    share = batches / max(computed.steps, 1)
-    times = {name: share * getattr(computed, name) for name in ("compute_s", "sync_s", "input_s")}
+    workers = sum(1 for tally in tallies if tally.totals.steps or tally.totals.sync_s)
+    times = {name: 1 / max(workers, 1) * getattr(computed, name) for name in ("compute_s", "sync_s", "input_s")}
     return replace(used or computed, steps=batches, wall_s=seconds, **times)
 
 

@@ -46,6 +46,9 @@ from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
 
+ROUNDING = 1e-4  # of a step's time: less than is printed of it
+
+
 @dataclass(frozen=True)
 class Throttle:
     """The minimum time of a step, and who takes how many times as long.
@@ -145,17 +148,17 @@ class Totals:
             self.wait_s + other.wait_s,
         )
 
-    def part(self, parts: int, last: bool) -> Totals:
-        """Return what one of so many gradients that make up a step adds to the sums over steps.
+    def part(self, workers: int, last: bool) -> Totals:
+        """Return what one worker's gradient of several that make up a step adds to the sums over steps.
 
-        Its times are one worker's, and a step's are the mean over the workers.
+        Its times are that worker's, and a step's are the mean over the workers.
 
         Args:
             last: whether the step is complete with this one.
         """
-        if parts == 1:
+        if workers == 1:
             return self
-        times = {name: getattr(self, name) / parts for name in ("compute_s", "sync_s", "input_s")}
+        times = {name: getattr(self, name) / workers for name in ("compute_s", "sync_s", "input_s")}
         return replace(self, steps=int(last), **times)
 
     def to_json(self) -> dict[str, Any]:
@@ -222,7 +225,9 @@ class Totals:
         )
         if self.wait_s:
             parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
-        rest_s = max(0.0, self.wall_s - sum(seconds for _, seconds in parts))
+        rest_s = self.wall_s - sum(seconds for _, seconds in parts)
+        if abs(rest_s) < ROUNDING * wall_s:
+            rest_s = 0.0
         words = [
             f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
             for name, seconds in (*parts, ("other", rest_s))
@@ -329,10 +334,11 @@ class Trainer(ABC):
         in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
             rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
         reports_per_batch: how many calls of `progress` there are for each batch.
+        reporters: how many workers these are of, in turns.
     """
 
     in_step = False
-    reports_per_batch = 1
+    reports_per_batch = reporters = 1
 
     def __init__(
         self,

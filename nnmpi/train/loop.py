@@ -193,7 +193,7 @@ class Loop:
             return
         parts = self._trainer.reports_per_batch
         is_whole = self._told % parts == 0
-        self._window = self._window.plus(one.totals.part(parts, is_whole))
+        self._window = self._window.plus(one.totals.part(self._trainer.reporters, is_whole))
         if is_whole and is_due(self._step, self._context.config.run.log_every):
             self._log()
 

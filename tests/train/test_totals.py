@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from nnmpi.compose.segment import Tally, sum_up
 from nnmpi.compose.trainer import Totals
 
 
@@ -42,3 +43,16 @@ def test_communication_is_told_per_step_beside_its_prediction() -> None:
     )
     known = totals.plus(Totals(steps=10, predicted_s=0.05, predicted_steps=10))
     assert known.communication().endswith("predicted 5 ms")
+
+
+def test_parts_of_more_than_the_step_are_not_hidden() -> None:
+    totals = Totals(steps=1, compute_s=0.8, sync_s=0.4, wall_s=1.0)
+    assert totals.breakdown().endswith("+ other -200.00 ms (-20 %)")
+
+
+def test_gradients_that_last_several_steps_add_up_to_the_workers_time() -> None:
+    """Two workers, one of which computes a whole segment of 4 steps at one gradient, as a backup worker may."""
+    quick = Tally(Totals(steps=4, compute_s=3.6, sync_s=0.4))
+    slow = Tally(Totals(steps=1, compute_s=4.0))
+    totals = sum_up([quick, slow, Tally()], batches=4, seconds=4.0)  # the third rank is a server
+    assert totals.compute_s + totals.sync_s == pytest.approx(totals.wall_s)
