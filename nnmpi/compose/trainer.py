@@ -45,7 +45,6 @@ from nnmpi.parallel.pace import Pace, Rest, rest_until
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.staleness import Staleness
 
-
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
 
 

@@ -22,6 +22,13 @@ def wait_until_none(threads: Threads) -> None:
     assert threads() == []
 
 
+def is_waiting(thread: threading.Thread) -> bool:
+    """Return whether a thread waits for an item."""
+    assert thread.ident is not None
+    caller = sys._current_frames()[thread.ident].f_back
+    return caller is not None and caller.f_code.co_name == "take"
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
 @pytest.mark.parametrize("ahead", [1, 3, 50])
 def test_items_come_in_order(workers: int, ahead: int, prefetch_threads: Threads) -> None:
@@ -137,17 +144,19 @@ def test_iterator_collected_in_its_own_thread_does_not_block(prefetch_threads: T
 
 
 def test_interrupt_while_waiting_stops_everything(prefetch_threads: Threads) -> None:
-    begun = threading.Event()
+    begun, interrupted = threading.Event(), threading.Event()
 
     def make(i: int) -> int:
         begun.set()
-        time.sleep(0.5)
+        interrupted.wait(10)
         return i
 
     def interrupt() -> None:
         begun.wait(10)
-        time.sleep(0.1)  # by now the main thread waits for the item
+        while not is_waiting(threading.main_thread()):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
+        interrupted.set()
 
     items = Prefetch(make, range(100))
     thread = threading.Thread(target=interrupt)

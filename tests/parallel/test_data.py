@@ -60,6 +60,21 @@ def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
     assert all(pair == sums[0] for pair in sums), sums
 
 
+@pytest.mark.simulated
+def test_the_gradient_is_that_of_a_plain_mean(group: Group) -> None:
+    """Taken of all samples by hand: a worker on one rank would count them as wrongly as this one."""
+    worker, rows = worker_for(group), 13
+    serial = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((rows, 5)).astype(np.float32), generator.integers(0, 3, rows)
+    losses = ops.cross_entropy(serial(x), y, reduction="none")
+    (losses.sum() * (1 / rows)).backward()
+    report = worker.step(batch_of(group, rows))
+    wanted = serial.storage.data[0] - 0.1 * serial.storage.grads[0]
+    assert max(group.gather(float(np.abs(worker.model.storage.data[0] - wanted).max()))) < 1e-6
+    assert report.loss == pytest.approx(float(losses.numpy().mean()), rel=1e-5)
+
+
 @pytest.mark.simulated(min_size=2)
 def test_check_mode_names_the_weights_that_differ(group: Group) -> None:
     """One bit on one rank is enough."""

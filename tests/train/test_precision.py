@@ -81,6 +81,7 @@ def test_skipped_steps_and_the_scale_are_in_the_metrics(train: Train, overflows:
 
 
 def test_other_precisions_say_nothing_of_it(train: Train) -> None:
+    pytest.importorskip("ml_dtypes")  # which bf16 needs
     run = train("--model mlp --dataset iris --precision bf16 --epochs 1 --log-every 1")
     assert not {"loss_scale", "skipped_steps"} & set(records(run)[0])
     assert json.loads((checkpoint(run) / "state.json").read_text())["optimizer"].keys() == {"steps"}
@@ -113,6 +114,7 @@ def test_the_scale_goes_from_one_layout_to_another(tmp_path: Path, overflows: st
 
 
 def test_the_header_names_it(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ml_dtypes")  # which bf16 needs
     train("--model mlp --dataset iris --max-steps 1 --precision bf16")
     train("--model mlp --dataset iris --max-steps 1 --precision fp16")
     train("--model mlp --dataset iris --max-steps 1")
