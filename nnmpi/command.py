@@ -174,6 +174,11 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
     return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
 
 
+def printable(text: str) -> str:
+    """Return a text without characters that would steer a terminal, as names of files and answers of servers may."""
+    return "".join(each if each in "\n\t" or each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def say(main: Callable[[Sequence[str]], str]) -> int:
     """Print what a command has to say of the words behind its name, or one sentence that says what is wrong.
 
@@ -193,7 +198,7 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except NnmpiError as error:
         if speaks:
-            print(f"nnmpi: {error}", file=sys.stderr)
+            print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
     return 0
 

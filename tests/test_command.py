@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import HelpAsked, Parser, Switch, options_of, read_words
+from nnmpi.command import HelpAsked, Parser, Switch, options_of, printable, read_words
 from nnmpi.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -106,3 +106,9 @@ def test_help_has_forms_explanations_and_defaults() -> None:
         "  --overlap [auto|on|off], --no-overlap",
         "                          At the same time. (default: auto)",
     ]
+
+
+def test_nothing_that_steers_a_terminal_is_printed() -> None:
+    """From the name of a file, or the reason in a server's answer."""
+    assert printable("a\x1b[2Jb\rc\x07 \udcff") == "a\\x1b[2Jb\\rc\\x07 \\udcff"
+    assert printable("Größe: 3 × 4\n\t→ fine") == "Größe: 3 × 4\n\t→ fine"

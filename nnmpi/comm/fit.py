@@ -21,6 +21,7 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_algorithm
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.reading import read_json
 
 FORMAT = 1
 COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
@@ -139,14 +140,12 @@ def load_fit(file: Path) -> Fit:
         UsageError: when there is none, or what is there is no fit.
     """
     try:
-        if file.exists() and not file.is_file():
-            raise OSError(None, "not an ordinary file")
-        return Fit.from_json(json.loads(file.read_text(encoding="utf-8")))
+        return Fit.from_json(read_json(file))
     except OSError as error:
         raise UsageError(
-            f"the fit {file} cannot be read ({error.strerror}); make one: {COMMAND.format(ranks='RANKS')}"
+            f"the fit {file} cannot be read ({error.strerror or error}); make one: {COMMAND.format(ranks='RANKS')}"
         ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, NnmpiError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, NnmpiError) as error:
         raise UsageError(
             f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"
         ) from None

@@ -18,6 +18,7 @@ import threadpoolctl
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.library import load_mpi
 from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit
+from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.threads import rank_threads
@@ -98,7 +99,7 @@ def _failed_alone(kind: type[BaseException], error: BaseException, trace: Traceb
     """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there are no others."""
     status, text = describe_uncaught(kind, error, trace)
     if text:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(printable(text) + "\n")
     raise SystemExit(status)
 
 

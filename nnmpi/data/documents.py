@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import codecs
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nnmpi.data.csvfile import read_cells
 from nnmpi.data.files import opened
 from nnmpi.errors import DataError, UsageError
+from nnmpi.reading import parse_json
 
 CHUNK_BYTES = 2**20
 CELL_BYTES = 2**30  # the longest cell of a table
@@ -155,8 +155,8 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[s
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: not a JSON object; give one with a field for each column")

@@ -12,6 +12,8 @@ import gzip
 import hashlib
 import http.client
 import os
+import re
+import time
 import urllib.error
 import urllib.request
 import zlib
@@ -24,6 +26,7 @@ from nnmpi.data.sources import Source
 from nnmpi.errors import DataError
 
 BLOCK_BYTES = 1 << 16
+LEAST_BYTES_PER_S = 1000
 
 
 class MirrorError(Exception):
@@ -51,7 +54,7 @@ def download(
     Args:
         source: what to download, from where, and its checksum.
         folder: where the file will lie.
-        stall_s: a mirror that sends nothing for this long is given up for this attempt.
+        stall_s: a mirror that sends nothing for this long, or next to nothing, is given up for this attempt.
         tries: attempts for each mirror; only a transfer that broke off after making progress is tried again.
         report: called with a sentence when a transfer begins.
 
@@ -109,15 +112,15 @@ def _transfer(url: str, part: Path, source: Source, stall_s: float) -> None:
     if have:
         headers["Range"] = f"bytes={have}-"
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=stall_s) as response:
+        with _opener().open(urllib.request.Request(url, headers=headers), timeout=stall_s) as response:
             resumed = response.status == http.client.PARTIAL_CONTENT
             if resumed and not str(response.headers["Content-Range"]).startswith(f"bytes {have}-"):
                 _remove(part)
                 raise MirrorError(f"answered with the wrong range {response.headers['Content-Range']!r}")
             length = response.headers["Content-Length"]
             start = have if resumed else 0  # a server without Range sends everything again
-            total = start + int(length) if length and length.isdigit() else None
-            _receive(response, part, start, source)
+            total = start + int(length) if length and re.fullmatch("[0-9]{1,18}", length) else None
+            _receive(response, part, start, source, stall_s)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -134,10 +137,27 @@ def _transfer(url: str, part: Path, source: Source, stall_s: float) -> None:
         raise MirrorError(f"broke off after {_size(part)} of {total} bytes", resume=True)
 
 
-def _receive(response: http.client.HTTPResponse, part: Path, start: int, source: Source) -> None:
+def _opener() -> urllib.request.OpenerDirector:
+    """Return what opens http and https alone, also where it is redirected to."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+def _receive(response: http.client.HTTPResponse, part: Path, start: int, source: Source, stall_s: float) -> None:
     # A gz file may be a little larger than its content, never much: more than this is something else.
     limit = source.size_bytes + (source.size_bytes // 100 + 1024 if source.unpacked else 0)
     with _writing(part, start) as file:
+        checked, before = time.monotonic(), start
         while block := response.read1(BLOCK_BYTES):
             start += len(block)
             if start > limit:
@@ -145,11 +165,16 @@ def _receive(response: http.client.HTTPResponse, part: Path, start: int, source:
                 _remove(part)
                 raise MirrorError(f"sent more than the {limit} bytes that the file can have")
             _write(file, block, part)
+            if time.monotonic() - checked > stall_s:
+                if start - before < LEAST_BYTES_PER_S * stall_s:
+                    raise MirrorError(f"sent {start - before} bytes in {stall_s:g} s", resume=True)
+                checked, before = time.monotonic(), start
 
 
 def _writing(part: Path, start: int) -> IO[bytes]:
     try:
-        file = part.open("r+b" if part.exists() else "wb", buffering=0)
+        # Whoever may write into a shared folder could leave a link there, to a file of this user's.
+        file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+b", 0)
         file.truncate(start)
         file.seek(start)
     except OSError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nnmpi.errors import DataError, UsageError
+from nnmpi.reading import check_ordinary
 
 VARIABLE = "NNMPI_DATA"  # of the environment: the folder for downloads
 POLL_S = 0.1  # between two looks at a lock that another process holds
@@ -37,8 +38,7 @@ def opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
         DataError: for a file that is missing or unreadable, or a gz stream that is cut or damaged.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe may have no end
-            raise DataError(f"{path}: not an ordinary file")
+        check_ordinary(path)
         with path.open("rb") as plain:
             yield gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -24,6 +24,7 @@ import numpy as np
 
 from nnmpi.data.files import expand
 from nnmpi.errors import DataError, UsageError
+from nnmpi.reading import read_json
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -277,9 +278,9 @@ def _library_form(
 def _read_built_in(file: Path) -> Tokenizer | None:
     """Return the tokenizer of bytes or of characters that the file holds; None for any other."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
         characters = CharacterTokenizer("".join(values["model"]["vocab"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     known: tuple[ByteTokenizer, CharacterTokenizer] = (ByteTokenizer(), characters)
     return next((each for each in known if each.to_json() == values), None)

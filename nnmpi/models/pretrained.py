@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError
 from nnmpi.nn.module import Module
+from nnmpi.reading import read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "transformer."
@@ -180,8 +181,8 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     file = folder / CONFIG
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(file)
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
         ) from None

@@ -3,7 +3,6 @@
 `set_up` does it all, in the order in which things depend on one another; the other functions are its steps.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +40,7 @@ from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
 from nnmpi.parallel.pace import Pace
+from nnmpi.reading import read_json
 from nnmpi.schedule.simulate import InstructionCosts
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
@@ -299,8 +299,8 @@ def _read_pace(file: Path | None, group: Group, where: Arrangement | None) -> Pa
 
     def read() -> dict[str, list[float]]:
         try:
-            costs = InstructionCosts.from_json(json.loads(file.read_text()))
-        except (OSError, ValueError, RecursionError) as error:
+            costs = InstructionCosts.from_json(read_json(file))
+        except (OSError, ValueError) as error:
             raise UsageError(f"--pace {file} cannot be read: {error}") from None
         count = len(next(iter(costs.seconds.values())))
         if count != stages:

@@ -22,6 +22,7 @@ from typing import Any
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.reading import read_json
 from nnmpi.train.folder import replace_durably, sha256, sync_folder, write_durably
 from nnmpi.train.tensor_file import TensorFile, TensorWriter
 
@@ -99,9 +100,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     file = folder / STATE_FILE
     try:
-        state = json.loads(file.read_text())
+        state = read_json(file)
         found, files = state.pop("sha256"), state["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
@@ -181,7 +182,7 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Make the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)  # not the run's folder: somebody may have removed it
         shutil.rmtree(self._temporary, ignore_errors=True)  # what a kill has left
         self._temporary.mkdir()
 

@@ -7,7 +7,6 @@ Errors leave as exceptions. Those of this package carry one sentence and an exit
 installs prints what all ranks raise once, and lets all of them end with the same status.
 """
 
-import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
 from nnmpi.launcher import read_launch
+from nnmpi.reading import read_json, read_text
 from nnmpi.train.config import Config, all_options, assemble, check, flatten
 from nnmpi.train.folder import CONFIG_FILE, default_folder, find_model
 from nnmpi.train.log import Console
@@ -210,8 +210,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     if not there:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     try:
-        flat = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        flat = read_json(file)
+    except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from None
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
@@ -227,11 +227,9 @@ def read_file(file: Path) -> dict[str, Any]:
         UsageError: when it cannot be read, or holds what is no option or belongs on the command line.
     """
     try:
-        if file.exists() and not file.is_file():  # /dev/zero has no end, and a pipe may have none
-            raise UsageError(f"--config {file} is not an ordinary file; give a TOML file")
-        text = file.read_text()
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {error}") from None
+        raise UsageError(f"--config {file} cannot be read: {error}; give a TOML file") from None
     try:
         flat = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of TOML, of a number's digits, of lists within lists

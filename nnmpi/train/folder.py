@@ -47,7 +47,7 @@ def replace_durably(file: Path, content: bytes) -> None:
     Raises:
         OSError: when the disk is full or not writable; the old content then stays and nothing is left beside it.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f".{file.name}.tmp")  # one name: what a kill leaves, the next one writes over
     try:
         write_durably(temporary, content)
         temporary.replace(file)

@@ -15,6 +15,7 @@ from math import isfinite
 from typing import Any, TextIO
 
 from nnmpi import clock
+from nnmpi.command import printable
 from nnmpi.compose.runner import EvalReport, perplexity
 from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
@@ -38,7 +39,7 @@ class Console:
             return
         try:
             for line in lines:
-                print(line, file=self._stream)
+                print(printable(line), file=self._stream)
             self._stream.flush()
         except (OSError, ValueError):  # no reader, a full disk; ValueError: the stream is closed
             self._quiet = True

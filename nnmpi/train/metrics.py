@@ -49,13 +49,14 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.reading import parse_json
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.folder import RunFolder, replace_durably
 
@@ -64,28 +65,57 @@ AT_THE_END = ("test", RUN_STALENESS)
 
 
 class MetricsFile:
-    """The open metrics.jsonl of one run; records are appended."""
+    """The open metrics.jsonl of one run; records are appended, whole lines or nothing.
+
+    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint that cannot be
+    written, and not before.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._stream: IO[str] = file.open("a", encoding="utf-8")
+        self._stream = file.open("ab", buffering=0)
+        self._length, self._waiting = self._stream.tell(), b""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; it is in the file when this returns. Numbers that JSON has not (nan, inf) become null.
+        """Append one line; it is in the file when this returns, if the disk takes it.
 
-        Raises:
-            OSError: when the disk is full.
+        Numbers that JSON has not (nan, inf) become null.
         """
         finite = {key: None if _no_number(value) else value for key, value in record.items()}
-        self._stream.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._stream.flush()
+        self._waiting += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        with suppress(OSError):
+            self._flush()
 
     def sync(self) -> None:
-        """Wait until the disk has all lines: a checkpoint must not be newer than its metrics."""
+        """Wait until the disk has all lines: a checkpoint must not be newer than its metrics.
+
+        Raises:
+            OSError: when it has no room for them.
+        """
+        self._flush()
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        """Close the file.
+
+        Raises:
+            OSError: when the disk has no room for the last lines.
+        """
+        try:
+            self._flush()
+        finally:
+            self._stream.close()
+
+    def _flush(self) -> None:
+        """Bring what waits to the file."""
+        view = memoryview(self._waiting)
+        try:
+            while view:
+                view = view[self._stream.write(view) :]
+        except OSError:
+            with suppress(OSError):
+                self._stream.truncate(self._length)  # no half line
+            raise
+        self._length, self._waiting = self._length + len(self._waiting), b""
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -97,10 +127,10 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     """
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     whole, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
-    records = [json.loads(line) for line in whole]
+    records = [parse_json(line) for line in whole]
     if rest:
         try:
-            records.append(json.loads(rest))
+            records.append(parse_json(rest))
         except ValueError:
             return records
     return records
@@ -177,7 +207,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         first_step: how many steps the run has done so far.
 
     Raises:
-        NnmpiError: when a file cannot be written; so does `write`.
+        NnmpiError: when a file cannot be written.
     """
 
     def __init__(self, folder: RunFolder | None, first_step: int) -> None:
@@ -186,24 +216,19 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self._events: EventFile | None = None
         if folder is not None:
             try:
+                self._place = os.stat(folder.path)
                 self._metrics = MetricsFile(folder.metrics)
                 self._events = EventFile(folder.events, first_step + 1) if can_write() else None
             except OSError as error:
                 raise self._problem(error) from None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record into every file; the docstring above explains its keys.
-
-        Raises:
-            NnmpiError: when a file cannot be written.
-        """
-        try:
-            if self._metrics is not None:
-                self._metrics.write(record)
-            if self._events is not None:
+        """Write one record into every file; the docstring above explains its keys."""
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if self._events is not None:
+            with suppress(OSError):  # they are a picture of the metrics
                 self._events.write(record)
-        except OSError as error:
-            raise self._problem(error) from None
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records of the run; none on ranks without a folder.
@@ -223,17 +248,38 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
         Raises:
             OSError: when it cannot.
+            CheckpointError: when the folder is not the one in which the run began: half of it would be made again.
         """
-        if self._metrics is not None:
-            self._metrics.sync()
+        if self._folder is None or self._metrics is None:
+            return
+        try:
+            there = os.path.samestat(os.stat(self._folder.path), self._place)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise CheckpointError(
+                f"the run's folder {self._folder.path} was removed or moved while the run went on; nothing more is "
+                "written there, and where it was moved to, its last checkpoint can be resumed"
+            )
+        self._metrics.sync()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files."""
-        for each in (self._metrics, self._events):
-            if each is not None:
-                each.close()
+        """Close the files.
+
+        Raises:
+            NnmpiError: when the last records cannot be written.
+        """
+        if self._events is not None:
+            with suppress(OSError):
+                self._events.close()
+        try:
+            if self._metrics is not None:
+                self._metrics.close()
+        except OSError as full:
+            if error is None:
+                raise self._problem(full) from None
 
     def _problem(self, error: OSError) -> NnmpiError:
         place = self._folder.path if self._folder else ""

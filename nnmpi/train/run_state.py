@@ -80,6 +80,23 @@ class RunState:
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
         return replace(self, best=value, best_step=self.step) if better else self
 
+    def check(self, extent: Extent, folder: Path) -> None:
+        """Check that epoch and batch are those of the step.
+
+        Args:
+            extent: of the run.
+            folder: of the run, for the message.
+
+        Raises:
+            CheckpointError: when they are not.
+        """
+        batches = extent.train_batches
+        if self.step != self.epoch * batches + self.batch or self.batch >= batches:
+            raise CheckpointError(
+                f"the last checkpoint in {folder} is of step {self.step}, epoch {self.epoch} and batch {self.batch}, "
+                f"which do not go together with {batches} batches in an epoch; remove it to go on from an older one"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self)

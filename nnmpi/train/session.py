@@ -76,6 +76,7 @@ def _run(
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
+    state.check(context.extent, folder.path)
 
     def take_folder() -> None:
         if not resuming:

@@ -70,7 +70,8 @@ class Site:
     """A web server whose answers are chosen by path: files[path] is sent in the manner of manners[path], in turn.
 
     Manners: "plain" (knows Range), "no range", "cut" (half of what was asked for, then the connection closes),
-    "stall" (half of it, then nothing), "silent" (no answer at all), "wrong range", "status 404" and other numbers.
+    "stall" (half of it, then nothing), "drip" (a byte now and then), "silent" (no answer at all), "wrong range",
+    "endless length" (of 4,400 digits), "ftp" (sent there), "status 404" and other numbers.
     The last manner is kept.
     """
 
@@ -104,6 +105,11 @@ class Site:
                 if manner == "silent":
                     site.over.wait(20)
                     return
+                if manner == "ftp":
+                    self.send_response(302)
+                    self.send_header("Location", "ftp://127.0.0.1/file.bin")
+                    self.end_headers()
+                    return
                 if manner.startswith("status"):
                     self.send_error(int(manner.split()[1]))
                     return
@@ -120,8 +126,11 @@ class Site:
                     said = 0 if manner == "wrong range" else start
                     self.send_header("Content-Range", f"bytes {said}-{len(content) - 1}/{len(content)}")
                 rest = content[start:]
-                self.send_header("Content-Length", str(len(rest)))
+                self.send_header("Content-Length", "9" * 4400 if manner == "endless length" else str(len(rest)))
                 self.end_headers()
+                while manner == "drip" and not site.over.wait(0.05):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
                 half = manner in ("cut", "stall")
                 self.wfile.write(rest[: len(rest) // 2] if half else rest)
                 self.wfile.flush()

@@ -225,3 +225,34 @@ def test_known_sources_are_well_formed(name: str) -> None:
 def test_real_mnist_files_pass_the_known_checksums(real_data: Path) -> None:
     for known in sources("mnist"):
         assert check(real_data / "mnist" / known.filename, known) is None
+
+
+def test_a_mirror_that_drips_is_left(site: Any, tmp_path: Path) -> None:
+    """Each byte came within the limit, and the file would have come in a year."""
+    wanted = source(site.put("/a", CONTENT, "drip"), site.put("/b", CONTENT))
+    began = time.monotonic()
+    assert download(wanted, tmp_path, stall_s=0.3, tries=2).read_bytes() == CONTENT
+    assert time.monotonic() - began < 5
+
+
+def test_other_ways_than_http_are_not_taken(site: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="unknown url type: ftp"):
+        download(source(site.put("/a", CONTENT, "ftp")), tmp_path)
+
+
+def test_a_length_of_any_number_of_digits_is_no_traceback(site: Any, tmp_path: Path) -> None:
+    assert download(source(site.put("/a", CONTENT, "endless length")), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_link_in_the_place_of_the_part_file_is_not_followed(site: Any, tmp_path: Path) -> None:
+    wanted = source(site.put("/a", CONTENT, "cut"))
+    with pytest.raises(DataError):
+        download(wanted, tmp_path, tries=1)
+    (part,) = tmp_path.iterdir()
+    part.unlink()
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"precious")
+    part.symlink_to(mine)
+    with pytest.raises(DataError, match=r"\.part: cannot be written \(Too many levels of symbolic links\)"):
+        download(wanted, tmp_path, tries=1)
+    assert mine.read_bytes() == b"precious"

@@ -1,13 +1,15 @@
 """A run's folder is never shared with another run, and what cannot be written is a usage error."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from nnmpi.errors import UsageError
+from nnmpi.train import folder
 from nnmpi.train.config import Config, assemble
-from nnmpi.train.folder import RunFolder, default_folder
+from nnmpi.train.folder import RunFolder, default_folder, replace_durably
 from tests.data.locked import lock
 
 
@@ -55,3 +57,18 @@ def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
     second = default_folder(Config(), tmp_path)
     assert not second.exists()
     assert first != second
+
+
+def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path: Path) -> None:
+    def killed(file: Path, content: bytes) -> None:
+        file.write_bytes(content[:3])
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        folder.write_durably = killed  # type: ignore[assignment]
+        replace_durably(tmp_path / "latest", b"step-1")
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    replace_durably(tmp_path / "latest", b"step-2")
+    assert [each.name for each in tmp_path.iterdir()] == ["latest"]

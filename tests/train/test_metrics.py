@@ -1,11 +1,15 @@
 """metrics.jsonl: whole lines, a cut last line is dropped, and no step stands twice after a resume."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nnmpi.train.metrics import MetricsFile, cut_metrics, read_metrics
+from nnmpi.errors import CheckpointError
+from nnmpi.train.checkpoint_files import CheckpointWriter
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.metrics import MetricsFile, MetricsRecorder, cut_metrics, read_metrics
 
 
 def train(step: int) -> dict[str, Any]:
@@ -64,3 +68,39 @@ def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> Non
     assert cut_metrics(file, 2) == 2
     assert read_metrics(file) == [train(1), train(2), evaluation]
     assert cut_metrics(tmp_path / "absent", 2) == 0
+
+
+def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) -> None:
+    """Half a line stayed, and the run ended in the middle of a step."""
+    file, records = tmp_path / "metrics.jsonl", [{"kind": "train", "global_step": step} for step in range(3)]
+    metrics = MetricsFile(file)
+    metrics.write(records[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, before[1]))
+    try:
+        metrics.write(records[1])
+        assert read_metrics(file) == records[:1]
+        assert file.read_text().endswith("}\n")
+        with pytest.raises(OSError, match="File too large"):
+            metrics.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.write(records[2])
+    metrics.close()
+    assert read_metrics(file) == records
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path, again: bool) -> None:
+    """Half of it came back, which nothing could be resumed from."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    with MetricsRecorder(folder, 0) as recorder:
+        recorder.sync()
+        folder.path.rename(tmp_path / "elsewhere")
+        if again:
+            folder.path.mkdir()
+        with pytest.raises(CheckpointError, match=r"run's folder .*run was removed or moved while the run went on"):
+            recorder.sync()
+    with pytest.raises(FileNotFoundError):
+        CheckpointWriter(tmp_path / "gone" / "checkpoints", 1).begin()

@@ -89,7 +89,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
         ("--lr \u0663", "--lr is \u0663; it must be a number"),
         ("--config absent.toml", "--config absent.toml cannot be read: "),
-        ("--config .", "--config . is not an ordinary file; give a TOML file"),
+        ("--config .", "--config . cannot be read: not an ordinary file; give a TOML file"),
         ("--resume absent", "--resume absent: there is no run "),
         (
             f"--resume {'a' * 300}",
@@ -114,7 +114,7 @@ def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
 
 def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends"))
-    with pytest.raises(UsageError, match="^--config /dev/zero is not an ordinary file; give a TOML file$"):
+    with pytest.raises(UsageError, match="^--config /dev/zero cannot be read: not an ordinary file; give a TOML file$"):
         parse(["--config", "/dev/zero"])
 
 

@@ -26,6 +26,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from nnmpi.comm.agreement import name_ranks
+from nnmpi.command import printable
 from nnmpi.errors import NnmpiError
 
 GRACE_S = 1.0
@@ -145,7 +146,7 @@ class Shutdown:
             text = f"{name_ranks(ranks)} of {size}: {text}"
         with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
             sys.stdout.flush()
-            sys.stderr.write(text + "\n")
+            sys.stderr.write(printable(text) + "\n")
             sys.stderr.flush()
 
     def _abort(self, status: int) -> NoReturn:
