@@ -13,7 +13,10 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from errno import EISDIR
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,10 @@ from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.reading import read_json
 
 FORMAT = 1
+LONGEST_S = 1e-3  # of a short message inside a node, and of a handshake: more is the scheduler's time, not theirs
+LEAST_S_PER_BYTE = 1e-13
+NEAR = 4  # lengths within this factor are on both sides of a handshake
+OLD_DAYS = 180  # after which a fit that was kept counts no more: drivers, kernels and machines change
 COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
 
 
@@ -91,6 +98,35 @@ class Fit:
                 f"{source} was made with {made}, but this run has {_describe(ranks, nodes, mpi)}; "
                 f"make one for it: {COMMAND.format(ranks=ranks)}"
             )
+
+    def doubt(self) -> str:
+        """Return what cannot be true of a machine, but of one that was busy with other work; empty if there is nothing.
+
+        A short message inside a node takes microseconds, a handshake a few times as long, and no memory moves bytes
+        in no time.
+        """
+        link = self.machine.inside
+        for words, curve in (("one way", link.one_way), ("both ways", link.both_ways)):
+            (first, short_s), (last, long_s) = curve.points[0], curve.points[-1]
+            each_s = (long_s - short_s) / (last - first) if last > first else inf
+            if each_s < LEAST_S_PER_BYTE:
+                return f"messages {words} of {first:.0f} and of {last:.0f} bytes take the same {long_s:.2g} s"
+            if short_s > LONGEST_S:
+                return f"a message {words} of {first:.0f} bytes takes {short_s:.2g} s inside a node"
+            for (less, before_s), (more, after_s) in pairwise(curve.points):
+                step_s = after_s - before_s - NEAR * each_s * (more - less)
+                if step_s > LONGEST_S and more <= NEAR * less:
+                    return f"from {less:.0f} to {more:.0f} bytes a message {words} takes {step_s:.2g} s more"
+        return ""
+
+    @property
+    def age_days(self) -> float:
+        """How old it is."""
+        try:
+            made = datetime.fromisoformat(self.facts["date"])
+        except ValueError:
+            return inf
+        return (datetime.now(UTC) - made.replace(tzinfo=UTC)).total_seconds() / 86400
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.fit import Fit, check_place, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.measure import _kept
+from nnmpi.comm.fitting.report import describe_fit
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
@@ -132,3 +135,44 @@ def test_without_a_home_there_is_no_default_file(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "home", homeless)
     assert default_file(FACTS) is None
+
+
+def curve(**changed: float) -> Curve:
+    points = {8: 2e-6, 4096: 3e-6, 8192: 6e-6, 2**20: 1e-4, 2**24: 2e-3}
+    return Curve(tuple((float(n), changed.get(f"b{n}", seconds)) for n, seconds in points.items()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "doubt"),
+    [
+        ({}, ""),
+        ({"b8192": 8e-3, "b1048576": 8.1e-3, "b16777216": 1e-2}, "from 4096 to 8192 bytes a message one way takes"),
+        (
+            {"b8": 9e-3, "b4096": 9e-3, "b8192": 9e-3, "b1048576": 9e-3, "b16777216": 9e-3},
+            "messages one way",
+        ),
+        (
+            {"b8": 2e-3, "b4096": 2e-3, "b8192": 2e-3, "b1048576": 3e-3, "b16777216": 9e-3},
+            "a message one way",
+        ),
+    ],
+)
+def test_what_was_taken_on_a_busy_machine_is_not_followed(
+    changed: dict[str, float], doubt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 ms for a handshake, or nothing for a byte: auto followed it for ever."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    fit = make(machine=Machine(Link(curve(**changed), curve())), facts={**FACTS, "nodes": [0] * 4, "date": today})
+    assert fit.doubt().startswith(doubt) and bool(fit.doubt()) == bool(doubt)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = default_file(fit.facts)
+    assert file is not None
+    save_fit(fit, file)
+    assert _kept(fit.facts) == (None if doubt else fit)
+    save_fit(replace(fit, facts={**fit.facts, "date": "2020-01-01"}), file)
+    assert _kept(fit.facts) is None
+
+
+def test_ranks_that_share_cores_are_told() -> None:
+    fit = make(facts={**FACTS, "nodes": [0] * 4, "cores": 2})
+    assert "4 ranks share 2 cores of a node: what was measured is how they take turns, too" in describe_fit(fit)

@@ -21,7 +21,7 @@ from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.describe import read_cpu
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
-from nnmpi.comm.fit import Fit, default_file, load_fit
+from nnmpi.comm.fit import OLD_DAYS, Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.sharing.memory import SharedMemory
@@ -104,12 +104,13 @@ def find_fit(group: Group, file: Path | None = None) -> Fit | None:
 
 
 def _kept(known: Mapping[str, Any]) -> Fit | None:
-    """Return the fit that was kept for these facts; None if there is none, or it is damaged."""
+    """Return the fit that was kept for these facts; None if there is none, or it is damaged, doubtful or old."""
     file = default_file(known)
     try:
-        return None if file is None or not file.exists() else load_fit(file)
+        fit = None if file is None or not file.exists() else load_fit(file)
     except (UsageError, OSError):
         return None
+    return None if fit is None or fit.doubt() or fit.age_days > OLD_DAYS else fit
 
 
 def facts(group: Group) -> dict[str, Any]:

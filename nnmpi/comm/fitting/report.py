@@ -21,6 +21,9 @@ def describe_fit(fit: Fit) -> Iterator[str]:
     nodes = len(set(known["nodes"]))
     where = "1 node" if nodes == 1 else f"{nodes} nodes"
     yield f"{fit.ranks} ranks on {where}, {known['mpi']}, {known.get('cpu', 'unknown processor')}"
+    crowded, cores = max(map(known["nodes"].count, known["nodes"])), known.get("cores")
+    if cores is not None and crowded > cores:
+        yield f"{crowded} ranks share {cores} cores of a node: what was measured is how they take turns, too"
     across = fit.machine.across
     links = {"inside a node" if across or fit.machine.nodes is None else "between nodes": fit.machine.inside}
     if across is not None and across != fit.machine.inside:
