@@ -8,6 +8,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops", "mesh"}),
     frozenset({"nn"}),
     frozenset({"models"}),
+    frozenset({"memory"}),
     frozenset({"parallel"}),
     frozenset({"compose", "plan"}),
     frozenset({"train"}),

@@ -10,6 +10,7 @@ from cupy.cuda.device import Device, get_cublas_handle, get_device_id
 from cupy.cuda.ipc import Memory
 from cupy.cuda.memory import (
     BaseMemory,
+    MemoryHook,
     MemoryPointer,
     MemoryPool,
     UnownedMemory,
@@ -25,6 +26,7 @@ __all__ = [
     "Event",
     "ExternalStream",
     "Memory",
+    "MemoryHook",
     "MemoryPointer",
     "MemoryPool",
     "PinnedMemoryPointer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -56,10 +57,41 @@ class Memory(BaseMemory):
         self._owner = owner
         self.ptr = owner.__array_interface__["data"][0] if self.size else 0
         OWNERS[id(owner)] = self
+        for hook in _hooks():
+            hook.malloc_postprocess(device_id=0, size=self.size, mem_size=self._counted, mem_ptr=self.ptr, pmem_id=0)
 
     def __del__(self) -> None:
         if self._counted and POOL is not None:  # None when Python ends
             POOL._used -= self._counted
+            for hook in _hooks():
+                hook.free_postprocess(device_id=0, mem_size=self._counted, mem_ptr=self.ptr, pmem_id=0)
+
+
+class MemoryHook:
+    """Hears of the memory that this thread takes from the pool and gives back, in a `with` block."""
+
+    name = "MemoryHook"
+
+    def malloc_postprocess(self, **call: Any) -> None:
+        """Hear of memory that the pool has given."""
+
+    def free_postprocess(self, **call: Any) -> None:
+        """Hear of memory that has come back."""
+
+    def __enter__(self) -> MemoryHook:
+        _hooks().append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _hooks().remove(self)
+
+
+_THREAD = threading.local()
+
+
+def _hooks() -> list[MemoryHook]:
+    """Return this thread's."""
+    return _THREAD.__dict__.setdefault("hooks", [])
 
 
 class UnownedMemory(BaseMemory):

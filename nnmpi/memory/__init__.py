@@ -1,0 +1,15 @@
+"""Memory: what a pass through a model keeps for its way back, and how to keep less.
+
+plan        a plan is a list of actions: forward, keep, backward, drop; it is checked, priced and drawn here
+optimal     the plan of least time under a budget of bytes, by dynamic programming
+chain       a model as links that run one by one, and what each one takes, measured
+run         a model that runs by a plan
+
+    forward = nnmpi.memory.RecomputedModel(model, budget=64 * 2**20)
+
+Begin with plan; `python -m nnmpi.memory plan` shows some.
+"""
+
+from nnmpi.memory.run import RecomputedModel
+
+__all__ = ["RecomputedModel"]

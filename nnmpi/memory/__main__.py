@@ -1,0 +1,122 @@
+"""`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again, what it takes.
+
+python -m nnmpi.memory plan --links 8 --budget 50%
+python -m nnmpi.memory plan --model gpt --batch 4 --budget 30% --save costs.json
+python -m nnmpi.memory plan --costs costs.json --budget 16MiB
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.command import Parser, say
+from nnmpi.errors import UsageError
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
+from nnmpi.memory.run import RecomputedModel
+from nnmpi.models.cnn import cnn
+from nnmpi.models.gpt import gpt
+from nnmpi.models.mlp import mlp
+from nnmpi.models.resnet import resnet
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+
+# Each with the shape of a sample; None for so many tokens.
+MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
+    "mlp": (lambda: mlp((28, 28, 1), 10), (28, 28, 1)),
+    "cnn": (lambda: cnn((28, 28, 1), 10), (28, 28, 1)),
+    "resnet": (lambda: resnet((32, 32, 3), 10), (32, 32, 3)),
+    "gpt": (lambda: gpt(256, 128, 128, 8, 4), None),
+}
+TOKENS, CONTEXT = 256, 128
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the picture and the figures of the plan that the words ask for.
+
+    Raises:
+        UsageError: for words that make none, a budget below the least, or a file that cannot be read or written.
+    """
+    given = _parser().parse_args(words)
+    costs = _costs(given)
+    plans = OptimalPlans(costs)
+    plan = plans.plan(_budget(given.budget, plans))
+    price, ordinary = simulate(costs, plan), simulate(costs, keep_all(costs))
+    if given.save is not None:
+        try:
+            given.save.write_text(json.dumps(costs_to_json(costs), indent=1))
+        except OSError as error:
+            raise UsageError(f"{given.save} cannot be written ({error.strerror}); give another file") from None
+    return "\n".join(
+        [
+            draw_plan(costs, plan),
+            "",
+            " ".join(map(str, plan)),
+            "",
+            f"least     {format_bytes(plans.least)} ({plans.least} bytes)",
+            f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes), {format_seconds(ordinary.seconds)}",
+            f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
+            f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; links gone through again: {price.again}",
+        ]
+    )
+
+
+def _costs(given: argparse.Namespace) -> Sequence[ChainLinkCost]:
+    """Return the costs that the options name: from a file, of a model, or of equal links."""
+    if given.costs is not None:
+        try:
+            return costs_from_json(json.loads(given.costs.read_text()))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--costs {given.costs} cannot be read: {error}") from None
+    if given.model is None:
+        link = ChainLinkCost(
+            "", 1 << 20, 1 << 20, 4 << 20, True, False, 1 << 20, 5 << 20, 1 << 20, 1 << 20, 1.0, 1.0, 2.0
+        )
+        return [ChainLinkCost(**{**vars(link), "name": str(i)}) for i in range(given.links)]
+    make, shape = MODELS[given.model]
+    model, draw = make().initialize(seed=0), np.random.default_rng(0)
+    if shape is None:
+        x = y = draw.integers(0, TOKENS, (given.batch, CONTEXT))
+    else:
+        x, y = draw.normal(size=(given.batch, *shape)).astype("float32"), draw.integers(0, 10, given.batch)
+    forward = RecomputedModel(model, None)
+    with training():
+        forward(x, lambda logits: cross_entropy(logits, y))
+    assert forward.plans is not None
+    return forward.plans.costs
+
+
+def _budget(text: str, plans: OptimalPlans) -> int:
+    """Return the bytes that a text means: bytes, or a part of the way from the least to an ordinary pass."""
+    if text.endswith("%") and text[:-1].isdecimal() and int(text[:-1]) <= 100:
+        return plans.least + (plans.all - plans.least) * int(text[:-1]) // 100
+    return parse_bytes(text)
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m nnmpi.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="the quickest plan in a budget")
+    chain = plan.add_mutually_exclusive_group()
+    chain.add_argument("--links", type=_count, default=8, help="so many equal links (8)")
+    chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
+    chain.add_argument("--costs", type=Path, metavar="FILE", help="those that --save has written")
+    plan.add_argument("--batch", type=_count, default=8, help="samples of a batch, for --model (8)")
+    plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write the links' costs there")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

@@ -1,0 +1,177 @@
+"""The plan of least time under a budget of bytes, for links that differ in everything: dynamic programming.
+
+For the links s..t, given the value before them and the gradient behind them, there are two ways to begin:
+
+    keep     K s, then s + 1..t, then B s
+    again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that value
+
+    least time(s, t, bytes) = min over both, and over m
+
+This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
+to train deep neural networks with limited memory", 2019).
+A value that is held is held until the links behind it have gone back (plans are memory-persistent, as there); among
+those plans this one is the quickest. For equal links with one kept at a time it is Revolve's (Griewank and Walther,
+"Algorithm 799: Revolve", 2000). Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least
+time over bytes: the points at which more bytes save time, exactly, so that no byte of the budget is lost.
+
+Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other it belongs to these
+links, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from nnmpi.comm.units import format_bytes
+from nnmpi.errors import UsageError
+from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, simulate
+
+POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
+KEEP = -1
+
+
+@dataclass(frozen=True)
+class TimeCurve:
+    """Least time over bytes.
+
+    Attributes:
+        bytes: that each point needs, rising.
+        seconds: falling.
+        choice: `KEEP`, or where the links are parted.
+    """
+
+    bytes: Any
+    seconds: Any
+    choice: Any
+
+    def at(self, budget: int) -> int:
+        """Return the number of the best point within a budget; -1 if there is none."""
+        return int(np.searchsorted(self.bytes, budget, "right")) - 1
+
+
+class OptimalPlans:
+    """All plans of least time for a chain, one for each budget.
+
+    Args:
+        costs: of the links, the loss the last one.
+
+    Attributes:
+        least: the budget below which there is no plan.
+        most: the budget from which nothing is gained by more.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to link i
+        self._grads = [*(cost.gradient for cost in costs), 0]
+        self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
+        last = len(costs) - 1
+        for length in range(len(costs)):
+            for s in range(len(costs) - length):
+                if s + length == last or length < last:
+                    for owned in (False, True):
+                        self._curves[s, s + length, owned] = self._curve(s, s + length, owned)
+        curve = self._curves[0, last, False]
+        self.least, self.most = int(curve.bytes[0]), int(curve.bytes[-1])
+
+    @cached_property
+    def all(self) -> int:
+        """The bytes of an ordinary pass."""
+        return simulate(self.costs, keep_all(self.costs)).peak
+
+    def plan(self, budget: int) -> Plan:
+        """Return the plan of least time.
+
+        Raises:
+            UsageError: for a budget below the least.
+        """
+        if budget < self.least:
+            raise UsageError(
+                f"{budget} bytes are too few for the activations of this model: even when all is computed again, "
+                f"{self.least} are needed ({format_bytes(self.least)}), and {self.all} when nothing is; give at least "
+                f"{self.least}, or smaller microbatches"
+            )
+        plan: list[Action] = []
+        self._write(plan, 0, len(self.costs) - 1, False, budget)
+        return tuple(plan)
+
+    def budgets(self, count: int) -> list[int]:
+        """Return so many budgets, evenly from the least to that of an ordinary pass."""
+        return [self.least + (self.all - self.least) * i // (count - 1) for i in range(count)]
+
+    def _kept(self, s: int, owned: bool) -> tuple[int, bool]:
+        """Return the bytes that stay with link s until its backward, and whether its result is among them."""
+        cost = self.costs[s]
+        kept = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
+        return kept + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
+
+    def _curve(self, s: int, t: int, owned: bool) -> TimeCurve:
+        """Return the curve of the links s..t, whose value before s is their own, or not."""
+        cost, grads, values = self.costs[s], self._grads, self._values
+        behind, own = grads[t + 1], values[s] if owned else 0
+        kept, holds = self._kept(s, owned)
+        back = cost.backward_peak_alone if owned else cost.backward_peak
+        least = max(behind + own + cost.keep_peak, kept + grads[s + 1] + back)
+        spent = cost.keep_s + cost.backward_s
+        if s == t:
+            points = [(np.array([least]), np.array([spent]), KEEP)]
+        else:
+            inner = self._curves[s + 1, t, not holds]
+            points = [(np.maximum(inner.bytes + kept, least), inner.seconds + spent, KEEP)]
+        floor, seconds = 0, 0.0
+        for m in range(s + 1, t + 1):
+            link = self.costs[m - 1]
+            floor = max(floor, behind + own + link.forward_peak + (values[m - 1] if m - 1 > s else 0))
+            seconds += link.forward_s
+            right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
+            points.append((*_both(right, own, left, floor, seconds), m))
+        return _lower(points)
+
+    def _write(self, plan: list[Action], s: int, t: int, owned: bool, budget: int) -> None:
+        """Write down the plan for the links s..t within a budget."""
+        while True:
+            curve = self._curves[s, t, owned]
+            choice = int(curve.choice[curve.at(budget)])
+            if choice == KEEP:
+                break
+            plan.append(Action(Act.FORWARD, s))
+            for i in range(s + 1, choice):
+                plan += [Action(Act.FORWARD, i), Action(Act.DROP, i)]
+            self._write(plan, choice, t, True, budget - (self._values[s] if owned else 0))
+            t = choice - 1
+        kept, holds = self._kept(s, owned)
+        plan += [Action(Act.KEEP, s), *[Action(Act.DROP, s)] * owned]
+        if s < t:
+            self._write(plan, s + 1, t, not holds, budget - kept)
+        if s + 1 < len(self.costs) and (holds or s == t):
+            plan.append(Action(Act.DROP, s + 1))
+        plan.append(Action(Act.BACKWARD, s))
+
+
+def _both(right: TimeCurve, own: int, left: TimeCurve, floor: int, seconds: float) -> tuple[Any, Any]:
+    """Return the curve of two parts one after the other, in the same bytes."""
+    need = np.unique(np.concatenate([right.bytes + own, left.bytes]))
+    need = need[np.searchsorted(need, max(right.bytes[0] + own, left.bytes[0])) :]
+    first = right.seconds[np.searchsorted(right.bytes + own, need, "right") - 1]
+    second = left.seconds[np.searchsorted(left.bytes, need, "right") - 1]
+    return np.maximum(need, floor), first + second + seconds
+
+
+def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
+    """Return the lowest of some curves: of each number of bytes the least time, of equal times the fewest bytes."""
+    need = np.concatenate([each for each, _, _ in points])
+    seconds = np.concatenate([each for _, each, _ in points])
+    choice = np.repeat([each for _, _, each in points], [len(each) for each, _, _ in points])
+    order = np.lexsort((seconds, need))
+    need, seconds, choice = need[order], seconds[order], choice[order]
+    best = np.concatenate([[np.inf], np.minimum.accumulate(seconds)[:-1]])
+    better = seconds < best
+    need, seconds, choice = need[better], seconds[better], choice[better]
+    if len(need) > POINTS:  # the ends stay
+        some = np.linspace(0, len(need) - 1, POINTS).astype(int)
+        need, seconds, choice = need[some], seconds[some], choice[some]
+    return TimeCurve(need, seconds, choice)

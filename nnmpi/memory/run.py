@@ -1,0 +1,226 @@
+"""Runs a model by a plan: the bits of an ordinary pass, within a budget of bytes.
+
+    forward = RecomputedModel(model, 64 * 2**20)
+    with nn.training(seed=0, step=step):
+        loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
+    loss.backward()
+
+Each link stands on the tape as one operation, with its parameters as inputs, so that strategies hear of gradients as
+they do otherwise. What the operations do is the plan:
+
+    tape     [link 0]  [link 1]  [loss]   | backward |   [loss]   [link 1]      [link 0]
+    plan     F0        F1 D1     K2                      B2 D2    F0 K1 B1 D1   K0 B0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.precision import precision, use_precision
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.recording import refuse_inside
+from nnmpi.errors import GraphError
+from nnmpi.memory.chain import (
+    Link,
+    LinkGraph,
+    Value,
+    again,
+    find_links,
+    forward,
+    measure,
+    parameters_of,
+    plain,
+    unwatched,
+)
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import Act, ChainLinkCost, Plan, PlanPrice, simulate
+from nnmpi.nn.mode import current, restore
+from nnmpi.nn.module import Module
+from nnmpi.tensor.function import Function, recording
+from nnmpi.tensor.tensor import Tensor
+
+Head = Callable[[Tensor], Tensor]
+
+
+class PlannedPass:
+    """One pass through a chain by a plan: what is held between its actions.
+
+    Args:
+        links: of the chain, without the loss, whose actions in the plan are the caller's.
+        plan: for them and the loss.
+        value: what comes to the first link.
+    """
+
+    def __init__(self, links: Sequence[Link], plan: Plan, value: Value) -> None:
+        self._links, self._plan, self._next = links, plan, 0
+        self._values, self._graphs = {0: value}, dict[int, LinkGraph]()
+        self._needed, self._waiting = [False] * len(links), set(range(len(links)))
+        self._mode, self._precision = current(), precision()
+
+    def forward(self, link: int, needed: bool) -> Value:
+        """Do what the plan has for a link's first forward; return its result.
+
+        Args:
+            link: the links come in order.
+            needed: whether what comes to it needs a gradient.
+        """
+        self._needed[link] = needed
+        self._do_next()
+        value = self._values[link + 1]
+        if link + 1 == len(self._links):
+            del self._values[link + 1]  # it is the loss's
+        self._drop()
+        return value
+
+    def backward(self, link: int, grad: Array) -> Array | None:
+        """Do what the plan has up to a link's backward; return the gradient of what came to the link.
+
+        Raises:
+            GraphError: when it was done before.
+        """
+        if link not in self._waiting:
+            raise GraphError("this pass was used up by an earlier backward pass; compute the loss again")
+        self._waiting.discard(link)
+        while (action := self._plan[self._next]).act is not Act.BACKWARD or action.link != link:
+            mode = current()
+            restore(self._mode)
+            try:
+                with use_precision(self._precision), again():
+                    self._do_next()
+            finally:
+                restore(mode)
+        self._next += 1
+        found = self._graphs.pop(link).backward(grad)
+        self._drop()
+        return found
+
+    def _do_next(self) -> None:
+        """Do the next action, which is no backward of a link."""
+        action = self._plan[self._next]
+        self._next += 1
+        link = action.link
+        if action.act is Act.DROP:
+            self._values.pop(link, None)
+        elif link == len(self._links):
+            return  # the caller's
+        elif action.act is Act.FORWARD:
+            self._values[link + 1] = forward(self._links[link], self._values[link])
+        else:
+            with unwatched(parameters_of([self._links[link]])):  # the tape's own operation is heard of
+                graph = self._graphs[link] = LinkGraph(self._links[link], self._values[link], self._needed[link])
+            self._values[link + 1] = graph.take()
+
+    def _drop(self) -> None:
+        while self._next < len(self._plan) and self._plan[self._next].act is Act.DROP:
+            self._do_next()
+
+
+class PlannedLink(Function):
+    """A link on the tape: its forward and backward are the plan's next actions, up to its own."""
+
+    __slots__ = ("cuts", "link", "run")
+
+    def __init__(self, run: PlannedPass, link: int) -> None:
+        self.run, self.link = run, link
+
+    def forward(self, *inputs: Any) -> Array:
+        value = self.run.forward(self.link, self.needs[0])
+        self.cuts = value.cuts
+        return value.array
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        # The link's own graph has added to the parameters' gradients.
+        return (self.run.backward(self.link, grad), *[None] * (len(self.needs) - 1))
+
+
+class RecomputedModel:
+    """A model whose pass forward and back takes so many bytes at most, and computes some of it again for that.
+
+    What counts are the arrays that a pass makes, all of them, from its input to the parameters' gradients: what is
+    kept for the way back, the values and gradients between layers, and what operations need on their way. What each
+    link takes is measured with the first input, and with each larger one.
+
+    Args:
+        model: initialized; best a `Sequential`, as only that can be cut.
+        budget: in bytes; None for what an ordinary pass takes.
+        backend: where it lives; NumPy by default.
+        accumulates: whether gradients are added to those of earlier passes, which takes room.
+        agree: what makes one list of costs of those that the ranks have measured, where they must compute alike.
+
+    Attributes:
+        plans: those of the last measurement.
+        plan: the one that is run.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        budget: int | None,
+        backend: Backend | None = None,
+        accumulates: bool = False,
+        agree: Callable[[list[ChainLinkCost]], list[ChainLinkCost]] = lambda costs: costs,
+    ) -> None:
+        self.model, self.budget, self.accumulates = model, budget, accumulates
+        self._backend, self._agree = numpy_backend() if backend is None else backend, agree
+        self._links: tuple[Module, ...] = ()
+        self._size = 0
+        self.plans: OptimalPlans | None = None
+        self.plan: Plan = ()
+
+    @property
+    def price(self) -> PlanPrice:
+        """What the plan takes."""
+        assert self.plans is not None
+        return simulate(self.plans.costs, self.plan)
+
+    def __call__(self, x: Any, head: Head | None = None, size: int | None = None) -> Tensor:
+        """Return head(model(x)), whose backward pass is the plan's.
+
+        Args:
+            x: the input.
+            head: makes the loss of the model's result; if it comes after the call, what it takes is not in the budget.
+            size: what tells a larger input from a smaller one; by default the elements of x. All ranks give the same.
+
+        Raises:
+            UsageError: for a budget that is too small, and in a step that is compiled.
+        """
+        x = x if isinstance(x, Tensor) else Tensor(self._backend.asarray(x))
+        head = _as_it_is if head is None else head
+        if not recording() or current().observe is not None:
+            return head(self.model(x))
+        refuse_inside("recomputation")
+        x, cuts = plain(x)
+        size = x.data.size if size is None else size
+        if size > self._size:
+            self.measure(Value(x.data, cuts), x.requires_grad, head)
+            self._size = size
+        run = PlannedPass(self._links, self.plan, Value(x.data, cuts))
+        for i, link in enumerate(self._links):
+            node = PlannedLink(run, i)
+            x = node(x, *parameters_of([link]))
+        return head(Value(x.data, node.cuts).marked(x))
+
+    def measure(self, value: Value, needed: bool, head: Head) -> None:
+        """Measure the links with this value, and choose the plan. Collective where layers are.
+
+        Raises:
+            UsageError: for a budget that is too small.
+        """
+        self._links = find_links(self.model, value)
+        names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
+        costs = self._agree(measure([*self._links, head], names, value, needed, self._backend, self.accumulates))
+        self.plans = OptimalPlans(costs)
+        self.plan = self.plans.plan(self.plans.all if self.budget is None else self.budget)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _name(link: Module) -> str:
+    """Return a link's name: that of its first module, and of its last one."""
+    named = [(module.path, type(module).__name__) for _, module in link.named_modules() if module.path]
+    path, kind = named[0] if named else ("model", type(link).__name__)
+    return f"{path} {kind}"

@@ -1,0 +1,200 @@
+"""Plans as numbers: the dynamic programme against exhaustion and Revolve's formula, and what is refused."""
+
+import heapq
+import random
+from dataclasses import replace
+from math import comb
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.memory.__main__ import main
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import (
+    Act,
+    ChainLinkCost,
+    costs_from_json,
+    costs_to_json,
+    draw_plan,
+    keep_all,
+    parse_plan,
+    simulate,
+)
+
+
+def random_chain(draw, count):
+    """Return links that differ in everything; the last one is the loss."""
+    costs, before = [], 0
+    for i in range(count):
+        last = i == count - 1
+        value, kept = 0 if last else draw.randint(1, 9), draw.randint(0, 18)
+        peak = before + draw.randint(0, 3)
+        costs.append(
+            ChainLinkCost(
+                str(i),
+                value,
+                before,
+                kept,
+                draw.random() < 0.5,
+                not last and draw.random() < 0.5,
+                value + draw.randint(0, 4),
+                value + kept + draw.randint(0, 4),
+                peak,
+                max(before, peak - draw.randint(0, 3)),
+                *(float(draw.randint(1, 9)) for _ in range(3)),
+            )
+        )
+        before = value
+    return costs
+
+
+def best_time(costs, budget, bound=float("inf")):
+    """Return the least time of all plans in which a value that is held stays until its link is kept or gone back.
+
+    A search through everything that can be held (A*), with no thought of how links are parted. A state is: the values
+    that are held, the one that was made last and not used yet, what is kept, and the gradient that is there. Plans
+    that take longer than `bound` are left out.
+    """
+    count = len(costs)
+
+    def to_come(kept, grad):
+        return sum(costs[i].backward_s + (i not in kept) * costs[i].keep_s for i in range(grad))
+
+    def alive(held, new, kept, grad):
+        values = {*held, new} | {i for i in kept if costs[i].keeps_input}
+        values |= {i + 1 for i in kept if costs[i].keeps_result}
+        total = sum(costs[i].kept for i in kept) + sum(costs[i - 1].value for i in values if i and i < count)
+        return total + (costs[grad].gradient if grad < count else 0)
+
+    def actions(held, new, kept, grad):
+        for i in [new] if new else held:
+            if i < grad:
+                for stays in (True, False):  # the value, of which link i makes the next one
+                    if (stays and i) or not i or i in held:
+                        after = held | {i} if stays else held
+                        yield costs[i].forward_s, costs[i].forward_peak, (after, i + 1, kept, grad)
+                    elif not stays:
+                        yield costs[i].forward_s, costs[i].forward_peak, (held, i + 1, kept, grad)
+                    if i not in kept:
+                        after = held | {i} if stays or not i else held - {i}
+                        for result in (i + 1, 0):
+                            yield costs[i].keep_s, costs[i].keep_peak, (after, result, kept | {i}, grad)
+        if grad - 1 in kept:
+            i = grad - 1
+            is_held = i in held or (i - 1 in kept and costs[i - 1].keeps_result)
+            peak = costs[i].backward_peak if is_held else costs[i].backward_peak_alone
+            yield costs[i].backward_s, peak, (held - {i} | {0}, 0, kept - {i}, i)
+
+    start = (frozenset([0]), 0, frozenset(), count)
+    waiting, best, number = [(0.0, 0, 0.0, start)], {start: 0.0}, 0
+    while waiting:
+        _, _, seconds, state = heapq.heappop(waiting)
+        if state[3] == 0:
+            return seconds
+        if seconds > best[state]:
+            continue
+        before = alive(*state)
+        for more, peak, after in actions(*state):
+            if after[1] == count:
+                after = (after[0], 0, *after[2:])
+            total = seconds + more
+            least = total + to_come(*after[2:])
+            if least > bound or total >= best.get(after, float("inf")):
+                continue
+            if max(before + peak, alive(*after)) <= budget:
+                best[after], number = total, number + 1
+                heapq.heappush(waiting, (least, number, total, after))
+    return None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_quicker(seed):
+    """The plans take the time of the best of all, and stay within the budget; below the least there is none."""
+    draw = random.Random(seed)
+    costs = random_chain(draw, 8 if seed == 0 else draw.randint(1, 5))
+    plans = OptimalPlans(costs)
+    for budget in plans.budgets(4):
+        price = simulate(costs, plans.plan(budget))
+        assert price.peak <= budget
+        assert price.seconds == best_time(costs, budget, price.seconds)
+    assert best_time(costs, plans.least - 1) is None
+    assert simulate(costs, plans.plan(plans.least)).peak == plans.least
+    with pytest.raises(UsageError, match=rf"give at least {plans.least}"):
+        plans.plan(plans.least - 1)
+
+
+def revolve(links, slots):
+    """Return Griewank and Walther's least number of forward steps (2000, equation 1)."""
+
+    def reach(slots, times):
+        return comb(slots + times, slots) if times >= 0 else 0
+
+    times = next(times for times in range(links + 1) if reach(slots, times) >= links)
+    return times * links - reach(slots + 1, times - 1)
+
+
+def test_equal_links_meet_revolve():
+    """Of equal links, one kept at a time, as many are gone through again as Revolve needs for so many checkpoints."""
+    for count in (*range(1, 10), 14, 20):
+        # 1000: so that no second one is kept; the loss has no result, which the others have at the same moment
+        links = [ChainLinkCost("", 1, 0, 1000, True, False, 1, 1001, 0, 0, 1.0, 1.0, 1.0)] * count
+        links[-1] = replace(links[-1], kept=1001)
+        plans = OptimalPlans(links)
+        for slots in range(1, 7):
+            again = sum(action.act is Act.FORWARD for action in plans.plan(slots + 1001))
+            assert again == revolve(count, slots), (count, slots)
+
+
+def test_what_is_kept_is_counted_once():
+    """A value that a link keeps, too, does not count twice, and goes with the last that has it."""
+    cost = ChainLinkCost("a", 10, 0, 5, True, True, 10, 15, 1, 1, 1.0, 2.0, 3.0)
+    costs = [cost, cost, replace(cost, value=0, keeps_result=False)]
+    price = simulate(costs, keep_all(costs))
+    assert price.bytes == (15, 30, 30, 35, 35, 30, 15, 0)
+    assert (price.peak, price.seconds, price.again) == (45, 15.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    (
+        ("F0 K1 B1 B0", "B0 of the plan, number 3"),
+        ("F0 F2", "F2 of the plan, number 1"),
+        ("K0 K1 B0", "B0 of the plan"),
+        ("K0 K1 B1", "leaves something behind"),
+        ("K0 K1 B1 B0", "leaves something behind"),
+        ("K0 X1", "'X1' is no action"),
+    ),
+)
+def test_a_plan_that_lacks_something_is_refused(text, words):
+    """The simulator names the action."""
+    costs = random_chain(random.Random(1), 2)
+    with pytest.raises(UsageError, match=words):
+        simulate(costs, parse_plan(text))
+
+
+def test_plans_are_drawn():
+    """A row for each link, a column for each action."""
+    costs = random_chain(random.Random(2), 3)
+    picture = draw_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).splitlines()
+    assert [row.partition("|")[2].rstrip() for row in picture[:3]] == ["F   f  kB", " F   kB", "  KB"]
+    assert picture[3].startswith("bytes |") and "█" in picture[3]
+    assert costs_from_json(costs_to_json(costs)) == tuple(costs)
+    with pytest.raises(UsageError, match="no list of links' costs"):
+        costs_from_json([{"name": "a"}])
+
+
+@pytest.mark.host_only("the command computes with NumPy")
+def test_the_command_draws_and_says_what_it_costs(tmp_path):
+    """Of equal links, of a model that is measured, and of costs from a file."""
+    assert "Revolve" not in main(["plan", "--links", "6", "--budget", "50%"])
+    file = tmp_path / "costs.json"
+    text = main(["plan", "--model", "mlp", "--save", str(file)])
+    assert "least" in text and file.exists()
+    assert "again" in main(["plan", "--costs", str(file), "--budget", "0%"])
+    for words, complaint in (
+        (["--links", "6", "--budget", "1"], "give at least"),
+        (["--costs", str(tmp_path / "none")], "cannot be read"),
+        (["--links", "6", "--budget", "x"], "number of bytes"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            main(["plan", *words])

@@ -1,0 +1,141 @@
+"""Models that run by a plan: the bits of an ordinary pass, and the bytes that were predicted."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, ops
+from nnmpi.backend.allocations import counting
+from nnmpi.backend.record import numpy_backend
+from nnmpi.errors import GraphError, UsageError
+from nnmpi.memory.run import RecomputedModel
+from nnmpi.nn.compiled import compile
+from nnmpi.tensor.tensor import Tensor
+from tests.device.here import here
+
+DRAW = np.random.default_rng(0)
+TOKENS = DRAW.integers(0, 20, (2, 2, 16))
+CASES = {
+    "gpt": (lambda: models.gpt(20, 16, features=16, layers=3, heads=2, dropout=0.1), TOKENS[0], TOKENS[1]),
+    "cnn": (
+        lambda: models.cnn((8, 8, 1), 10, (32, 16), dropout=0.2),
+        DRAW.normal(size=(4, 8, 8, 1)).astype("float32"),
+        DRAW.integers(0, 10, 4),
+    ),
+    "resnet": (
+        lambda: models.resnet((8, 8, 3), 10, width=4),
+        DRAW.normal(size=(4, 8, 8, 3)).astype("float32"),
+        DRAW.integers(0, 10, 4),
+    ),
+}
+
+
+def case(name):
+    """Return what makes a model, a batch, and its labels."""
+    make, x, y = CASES[name]
+    return make, here(x), here(y)
+
+
+def one_pass(forward, x, y, model, again=1):
+    """Return the loss, the gradients and the model's state after a pass, and its peak of bytes."""
+    with counting(numpy_backend()) as count:
+        for _ in range(again):
+            count.reset_peak()
+            with nn.training(seed=1, step=2):
+                loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
+            loss.backward()
+    return [loss.item(), *map(np.copy, map(as_numpy, model.storage.grads)), *model.state().values()], count.peak
+
+
+def as_numpy(array):
+    """Return an array on the host."""
+    return Tensor(array).numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_budget_gives_the_bits_and_the_bytes(name):
+    """With 20 budgets from the least to all: loss, gradients and running statistics, and the peak to the byte."""
+    make, x, y = case(name)
+    model = make().initialize(seed=0)
+    first = model.state()
+    forward = RecomputedModel(model, None)
+    one_pass(forward, x, y, model)  # constants are made once
+    model.zero_grad()
+    model.load_state(first)
+    ordinary, most = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
+    assert most <= forward.plans.all
+    seen = set()
+    for budget in forward.plans.budgets(20):
+        forward.plan = forward.plans.plan(budget)
+        if forward.plan in seen:
+            continue
+        seen.add(forward.plan)
+        model.zero_grad()
+        model.load_state(first)
+        found, peak = one_pass(forward, x, y, model)
+        assert peak == forward.price.peak <= budget
+        for ours, theirs in zip(found, ordinary, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert len(seen) > 1
+
+
+def test_the_peak_of_gradients_that_are_added_up():
+    """Where gradients are added to earlier ones, operations need more room, which is predicted, too."""
+    make, x, y = case("cnn")
+    model = make().initialize(seed=0)
+    forward = RecomputedModel(model, None, accumulates=True)
+    with nn.training():
+        forward(x, lambda logits: ops.cross_entropy(logits, y))
+    assert all(grad is None or not grad.any() for grad in (p.grad for p in model.parameters()))
+    forward.plan = forward.plans.plan(forward.plans.least)
+    found, peak = one_pass(forward, x, y, model, again=2)
+    assert peak == forward.plans.least
+    model.zero_grad()
+    ordinary, _ = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model, again=2)
+    np.testing.assert_array_equal(found[1], ordinary[1])
+
+
+def test_a_larger_input_is_measured_anew_and_a_smaller_one_is_not():
+    """The plan is that of the largest input so far; a thousand passes leave nothing behind."""
+    inside = nn.Sequential(nn.Stash("a"), nn.Tanh(), nn.Pop("a"), nn.Tanh())
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), inside, nn.Flatten()).initialize(seed=0)
+    forward = RecomputedModel(model, None)
+    sizes = []
+    for rows in (3, 2, 5):
+        forward(np.ones((rows, 4), "float32")).sum().backward()
+        sizes.append(forward.plans.least)
+    assert sizes[0] == sizes[1] < sizes[2]
+    assert [cost.name for cost in forward.plans.costs] == ["0 Linear", "2.0 Stash", "2.3 Tanh", "result"]
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(1000):
+        forward(np.ones((5, 4), "float32")).sum().backward()
+    gc.collect()
+    assert len(gc.get_objects()) <= before + 50
+
+
+def test_what_cannot_be_is_refused():
+    """A budget below the least, with the least; a second backward; a compiled step; a model of several results."""
+    make, x, y = case("gpt")
+    model = make().initialize(seed=0)
+
+    def loss(logits):
+        return ops.cross_entropy(logits, y)
+
+    with pytest.raises(UsageError, match="1000 bytes are too few .* give at least"):
+        RecomputedModel(model, 1000)(x, loss)
+    forward = RecomputedModel(model, None)
+    result = forward(x, loss)
+    result.backward(retain_graph=True)
+    with pytest.raises(GraphError, match="used up"):
+        result.backward()
+    with pytest.raises(UsageError, match="recomputation cannot be part of a compiled step"):
+        compile(lambda: forward(x, loss))()
+
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(UsageError, match="returns one tensor, not a tuple"):
+        RecomputedModel(Pair(), None)(np.ones((2, 2), "float32"))
