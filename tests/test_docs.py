@@ -140,6 +140,12 @@ def test_ci_runs_what_the_readme_says() -> None:
     """As a user types it: each command is a line of its own in both, but for the README's comment."""
     given = {line.split("#")[0].strip() for line in README.splitlines() if line.startswith("    scripts/")}
     run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}
-    for command in ("scripts/train", "scripts/check", "scripts/test --all", "scripts/benchmark-check", "scripts/docs"):
+    for command in (
+        "scripts/train",
+        "scripts/check",
+        "scripts/test --all --gpu",
+        "scripts/benchmark-check",
+        "scripts/docs",
+    ):
         assert command in given and f"{command} || status=1" in run
     assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run

@@ -530,8 +530,8 @@ class RunConfig:
     """Epochs between two evaluations on the test data; 0: only at the end."""
     eval_steps: int = 0
     """Steps between two evaluations, besides --eval-every; 0: none."""
-    save_every: int = 1
-    """Epochs between two checkpoints; 0: only at the end."""
+    save_every: int | None = None
+    """Epochs between two checkpoints; 0: only at the end (default: as many as take at most 1 % of the time)."""
     save_steps: int = 0
     """Steps between two checkpoints, besides --save-every; 0: none."""
     trace: bool = False
@@ -555,7 +555,7 @@ class RunConfig:
         not_negative("--print-every", self.print_every)
         not_negative("--eval-every", self.eval_every)
         not_negative("--eval-steps", self.eval_steps)
-        not_negative("--save-every", self.save_every)
+        not_negative("--save-every", self.save_every or 0)
         not_negative("--save-steps", self.save_steps)
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")

@@ -33,6 +33,9 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
 
 
+SAVING = 0.01  # the part of the time that checkpoints may take by default
+
+
 class StopSignals:
     """Catches SIGTERM and SIGINT while it is entered, and SIGCONT.
 
@@ -110,7 +113,9 @@ class Loop:
         self._context, self._trainer, self._reporter, self._recorder = context, context.trainer, reporter, recorder
         self._signals = StopSignals()
         self._saved_step = state.step
-        self._began = clock.now() - state.elapsed_s
+        self._started = clock.now()
+        self._began = self._started - state.elapsed_s
+        self._saving_s = self._last_saving_s = 0.0
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
         self._window = state.window  # sums since the last line of metrics
@@ -225,7 +230,7 @@ class Loop:
             self._end_epoch(report)
         elif report:
             self._reporter.between(self.state, report)
-        if (ended and is_due(self.state.epoch, options.save_every)) or is_due(self.state.step, options.save_steps):
+        if self._is_saving_due(ended) or is_due(self.state.step, options.save_steps):
             self._save()
         if number and not self._finished:
             self._save()
@@ -257,13 +262,22 @@ class Loop:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
+    def _is_saving_due(self, ended: bool) -> bool:
+        """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""
+        every = self._context.config.run.save_every
+        if not ended or every is not None:
+            return ended and is_due(self.state.epoch, every or 0)
+        affordable = self._saving_s + self._last_saving_s <= SAVING * (clock.now() - self._started)
+        return bool(self._context.group.share(affordable))
+
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one. Collective."""
         if self._saved_step == self.state.step:
             return
-        context, self.state = self._context, self._on_time()
+        context, self.state, begin = self._context, self._on_time(), clock.now()
         save(context.trainer, self.state, context.folder, self._recorder, context.group, context.config.run.keep)
-        self._saved_step = self.state.step
+        self._saved_step, self._last_saving_s = self.state.step, clock.now() - begin
+        self._saving_s += self._last_saving_s
 
     def _on_time(self) -> RunState:
         """Return the state with the seconds of the run up to now."""

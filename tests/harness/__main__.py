@@ -5,7 +5,7 @@ slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others 
 simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and
 collectives on 1, 2, 3, 4, 6 and 8 ranks, all others on one of these but 1. Several runs at once. Arguments that are not
 listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is
-left out.
+left out. scripts/test --gpu installs CuPy and CUDA's compiler first; without them the tests that need one are skipped.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ def test_it_goes_on_under_another_layout(group: Group, tmp_path: Path, name: str
 def test_the_file_is_that_of_one_rank(group: Group, tmp_path: Path, name: str) -> None:
     folder = RunFolder(Path(group.share(str(tmp_path))))
     alone, own = group.split(group.rank), RunFolder(tmp_path / f"alone{group.rank}")
+    own.path.mkdir()
     Job(alone, name, None).save(own, step=0)
     for step, layout in enumerate(layouts(group.size, name)[:: 1 if name == "mlp" else 2]):
         job = Job(group, name, layout)

@@ -118,7 +118,7 @@ def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
-    words = "--model mlp --dataset iris --batch-size 64 --epochs 4"
+    words = "--model mlp --dataset iris --batch-size 64 --epochs 4 --save-every 1"
     assert train(tmp_path, f"{words} --out run").status == 0
     newest = last_checkpoint(tmp_path / "run")
     weights = (newest / "model.safetensors").read_bytes()

@@ -77,7 +77,7 @@ def test_metrics_have_their_keys(train: Train) -> None:
 
 
 def test_the_folder_holds_everything(train: Train) -> None:
-    run = train("--epochs 5 --keep 2")
+    run = train("--epochs 5 --save-every 1 --keep 2")
     times = [] if on_device() else ["times.json"]
     assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", *times]
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000010"]
@@ -291,6 +291,18 @@ def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the first epoch, one at the end, and others if they are quick."""
+    seconds = iter(range(10**9))
+    with monkeypatch.context() as patched:  # each look at the clock is a second later than the one before
+        patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
+        slow = train("--epochs 5 --keep 9")
+    assert sorted(each.name for each in (slow / "checkpoints").glob("s*")) == ["step-00000002", "step-00000010"]
+    monkeypatch.setattr("nnmpi.train.loop.SAVING", 1.0)
+    quick = train("--epochs 5 --keep 9")
+    assert len(list((quick / "checkpoints").glob("s*"))) == 5
+
+
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -303,7 +315,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
 
     monkeypatch.setattr(CheckpointWriter, "finish", full)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):
-        train("--epochs 5")
+        train("--epochs 5 --save-every 1")
     assert (tmp_path / "run0" / "checkpoints" / "latest").read_text() == "step-00000004\n"
 
 
