@@ -5,18 +5,18 @@ model (no values yet)
   2 tensor      layers give way to their shards                    parallel.tensor
   3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
   4 limits      what does not fit is refused, with what would
-then the caller initializes `arrangement.model` and makes an optimizer, and a Worker attaches the rest:
-  5 data        gradients summed over dp x sp                      parallel.data, parallel.fixed_reduction
+then the caller initializes `arrangement.model` in `arrangement.storage` and makes an optimizer, and a Worker attaches
+the rest:
+  5 data        gradients summed over dp x sp                      parallel.data, zero, fixed_reduction
   6 schedule    the pipeline's program                             parallel.pipeline
   7 sequence    each batch's positions are shared out              parallel.sequence
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -35,9 +35,13 @@ from nnmpi.parallel.pipeline.profile import LinkCost, profile
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
+from nnmpi.parallel.zero_storage import STAGES, predict_bytes, sharded
 from nnmpi.schedule.partition import partition
+from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED
+
+MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,12 @@ class Arrangement:
         for tie in {id(tie.group): tie for tie in self.ties}.values():
             tie.group.free()
         self.mesh.free()
+
+    @property
+    def storage(self) -> Callable[..., FlatStorage]:
+        """What makes the model's storage, for `Module.initialize`."""
+        layout = self.layout
+        return sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes) if layout.zero else FlatStorage
 
     @property
     def data_rank(self) -> int:
@@ -330,20 +340,34 @@ def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLink]])
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     """Refuse a layout whose largest part is above the limit; collective."""
     layout, mesh = arrangement.layout, arrangement.mesh
-    own = sum(prod(parameter.declared) for parameter in arrangement.model.parameters())
+    itemsize = np.dtype(dtype).itemsize
     stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0  # older versions of the weights
-    own *= np.dtype(dtype).itemsize * (2 + stashed + layout.state_arrays)
-    needs = [int(need) for need in mesh.world.gather(own)]
-    if layout.memory_limit is None or max(needs) <= layout.memory_limit:
+
+    def need(stage: int) -> int:
+        ranks = mesh.replicas
+        found = predict_bytes(
+            arrangement.model, stage, ranks.rank, ranks.size, itemsize, layout.state_arrays, layout.unit_bytes
+        )
+        return found.total + found.parameters * stashed
+
+    stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
+    everyones = mesh.world.gather([need(stage) for stage in stages])
+    needs = [int(each[0]) for each in everyones]
+    limit = layout.memory_limit
+    if limit is None or max(needs) <= limit:
         return
     worst = needs.index(max(needs))
     whole = sum(needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size))
-    ways = max(-(-whole // layout.memory_limit), mesh.pp.size * mesh.tp.size + 1)
+    ways = max(-(-whole // limit), mesh.pp.size * mesh.tp.size + 1)
     even = ", or cut it more evenly, as split auto does" if arrangement.cuts and layout.split != AUTO else ""
+    largest = {stage: max(each[i] for each in everyones) for i, stage in enumerate(stages)}
+    fits = [] if layout.fixed or layout.asynchronous else [stage for stage in stages[1:] if largest[stage] <= limit]
+    advice = [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"] if fits else []
+    advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
-        f"{mesh.mesh}, more than the limit of {format_bytes(layout.memory_limit)}; spread the model over at least "
-        f"{ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}"
+        f"{mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than the limit of "
+        f"{format_bytes(limit)}; {', or '.join(advice)}"
     )
 
 

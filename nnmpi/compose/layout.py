@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
+from nnmpi.parallel.zero_storage import STAGES
 from nnmpi.schedule.registry import SCHEDULES
 
 AUTO = "auto"
@@ -39,6 +40,9 @@ class Layout:
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
+        zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
+            too; 3: parameters, too.
+        unit_bytes: what they gather and sum at once, see `parallel.zero_storage`; None to choose.
 
     Raises:
         UsageError: for values that do not exist, and pairs without sense.
@@ -57,6 +61,8 @@ class Layout:
     state_arrays: int = 2
     sp: int = 1
     sp_attention: str = ULYSSES
+    zero: int = 0
+    unit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
@@ -85,6 +91,8 @@ class Layout:
                 "a fixed order of sums covers dp and pp; ranks that share sequences add in parts, whose rounding hangs "
                 f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
             )
+        if self.zero:
+            self._check_zero()
         if self.asynchronous:
             for name, given in (("reduction fixed", self.fixed), ("recompute", self.recompute != NEVER)):
                 if given:
@@ -92,6 +100,25 @@ class Layout:
                         f"{name} does not go with pipedream, whose forward and backward see different weights' "
                         "versions; choose another pipeline schedule, such as 1f1b"
                     )
+
+    def _check_zero(self) -> None:
+        if self.zero not in STAGES:
+            raise UsageError(f"ZeRO has no stage {self.zero}; choose one of {', '.join(map(str, STAGES))}")
+        if self.zero > 1 and self.pp not in (None, 1):
+            raise UsageError(
+                f"ZeRO {self.zero} would sum and gather for each of a pipeline's microbatches, whose stages hold their "
+                f"gradients over the whole pass; take zero 1 with pp {self.pp}, or pp 1 with zero {self.zero}"
+            )
+        if self.fixed:
+            raise UsageError(
+                f"ZeRO {self.zero} scatters sums as they come, which is not the fixed order; leave reduction fixed or "
+                "zero out"
+            )
+        if self.asynchronous:
+            raise UsageError(
+                f"ZeRO {self.zero} does not go with pipedream, whose stages keep several versions of the weights; "
+                "choose another pipeline schedule, such as 1f1b"
+            )
 
     @property
     def fixed(self) -> bool:

@@ -25,15 +25,12 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
 
     In a fixed order of sums the parameters' squares are added exactly, so that it does not matter who has which.
     """
-    squares = {
-        span.parameter.name: sum_of_squares([storage.grads[span.buffer][span.start : span.stop]])
-        for span in storage.spans
-        if arrangement.counts(span.parameter.name, span.parameter)
-    }
-    group = arrangement.mesh.model
-    if arrangement.layout.fixed:
-        return math.sqrt(_exact_sum([value for own in group.gather(list(squares.values())) for value in own]))
-    return math.sqrt(group.sum_floats([_exact_sum(list(squares.values()))])[0])
+    squares = [
+        sum_of_squares([grad])
+        for span, _, grad in storage.held()
+        if grad is not None and arrangement.counts(span.parameter.name, span.parameter)
+    ]
+    return _root_of_sum(squares, arrangement)
 
 
 def note_squares(scalars: DeferredScalars, storage: FlatStorage, arrangement: Arrangement | None = None) -> None:
@@ -49,9 +46,13 @@ def read_norm(values: Values, storage: FlatStorage, arrangement: Arrangement | N
         values: what was read after `note_squares`; `read_squares` says when the device is asked again.
     """
     squares = [read_squares(values[SQUARES, name], grad) for name, grad in _parts(storage, arrangement)]
-    if arrangement is None:
-        return math.sqrt(sum(squares))
-    group = arrangement.mesh.model
+    return math.sqrt(sum(squares)) if arrangement is None else _root_of_sum(squares, arrangement)
+
+
+def _root_of_sum(squares: list[float], arrangement: Arrangement) -> float:
+    """Return the square root of the sum over all ranks that have something else to count; collective over them."""
+    mesh = arrangement.mesh
+    group = mesh.world if arrangement.layout.zero else mesh.model
     if arrangement.layout.fixed:
         return math.sqrt(_exact_sum([value for own in group.gather(squares) for value in own]))
     return math.sqrt(group.sum_floats([_exact_sum(squares)])[0])
@@ -63,10 +64,14 @@ def _parts(storage: FlatStorage, arrangement: Arrangement | None) -> Iterator[tu
     In a fixed order of sums that is parameter by parameter. Otherwise it is as few pieces as there can be, since a
     device takes as long to begin with a short one as with a long one: parameters that lie together are one.
     """
-    fixed = arrangement is not None and arrangement.layout.fixed
     if arrangement is None:
         yield from enumerate(storage.grads)
         return
+    if arrangement.layout.zero:
+        held = [grad for span, _, grad in storage.held() if arrangement.counts(span.parameter.name, span.parameter)]
+        yield from ((i, grad) for i, grad in enumerate(held) if grad is not None and grad.size)
+        return
+    fixed = arrangement.layout.fixed
     found: list[tuple[int, int, int]] = []
     for span in storage.spans:
         if not arrangement.counts(span.parameter.name, span.parameter):

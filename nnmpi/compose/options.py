@@ -44,6 +44,11 @@ class GradientExchange:
     check: bool = False
 
     @property
+    def algorithm(self) -> str:
+        """The one algorithm of all buckets; "auto" where each has one of its own, chosen for buckets of another run."""
+        return self.allreduce if isinstance(self.allreduce, str) else AUTO
+
+    @property
     def leaves_choice(self) -> bool:
         """Whether nothing is asked for that only a sum of buckets can give."""
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
@@ -124,7 +129,7 @@ def has_whole_model(arrangement: Arrangement | None) -> bool:
     if arrangement is None:
         return True
     mesh = arrangement.mesh.mesh
-    return mesh.pp == 1 and mesh.tp == 1 and not arrangement.layout.fixed
+    return mesh.pp == 1 and mesh.tp == 1 and not arrangement.layout.fixed and not arrangement.layout.zero
 
 
 def check_pairs(
@@ -148,6 +153,11 @@ def check_pairs(
     layout, mesh = arrangement.layout, arrangement.mesh.mesh
     if model is not arrangement.model:
         raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
+    if fused_update and layout.zero:
+        raise UsageError(
+            f"the fused update keeps the parameters once per node by itself, and zero {layout.zero} shares them out; "
+            "leave one of them out"
+        )
     if fused_update and not has_whole_model(arrangement):
         raise UsageError(
             f"the fused update is for replicas of a whole model, summed as they come, not for {mesh} with reduction "

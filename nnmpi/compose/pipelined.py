@@ -51,6 +51,7 @@ from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
 from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.parallel.zero import ShardedDataParallel
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate
@@ -90,16 +91,22 @@ class Pipelined:
         layout, mesh = arrangement.layout, arrangement.mesh
         self.model: Module = arrangement.model
         self.updates = layout.asynchronous
-        self.parallel = DataParallel(
-            self.model,
-            mesh.replicas,
-            exchange.allreduce,
-            exchange.bucket_bytes,
-            exchange.overlap,
-            backend,
-            not layout.fixed,
-            runs_backward=False,
-            shares_batches=not layout.fixed,
+        self.parallel = (
+            ShardedDataParallel(
+                self.model, mesh.replicas, layout.zero, exchange.algorithm, backend=backend, runs_backward=False
+            )
+            if layout.zero
+            else DataParallel(
+                self.model,
+                mesh.replicas,
+                exchange.allreduce,
+                exchange.bucket_bytes,
+                exchange.overlap,
+                backend,
+                not layout.fixed,
+                runs_backward=False,
+                shares_batches=not layout.fixed,
+            )
         )
         count = len(arrangement.cuts)
         self._last = count - 1
@@ -328,10 +335,19 @@ class Pipelined:
 
     def _finish(self) -> Traffic:
         """End an update's sums; return what they were."""
+        if self.arrangement.layout.zero:  # afterwards each rank would have the sum of another part
+            self._add_ties()
+            self.parallel.finish()
+            return self.parallel.traffic
         if self.fixed is not None:
             self.fixed.finish()
         else:
             self.parallel.finish()
+        self._add_ties()
+        return self.parallel.traffic
+
+    def _add_ties(self) -> None:
+        """Add up the gradients of parameters that stand in stages of several ranks."""
         own = {span.parameter.name: span.parameter for span in self.model.storage.spans}
         for tie in self.arrangement.ties:  # in the same order on all ranks of the pipeline
             own[tie.name].finish_gradient()  # in a fixed order the first stage has all, the others nothing
@@ -340,7 +356,6 @@ class Pipelined:
             total: Array = namespace(grad).ascontiguousarray(grad)
             tie.group.all_reduce(total.reshape(-1), check=False)
             grad[...] = total
-        return self.parallel.traffic
 
     def _holders(self) -> dict[int, set[int]]:
         """Return, for each parameter's number, the stages of this rank that have it."""

@@ -49,6 +49,7 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pace import Pace, Rest
+from nnmpi.parallel.zero import ShardedDataParallel
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -366,16 +367,22 @@ class Replicas:
         self.model, self.world = model, world
         replicas = world if arrangement is None else arrangement.mesh.replicas
         fixed = arrangement is not None and arrangement.layout.fixed
-        self.parallel = DataParallel(
-            model,
-            replicas,
-            exchange.allreduce,
-            exchange.bucket_bytes,
-            exchange.overlap,
-            backend,
-            is_summed and not fixed,
-            shares_batches=not fixed,
-            pace=pace,
+        self.parallel = (
+            ShardedDataParallel(
+                model, replicas, arrangement.layout.zero, exchange.algorithm, backend=backend, pace=pace
+            )
+            if arrangement is not None and arrangement.layout.zero
+            else DataParallel(
+                model,
+                replicas,
+                exchange.allreduce,
+                exchange.bucket_bytes,
+                exchange.overlap,
+                backend,
+                is_summed and not fixed,
+                shares_batches=not fixed,
+                pace=pace,
+            )
         )
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
@@ -410,8 +417,8 @@ class Replicas:
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""
-        if self.fixed is not None:
-            return explain_gradients(self.world, self.model, step + 1, value, "its microbatches")
+        if self.fixed is not None or isinstance(self.parallel, ShardedDataParallel):
+            return explain_gradients(self.world, self.model, step + 1, value, "its microbatches and replicas")
         x, again = self._passes.suspect(batch, step, self._is_finite_everywhere)
         return explain(self.world, self.model, x, again, step + 1, value)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ModelState, StateEntry
+from nnmpi.parallel.model_state import ModelState, SharedOut, StateEntry
 from nnmpi.parallel.server.shards import Shard, regions
+from nnmpi.parallel.zero_storage import ShardedStorage
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 
@@ -16,8 +19,11 @@ from nnmpi.tensor.parameter import Parameter
 def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:
     """Return the parameters and buffers by their full names."""
     leaves: list[tuple[str, Parameter | Buffer]] = [*model.named_parameters(), *model.named_buffers()]
+    storage = model.storage
+    parts = {} if storage.is_whole else _parts(storage, {"": storage.data})
     entries = [
-        StateEntry.of(name, leaf.data, leaf.region, _writes(name, leaf, group, arrangement)) for name, leaf in leaves
+        StateEntry.of(name, parts.get(f"/{name}", leaf.data), leaf.region, _writes(name, leaf, group, arrangement))
+        for name, leaf in leaves
     ]
     order = [name for name, _ in leaves] if arrangement is None else list(arrangement.order)
     return ModelState(entries, order, group)
@@ -26,7 +32,7 @@ def model_state(model: Module, group: Group, arrangement: Arrangement | None) ->
 def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     parameters = dict(model.named_parameters())
-    views = slots(model.storage, optimizer)
+    views: Mapping[str, Array | SharedOut] = _parts(model.storage, optimizer.slots()) or slots(model.storage, optimizer)
     entries = []
     for name, view in views.items():
         parameter = parameters[name.partition("/")[2]]
@@ -62,6 +68,17 @@ def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:
         for slot, flats in optimizer.slots().items()
         for number, flat in enumerate(flats)
         for name, view in storage.split(number, flat).items()
+    }
+
+
+def _parts(storage: FlatStorage, flats: Mapping[str, Sequence[Array]]) -> dict[str, SharedOut]:
+    """Return this rank's parts of arrays that lie as the storage's, by "name/parameter"; none if all are whole."""
+    if not isinstance(storage, ShardedStorage):
+        return {}
+    return {
+        f"{name}/{span.parameter.name}": storage.parts(span, arrays)
+        for name, arrays in flats.items()
+        for span in storage.spans
     }
 
 

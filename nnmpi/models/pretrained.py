@@ -127,10 +127,12 @@ def load_pretrained(model: Module, folder: Path) -> None:
                         f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
                         f"one of {', '.join(DTYPES)}"
                     )
+            spans = {id(span.parameter): span for span in model.storage.spans}
             for name, parameter in parameters:
                 whole = stored.get_tensor(names[name])
                 part = whole if parameter.region is None else parameter.region.take(whole)
-                parameter.data[...] = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+                values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+                model.storage.write(spans[id(parameter)], values)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{file} cannot be read ({error})") from None
 

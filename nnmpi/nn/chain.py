@@ -121,19 +121,22 @@ class ModelPart(Module):
         model: the whole model, whose modules this part goes on using.
         links: the links; of `open_chain(model)`.
 
+    Attributes:
+        links: as given.
+
     Raises:
         UsageError: from `forward`, when kept values are open at the ends.
     """
 
     def __init__(self, model: Module, links: Sequence[ChainLink]) -> None:
-        self._links = tuple(links)
+        self.links = tuple(links)
         self._joined = join_links(links)
         self._whole = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._whole}
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the links' modules with their full names; one that stands in several places by each of them."""
-        for link in self._links:
+        for link in self.links:
             yield from link.members
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -151,7 +154,7 @@ class ModelPart(Module):
     def forward(self, x: Any) -> Any:
         """Return the last link's result for the first one's input."""
         kept: Kept = {}
-        x = run_links(self._links, self._joined, x, kept)
+        x = run_links(self.links, self._joined, x, kept)
         check_empty(kept)
         return x
 

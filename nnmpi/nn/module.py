@@ -161,6 +161,7 @@ class Module:
         backend: Backend | None = None,
         group: Callable[[str, Parameter], str] | None = None,
         allocate: Callable[[int, Any], Array] | None = None,
+        storage: Callable[..., FlatStorage] = FlatStorage,
     ) -> Self:
         """Give all parameters their first values, in flat storage, and return the model.
 
@@ -172,6 +173,7 @@ class Module:
             backend: where the values live; NumPy by default.
             group: (full name, parameter) -> optimizer group; "default" for all by default.
             allocate: (elements, dtype) -> a 1-D array of zeros to use as storage.
+            storage: makes the storage, from what `FlatStorage` is given.
 
         Raises:
             UsageError: for another dtype.
@@ -184,7 +186,7 @@ class Module:
         values = _Draws(parameters, seed, np.dtype(dtype), backend)
         for _, buffer in self.named_buffers():
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
-        self.storage = FlatStorage(parameters, values, allocate or backend.zeros, group, values.dtype)
+        self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         if group is not None:
             self.storage.known_groups |= {group(name, parameter) for name, parameter in self.whole_parameters()}
         return self

@@ -87,6 +87,7 @@ class Optimizer(ABC):
             self.move()
         self._require_same_arrays()
         self._go(lr, self._blocks, self.storage.frozen())
+        self.storage.finish_update()
 
     def _warn_alone(self) -> None:
         """Warn, once for all ranks, where each trains a model of its own: that is seldom meant."""

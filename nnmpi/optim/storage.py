@@ -36,6 +36,9 @@ class Storage(Protocol):
     def finish_gradients(self) -> None:
         """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
 
+    def finish_update(self) -> None:
+        """Let everybody see what an update has written to `data`; called after updates."""
+
     def frozen(self) -> Sequence[Array]:
         """Return the parts of `data` that updates must leave as they are."""
 
@@ -59,6 +62,9 @@ class Arrays:
     def finish_gradients(self) -> None:
         """Do nothing: whoever gave the arrays writes them."""
 
+    def finish_update(self) -> None:
+        """Do nothing: whoever gave the arrays sees them."""
+
     def frozen(self) -> list[Array]:
         """Return nothing: what is given is updated."""
         return []
@@ -73,7 +79,9 @@ def check(storage: Storage) -> None:
         ShapeError: when a gradient's shape differs from its buffer's.
         DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
     """
-    if not all(hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients", "frozen")):
+    if not all(
+        hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients", "finish_update", "frozen")
+    ):
         raise UsageError(f"an optimizer works on a storage, such as model.storage, not on a {type(storage).__name__}")
     counts = (len(storage.data), len(storage.grads), len(storage.groups))
     if len(set(counts)) > 1:

@@ -114,7 +114,7 @@ class DataParallel:
         except NnmpiError:  # on all ranks
             self._unshare_gradients()
             raise
-        broadcast_state(model, group)
+        self._start_equal()
         if group.size > 1 and runs_backward:
             for number, span in enumerate(self.storage.spans):
                 # Every parameter has the guard, since a stray pass may reach any of them. A hook is of use only where
@@ -126,6 +126,10 @@ class DataParallel:
             for _, module in model.named_modules():
                 if isinstance(module, BatchNorm):
                     module.all_reduce = self._sum_statistics
+
+    def _start_equal(self) -> None:
+        """Give all ranks the same values."""
+        broadcast_state(self.model, self.group)
 
     def backward(self, loss_sum: Tensor, samples: int, last: bool = True, scale: float = 1.0) -> None:
         """Add the gradient of the global mean loss, on all ranks; collective.
@@ -150,7 +154,7 @@ class DataParallel:
         perform(self._begin, last)  # `perform` records the call, so that a compiled step repeats it each time
         try:
             loss_sum.backward(seed)
-            perform(self._keep_pace)
+            perform(self._finish_pass)
         finally:
             perform(self._end)
         if last:
@@ -191,7 +195,7 @@ class DataParallel:
                 "the backward pass before this one ended in an exception while gradients were being summed; release "
                 "this DataParallel and make a new one"
             )
-        if self._summed and any(span.parameter.grad is not None for span in self.storage.spans):
+        if self._summed and self.storage.has_gradients:
             raise UsageError(
                 "the gradients of the last step are still there, summed over the ranks; call model.zero_grad() before "
                 "each step (and backward(..., last=False) for all but the last of a step's losses)"
@@ -199,8 +203,8 @@ class DataParallel:
         self._summed, self._last = False, last
         self._begin_s = clock.now()
 
-    def _keep_pace(self) -> None:
-        """Let the pass last as long as it is to."""
+    def _finish_pass(self) -> None:
+        """End a pass that has come to the first layer, when it has lasted as long as it is to."""
         self._pace.finish(Kind.B, 0, self._begin_s)
 
     def _end(self) -> None:

@@ -98,8 +98,9 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
         value: the global loss.
         source: what the gradients were summed over, in words, such as "microbatches and replicas".
     """
-    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
-    weights = [name for name, p in model.named_parameters() if not finite(p.data)]
+    held = list(model.storage.held())
+    wrong = [span.parameter.name for span, _, grad in held if grad is not None and not finite(grad)]
+    weights = [span.parameter.name for span, data, _ in held if not finite(data)]
     found = f"the weights {weights[0]!r}" if weights else f"the gradient of {wrong[-1]!r}" if wrong else None
     for rank, place in enumerate(group.gather(found)):
         if place is not None:

@@ -26,9 +26,47 @@ from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
+from nnmpi.comm.vector_collectives import all_gather_v
 from nnmpi.errors import CheckpointError, LayoutError, ShapeError
 from nnmpi.parallel.shard_map import ArraySpec, ShardMap, check_fit, describe, shard_maps
 from nnmpi.shard import Region
+
+
+@dataclass(frozen=True)
+class SharedOut:
+    """An array of which each rank of a group has some elements, those of one range after the other's. See `zero`.
+
+    It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is gone afterwards.
+
+    Attributes:
+        shape: of the whole array, which may itself be a rank's part of a larger one.
+        own: (n,) a live view of what this rank has.
+        place: which elements of the flat array these are.
+        counts: how many each rank has.
+        ranks: the ranks.
+    """
+
+    shape: tuple[int, ...]
+    own: Array
+    place: slice
+    counts: Sequence[int]
+    ranks: Group
+
+    @property
+    def dtype(self) -> Any:
+        """The elements' dtype."""
+        return self.own.dtype
+
+    def gather(self) -> Array:
+        """Return the whole array, on every rank. Collective."""
+        xp = namespace(self.own)
+        own = xp.ascontiguousarray(self.own)
+        whole: Array = xp.concatenate(all_gather_v(self.ranks, own, self.counts)).reshape(self.shape)
+        return whole
+
+    def put(self, whole: Array) -> None:
+        """Keep what is this rank's of an array."""
+        self.own[...] = namespace(self.own).asarray(whole.reshape(-1)[self.place])
 
 
 @dataclass(frozen=True)
@@ -39,7 +77,7 @@ class StateEntry:
         name: the full name in the full model ("2.weight"; "momentum/2.weight").
         shape, dtype: of the whole array.
         region: the part that this rank has; None for all of it.
-        array: the values, a live view (of `region.local_shape`), on the host or a device.
+        array: the values, a live view (of `region.local_shape`), on the host or a device; or shared out further.
         owned: whether this rank is the one that writes it; each element must have exactly one owner.
 
     Raises:
@@ -50,7 +88,7 @@ class StateEntry:
     shape: tuple[int, ...]
     dtype: str
     region: Region | None
-    array: Array
+    array: Array | SharedOut
     owned: bool
 
     def __post_init__(self) -> None:
@@ -64,7 +102,7 @@ class StateEntry:
             )
 
     @classmethod
-    def of(cls, name: str, array: Array, region: Region | None = None, owned: bool = True) -> StateEntry:
+    def of(cls, name: str, array: Array | SharedOut, region: Region | None = None, owned: bool = True) -> StateEntry:
         """Return the entry of an array; the whole array's shape is the region's, its dtype the array's.
 
         Args:
@@ -108,11 +146,14 @@ class ModelState:
         maps, phase = self._shard_maps(), CollectivePhase(self._group)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
+                own = self._own.get(name)
+                if isinstance(own, SharedOut):
+                    own = own.gather()
                 if self._group.is_root:
-                    whole = _gather_array(shards, self._own.get(name), channel, phase)
+                    whole = _gather_array(shards, own, channel, phase)
                     phase.attempt(write, name, whole)
                 else:
-                    _send_slice(shards, self._group.rank, self._own.get(name), channel, phase)
+                    _send_slice(shards, self._group.rank, own, channel, phase)
         phase.agree(speaker=0)
 
     def check(self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint") -> None:
@@ -240,7 +281,7 @@ def _distribute(
     region: Region | None,
     holders: Sequence[int],
     whole: Array | None,
-    own: Array | None,
+    own: Array | SharedOut | None,
     channel: Rendezvous,
     phase: CollectivePhase,
 ) -> None:
@@ -284,5 +325,8 @@ def _take(whole: Array, region: Region | None) -> Array:
     return np.asarray(whole if region is None else region.take(whole), order="C")
 
 
-def _write(own: Array, part: Array) -> None:
+def _write(own: Array | SharedOut, part: Array) -> None:
+    if isinstance(own, SharedOut):
+        own.put(part)
+        return
     own[...] = namespace(own).asarray(part)

@@ -10,7 +10,7 @@ another's gradients. Each parameter begins at a multiple of 64 bytes; the gaps h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -81,12 +81,19 @@ class FlatStorage:
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment
-        for length in lengths:
-            self.data.append(allocate(length, dtype))
-            self.grads.append(allocate(length, dtype))
+        self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)
         self._bind(parameters, values)
+
+    def _allocate(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Make `data` and `grads`; return the arrays in which the parameters and their gradients lie: these."""
+        for length in lengths:
+            self.data.append(allocate(length, dtype))
+            self.grads.append(allocate(length, dtype))
+        return self.data, self.grads
 
     def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
         for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
@@ -95,13 +102,17 @@ class FlatStorage:
                 raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
             parameter.name = name
             self._views.append(self._lay(span))
-            parameter.data[...] = value
+            self.write(span, value)
+
+    def write(self, span: Span, value: Array) -> None:
+        """Give a parameter its values, of its shape."""
+        span.parameter.data[...] = value
 
     def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
         """Let a parameter have its place in the flat arrays, and no gradient; return it and its views."""
         parameter, part = span.parameter, slice(span.start, span.stop)
-        parameter.data = self.data[span.buffer][part].reshape(parameter.declared)
-        parameter.buffer = self.grads[span.buffer][part].reshape(parameter.declared)
+        parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
+        parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
         parameter.grad = None
         return parameter, parameter.data, parameter.buffer
 
@@ -117,10 +128,25 @@ class FlatStorage:
         for now, then in ((self.data, data), (self.grads, grads)):
             if then is not None and [(a.shape, a.dtype) for a in now] != [(a.shape, a.dtype) for a in then]:
                 raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
-        self.data = self.data if data is None else list(data)
-        self.grads = self.grads if grads is None else list(grads)
+        self.data = self._data = self.data if data is None else list(data)
+        self.grads = self._grads = self.grads if grads is None else list(grads)
         self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were not forgotten."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are all here, whenever one looks; see `parallel.zero_storage`."""
+        return True
+
+    def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
+        """Yield each parameter, with what this rank trains of its values, and of its gradient if there is one."""
+        for span in self.spans:
+            yield span, span.parameter.data, span.parameter.grad
 
     @property
     def size(self) -> int:
@@ -151,6 +177,17 @@ class FlatStorage:
         perform(self._finish)
 
     def _finish(self) -> None:
+        self.check_places()
+        for parameter, _, buffer in self._views:
+            if parameter.grad is not buffer:
+                parameter.finish_gradient()
+
+    def check_places(self) -> None:
+        """Refuse to go on when a parameter lies elsewhere now.
+
+        Raises:
+            UsageError: naming it.
+        """
         for parameter, data, buffer in self._views:
             # An update goes to the flat arrays. If somebody has rebound parameter.data, the model would compute with
             # one array and the optimizer train another, without a word.
@@ -159,8 +196,9 @@ class FlatStorage:
                     f"{parameter.name} lies in this storage no more: its model was initialized again (then make "
                     "a new optimizer), or its data replaced (write parameter.data[...] = values instead)"
                 )
-            if parameter.grad is not buffer:
-                parameter.finish_gradient()
+
+    def finish_update(self) -> None:
+        """Do what is to be done when an optimizer has written to `data`: nothing, as the parameters lie there."""
 
     def frozen(self) -> list[Array]:
         """Return the data of the parameters that need no gradient now, which an optimizer leaves as they are."""

@@ -228,6 +228,8 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         state_arrays=2 if optimizer != "sgd" else int(momentum > 0),
         sp=config.sp,
         sp_attention=config.sp_attention,
+        zero=config.zero,
+        unit_bytes=bucket_bytes_of(config) if config.zero else None,
     )
 
 
@@ -267,7 +269,8 @@ def build_trainer(
             where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
     with agreed(group), explained(backend, TOO_LARGE):
-        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend)
+        storage = FlatStorage if where is None else where.storage
+        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage)
         if config.model.pretrained is not None:
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage)
@@ -328,7 +331,7 @@ def build_exchange(
         algorithms: see `build_trainer`.
     """
     fused, overlap = decided(config.fused_update) if group.size > 1 else False, decided(config.overlap)
-    bucket_bytes = None if config.bucket_mb is None else max(1, int(config.bucket_mb * BYTES_PER_MIB))
+    bucket_bytes = bucket_bytes_of(config)
     allreduce: str | Sequence[str] = config.allreduce
     if algorithms and allreduce == AUTO and not fused:
         replicas = group if where is None else where.mesh.replicas
@@ -336,6 +339,11 @@ def build_exchange(
         if len(algorithms) == _count_buckets(storage, limit):  # else it begins anew
             allreduce = algorithms
     return GradientExchange(allreduce, bucket_bytes, overlap, fused, config.check_weights)
+
+
+def bucket_bytes_of(config: ParallelConfig) -> int | None:
+    """Return the longest bucket, or unit, that was asked for."""
+    return None if config.bucket_mb is None else max(1, int(config.bucket_mb * BYTES_PER_MIB))
 
 
 def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
@@ -379,7 +387,7 @@ def check_sync(config: Config, group: Group) -> None:
 
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
-    return max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.fixed or layout.memory_limit is not None
+    return max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.fixed or layout.zero > 0 or layout.memory_limit is not None
 
 
 def settle(context: RunContext) -> Config:

@@ -107,6 +107,9 @@ class ParallelConfig:
     reduction: Literal["fast", "fixed"] = "fast"
     """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
     such layout gives the same bits, for the same number of --microbatches."""
+    zero: int = 0
+    """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
+    weights, too, which are gathered block by block when they are needed. With --pp 1 alone."""
     memory_limit: str | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
     everything there."""
@@ -120,7 +123,7 @@ class ParallelConfig:
     """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
     if there is one, or "none"."""
     bucket_mb: float | None = None
-    """Gradients travel in buckets of this many MiB (default: 4 with overlap, else all in one)."""
+    """Gradients travel in buckets of this many MiB (default: 4 with overlap or --zero, else all in one)."""
     overlap: Switch = "auto"
     """Sum the first buckets while the backward pass still computes the others (auto: with ranks on several nodes, or on
     a device)."""
@@ -147,6 +150,21 @@ class ParallelConfig:
             idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
             sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
             require(not idle, sentence)
+        self._check_zero()
+
+    def _check_zero(self) -> None:
+        require(self.zero in range(4), f"--zero is {self.zero}; give 0, 1, 2 or 3")
+        sums = ("auto", "native", "ring", "tree")
+        for option, given, why in (
+            ("--fused-update on", self.fused_update == "on", "shares out the update itself; leave one of them out"),
+            ("--overlap on", self.overlap == "on", "sums a unit when the backward pass has left it; leave it out"),
+            (
+                f"--allreduce {self.allreduce}",
+                self.allreduce not in sums,
+                f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}",
+            ),
+        ):
+            require(not (given and self.zero), f"{option} does not go with --zero {self.zero}, which {why}")
 
     @property
     def links(self) -> Literal["auto"] | tuple[int, ...]:
@@ -294,6 +312,7 @@ class SyncConfig:
             ("--sp", parallel.sp != 1, "every worker has samples of its own"),
             ("--fused-update", parallel.fused_update == "on", "weights are not updated in step"),
             ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
+            ("--zero", parallel.zero > 0, "every worker has the whole model"),
             ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
             ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),

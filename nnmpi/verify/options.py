@@ -98,7 +98,7 @@ SHARED = {
     OptimizationConfig: ("batch_size", "optimizer", "lr", "weight_decay", "clip"),
     ParallelConfig: (
         *("dp", "pp", "tp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
-        *("memory_limit", "allreduce", "bucket_mb"),
+        *("memory_limit", "allreduce", "bucket_mb", "zero"),
     ),
 }
 # What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.

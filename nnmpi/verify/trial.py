@@ -19,7 +19,8 @@ from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.parallel.model_state import ModelState, StateEntry
-from nnmpi.train.build import BYTES_PER_MIB, build_model, build_optimizer
+from nnmpi.parallel.zero_storage import ShardedStorage
+from nnmpi.train.build import bucket_bytes_of, build_model, build_optimizer
 from nnmpi.verify.options import Options
 
 
@@ -101,16 +102,15 @@ def _build(options: Options, dataset: Dataset, group: Group, layout: Layout, bac
     dtype = options.trial.dtype
     where = arrange(model, group, layout, dataset.rows(np.arange(rows), dtype), dtype, backend)
     with agreed(group):
-        where.model.initialize(seed=options.trial.seed, dtype=dtype, backend=backend)
+        where.model.initialize(seed=options.trial.seed, dtype=dtype, backend=backend, storage=where.storage)
         optimizer = build_optimizer(options.optimization, where.model.storage)
-    bucket_mb = options.parallel.bucket_mb
     return Worker(
         where.model,
         optimizer,
         group,
         exchange=GradientExchange(
             options.parallel.allreduce,
-            None if bucket_mb is None else max(1, int(bucket_mb * BYTES_PER_MIB)),
+            bucket_bytes_of(options.parallel),
             fused_update=False,  # it leaves no gradients that could be compared
             check=True,
         ),
@@ -156,10 +156,13 @@ def microbatches(options: Options, dataset: Dataset) -> int:
 def _gather_gradients(worker: Worker, where: Arrangement) -> dict[str, Array]:
     """Return the gradients that the last step used, on rank 0."""
     entries = []
-    for name, parameter in worker.model.named_parameters():
-        owned = where.mesh.place.d == 0 and where.counts(name, parameter)
-        assert parameter.buffer is not None
-        entries.append(StateEntry.of(name, parameter.buffer, parameter.region, owned))
+    storage = worker.model.storage
+    for span in storage.spans:
+        parameter = span.parameter
+        owned = where.mesh.place.d == 0 and where.counts(parameter.name, parameter)
+        grad = storage.parts(span, storage.grads) if isinstance(storage, ShardedStorage) else parameter.buffer
+        assert grad is not None
+        entries.append(StateEntry.of(parameter.name, grad, parameter.region, owned))
     return ModelState(entries, where.parameters, worker.group).to_dict()
 
 

@@ -26,9 +26,7 @@ STRANGERS: dict[str, frozenset[str]] = {
 }
 
 # One strategy per file or folder, and none imports another.
-STRATEGIES = frozenset(
-    f"nnmpi.parallel.{name}" for name in ("data", "zero", "server", "averaging", "tensor", "pipeline")
-)
+STRATEGIES = frozenset(f"nnmpi.parallel.{name}" for name in ("data", "server", "averaging", "tensor", "pipeline"))
 
 # Libraries that only one folder knows.
 HOMES = {

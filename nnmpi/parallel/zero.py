@@ -1,0 +1,257 @@
+"""ZeRO: data parallelism whose ranks share out the optimizer's state, the gradients and the parameters.
+
+    P parameters, N ranks, float32, Adam     parameters   gradients   state        and             sent per step
+    data parallelism                         4P           4P          8P                           8P (N-1)/N
+    stage 1                                  4P           4P          8P / N                       8P (N-1)/N
+    stage 2                                  4P           4P / N      8P / N       1 unit          8P (N-1)/N
+    stage 3                                  4P / N       4P / N      8P / N       3 units        12P (N-1)/N
+
+A sum over the ranks is needed by the rank that updates those parameters alone, so it is scattered, which costs half of
+an all-reduce; the other half is spent on gathering the new parameters. Stage 3 gathers them unit by unit, before they
+are used, and once more before the backward pass (`-->` gather, `sum` reduce-scatter, `.` not here):
+
+    forward      --> 0 | 0 --> 1 | 1 --> 2 | 2        the next one comes while one computes
+    slot A       0       0         2         2
+    slot B       .       1         1         .
+    backward     2 --> 1 | sum 2 | 1 --> 0 | sum 1 | 0 | sum 0
+
+What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations toward training
+trillion parameter models", 2020. See `zero_storage` for what lies where, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.record import Backend
+from nnmpi.backend.recording import refuse_inside
+from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, UsageError
+from nnmpi.nn.chain import Kept, run_links
+from nnmpi.nn.container import check_empty
+from nnmpi.nn.module import Module
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.pace import Pace
+from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
+from nnmpi.parallel.zero_storage import SHARED, ShardedStorage, sharded
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.function import Elementwise
+from nnmpi.tensor.tensor import Tensor
+
+NO_PASS = -2  # no backward pass is under way
+
+
+class UnitEnd(Elementwise):
+    """The end of a unit: passes everything on, and tells when a backward pass comes to the unit."""
+
+    __slots__ = ("_reached",)
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self._reached = reached
+
+    def forward(self, x: Array) -> Array:
+        return x
+
+    def backward(self, grad: Array) -> tuple[Array]:
+        self._reached()
+        return (grad,)
+
+
+class ShardedDataParallel(DataParallel):
+    """Keeps one model on a group's ranks, each of which has a part of what training holds. Making one is collective.
+
+        parallel = nnmpi.ShardedDataParallel(model, group, stage=3)
+        optimizer = optim.Adam(model.storage)           # afterwards: it has the state of this rank's parts alone
+        model.zero_grad()
+        parallel.backward(ops.cross_entropy(model(x), y, reduction="sum"), samples)
+        optimizer.step()
+
+    A model that was initialized with storage that is shared out (`sharded`) is never whole on any rank. Any other one
+    becomes that of rank 0, and is shared out here. The model is a `Sequential`; of another kind it is one unit, which
+    has no use in stage 3.
+
+    Args:
+        model: initialized, the same on all ranks.
+        group: the ranks that share each batch, and the model.
+        stage: 1, 2 or 3; not used where the storage is shared out already.
+        algorithm: of sums and gathering: "native" (MPI's own, and "auto"), "ring" or "tree".
+        unit_bytes: see `ShardedStorage`.
+        backend, runs_backward, pace: see `DataParallel`.
+
+    Attributes:
+        storage: the model's.
+        stage: the stage.
+
+    Raises:
+        CommError, UsageError: see `DataParallel`.
+    """
+
+    storage: ShardedStorage
+
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        stage: int = 3,
+        algorithm: str = AUTO,
+        unit_bytes: int | None = None,
+        backend: Backend | None = None,
+        runs_backward: bool = True,
+        pace: Pace | None = None,
+    ) -> None:
+        check_free(model)
+        check_same_model(group, model.storage)
+        if not isinstance(model.storage, ShardedStorage):
+            broadcast_state(model, group)
+            share_out(model, group, stage, unit_bytes)
+        super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward, pace=pace)
+        self.stage = self.storage.stage
+        self._at = NO_PASS  # the unit whose gradients a backward pass computes
+        self.storage.connect(group.duplicate(), algorithm)
+        self._in_units = runs_backward and self.stage > 1
+        if self._in_units:
+            model.forward = self._forward  # type: ignore[method-assign]
+
+    def _start_equal(self) -> None:
+        for _, buffer in self.model.named_buffers():
+            values = namespace(buffer.data).ascontiguousarray(buffer.data)
+            self.group.broadcast(values)
+            buffer.data[...] = values
+
+    # ---- forward ----
+
+    def _forward(self, x: Any) -> Any:
+        """Compute the model unit by unit, each of which is here while it is computed."""
+        refuse_inside("a model that ranks share out")
+        storage, units = self.storage, self.storage.units
+        kept: Kept = {}
+        storage.enter(SHARED)
+        for number, unit in enumerate(units):
+            storage.enter(number, number + 1 if number + 1 < len(units) else None)
+            x = run_links(unit.links, unit.joined, x, kept)
+            if isinstance(x, Tensor):
+                x = UnitEnd(self._reach(number))(x)
+            storage.leave(number)
+        check_empty(kept)
+        storage.leave(SHARED)
+        return x
+
+    # ---- backward ----
+
+    def _begin(self, last: bool) -> None:
+        super()._begin(last)
+        if self._at != NO_PASS:
+            raise CommError(
+                "the backward pass before this one ended in an exception halfway; release this ShardedDataParallel and "
+                "make a new one"
+            )
+        self._at = len(self.storage.units) - 1
+
+    def _reach(self, number: int) -> Callable[[], None]:
+        """Return what is called when a backward pass comes to the end of a unit."""
+
+        def reached() -> None:
+            self._check_pass()
+            self._finish_units(number)
+            self.storage.enter(SHARED)
+            self.storage.enter(number, number - 1 if number else None)
+
+        return reached
+
+    def _finish_units(self, number: int) -> None:
+        """Sum the gradients of all units above this one: a backward pass will not come to them any more."""
+        while self._at > number:
+            self.storage.reduce(self._at)
+            self.storage.leave(self._at)
+            self._at -= 1
+
+    def _finish_pass(self) -> None:
+        if self._in_units:
+            self._finish_units(SHARED)
+            self.storage.reduce(SHARED)
+            self.storage.leave(SHARED)
+        self._at = NO_PASS
+        super()._finish_pass()
+
+    def reduce(self, numbers: object) -> None:
+        """Leave gradients that are final alone: they are summed in `finish`."""
+        self.check_not_released()
+
+    def finish(self) -> None:
+        """End a step: return when this rank has its part of all sums; collective.
+
+        Raises:
+            UsageError: after `release`.
+        """
+        self.check_not_released()
+        self.storage.finish_gradients()
+        if not self._in_units:
+            for number in (*reversed(range(len(self.storage.units))), SHARED):
+                self.storage.reduce(number)
+        self._summed = True
+        self.traffic = self.storage.take_traffic().plus(self._statistics)
+        self._statistics = type(self.traffic)()
+
+    # ---- the model ----
+
+    def check_equal(self) -> None:
+        """Compare a hash of the parameters over all ranks, where each has all of them; collective.
+
+        Raises:
+            CommError: on all ranks, naming a parameter that differs and the ranks.
+        """
+        if self.storage.is_whole:
+            super().check_equal()
+
+    def gather_model(self) -> None:
+        """Give every rank the whole model again, in storage of its own, and release it. Collective.
+
+        Optimizers over the parts are of no use any more.
+        """
+        storage = self.storage
+        values = {span.parameter.name: storage.parts(span, storage.data).gather() for span in storage.spans}
+        self.release()
+        vars(self.model).pop("forward", None)
+        self.model.storage = _again(storage, values, FlatStorage)
+
+    def release(self) -> None:
+        """Detach from the model. Collective.
+
+        In stage 3 each rank is left with its parts, and the model computes nothing any more. A second call does nothing. To have the whole model on every rank, call `gather_model`.
+        """
+        if self.released:
+            return
+        super().release()
+        self.storage.disconnect()
+        if self._in_units:
+            del self.model.forward
+        if not self.storage.is_whole:
+            self.model.forward = _refuse  # type: ignore[method-assign]
+
+
+def share_out(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
+    """Let an initialized model lie in storage that is shared out: each rank keeps its part of what it has now."""
+    old = model.storage
+    values = {span.parameter.name: span.parameter.data for span in old.spans}
+    model.storage = _again(old, values, sharded(model, ranks, stage, unit_bytes))
+    model.storage.known_groups |= old.known_groups
+
+
+def _again(old: FlatStorage, values: Mapping[str, Array], make: Callable[..., FlatStorage]) -> FlatStorage:
+    """Return storage for the same parameters, with their groups, and these values."""
+    labels = {span.parameter.name: old.groups[span.buffer] for span in old.spans}
+    xp = namespace(old.data[0]) if old.data else np
+    parameters = {span.parameter.name: span.parameter for span in old.spans}
+    return make(parameters, values, xp.zeros, lambda name, _: labels[name])
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise UsageError(
+        "the ranks have parts of this model's parameters, and what gathers them was released; call gather_model() "
+        "instead of release() to go on with a whole model"
+    )

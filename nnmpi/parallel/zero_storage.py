@@ -1,0 +1,488 @@
+"""Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, unit by unit.
+
+A unit is a run of the model's links, such as a block: what is gathered, computed with, and summed at once. Its
+parameters lie together in a flat array (one for each optimizer group), of which rank r owns part r of `shard.split`. So
+the parts of a unit differ by at most one element, and there is no padding but the gaps that flat storage has anyway.
+
+                 unit 0      unit 1     unit 2             stage 1      stage 2      stage 3
+    parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             whole        whole        own parts, and two slots
+    gradients   | 0 0 1 1 | 0 0 0 1 1 | 0 1 |  whose?     whole        own parts, and scratch of one unit
+    state       | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             own parts    own parts    own parts
+
+    slots       even units in one, odd ones in the other: unit 0 | unit 1 | unit 0 <- unit 2 ...
+
+A unit always comes to the same slot. So parameters are views that never move, what an operation has saved of them in
+its forward pass is right again once the unit is gathered for its backward pass, and nothing is allocated on the way.
+Parameters that several units have, such as a tied embedding, are a unit of their own with places of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import nan
+from typing import Any, NoReturn
+
+import numpy as np
+
+from nnmpi import clock, timeline
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE
+from nnmpi.comm.buffers import is_device
+from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
+from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
+from nnmpi.comm.gradients import BUCKET_BYTES, Traffic
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.nn.chain import ChainLink, ModelPart, Run, join_links, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.parallel.model_state import SharedOut
+from nnmpi.shard import buckets, part, split
+from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
+from nnmpi.tensor.parameter import Parameter
+
+SHARED = -1  # the number of the unit of parameters that several units have
+UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
+STAGES = tuple(UNIT_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A run of links, with the calls that compute them and the parameters that no other unit has."""
+
+    links: tuple[ChainLink, ...]
+    joined: tuple[Run, ...]
+    parameters: tuple[Parameter, ...]
+
+
+def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
+    """Cut a model's chain into units; return them, and the parameters that several of them have.
+
+    Links of one child of the model stay together, such as a residual block's. Children are taken together as long as
+    their parameters are not more than the limit; one without parameters goes with the one before it.
+
+    Args:
+        model: a sequence, or a part of one; any other module is one unit.
+        limit_bytes: at least 1.
+        itemsize: bytes of an element.
+    """
+    links = model.links if isinstance(model, ModelPart) else open_chain(model)
+    blocks = [tuple(block) for _, block in groupby(links, lambda link: link.name.partition(".")[0])]
+    seen: set[int] = set()
+    merged: list[tuple[ChainLink, ...]] = []
+    sizes: list[int] = []
+    for block in blocks:
+        new = {id(each): each for each in _parameters(block) if id(each) not in seen}
+        seen |= new.keys()
+        size = sum(each.size for each in new.values()) * itemsize
+        if merged and (not size or not sizes[-1]):
+            merged[-1], sizes[-1] = merged[-1] + block, sizes[-1] + size
+        else:
+            merged.append(block)
+            sizes.append(size)
+    runs = [tuple(link for i in group for link in merged[i]) for group in buckets(sizes, limit_bytes)] or [tuple(links)]
+    users: dict[int, set[int]] = {}
+    for number, run in enumerate(runs):
+        for each in _parameters(run):
+            users.setdefault(id(each), set()).add(number)
+    units = [
+        Unit(run, join_links(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
+        for run in runs
+    ]
+    return tuple(units), tuple(each for each in model.parameters() if len(users.get(id(each), ())) != 1)
+
+
+def _parameters(links: Sequence[ChainLink]) -> list[Parameter]:
+    """Return the parameters of some links, each once."""
+    found = {id(each): each for link in links for _, module in link.members for each in module.parameters()}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a rank holds of parameters, gradients and optimizer state, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: the rank's own parts, or all of them.
+        units: slots of gathered parameters, and scratch for a unit's gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    units: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.units
+
+
+def predict_bytes(
+    model: Module, stage: int, rank: int, size: int, itemsize: int, state_arrays: int, unit_bytes: int | None = None
+) -> StateBytes:
+    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
+
+    Args:
+        model: as for `cut_units`.
+        stage: 1, 2 or 3; 0 for plain data parallelism.
+        rank, size: of the ranks that share it.
+        itemsize: bytes of an element.
+        state_arrays: how many arrays of each parameter's size the optimizer keeps.
+        unit_bytes: see `ShardedStorage`.
+    """
+    units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    lengths = [_length(unit.parameters, itemsize) for unit in units]
+    apart = _length(shared, itemsize)
+    whole = _length(model.parameters(), itemsize) * itemsize
+    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
+    scratch = (max(lengths, default=0) + apart) * itemsize
+    slots = sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+    return StateBytes(
+        own if stage == 3 else whole,
+        own if stage >= 2 else whole,
+        (own if stage else whole) * state_arrays,
+        {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
+    )
+
+
+def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
+    """Return the elements of a flat array of some parameters, with its gaps."""
+    step = ALIGNMENT_BYTES // itemsize
+    return sum(-(-each.size // step) * step for each in parameters)
+
+
+class ShardedStorage(FlatStorage):
+    """The parameters of a model, of which the ranks of a group keep parts. Give it to `Module.initialize`:
+
+        model.initialize(seed=0, storage=sharded(model, group, stage=3))
+
+    An optimizer over it has the state of this rank's parts alone, and updates those.
+
+    Args:
+        parameters, values, allocate, group, dtype: see `FlatStorage`.
+        model: that has the parameters.
+        ranks: that keep the parts.
+        stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters, too.
+        unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in stage 3 64 KiB.
+
+    Attributes:
+        data, grads, groups: this rank's parts, one for each unit and optimizer group.
+        own: which elements of the whole arrays they are.
+        units: of the model.
+        stage, ranks: as given.
+        sent_bytes: bytes of the arrays that were gathered and summed since the last `take_traffic`.
+
+    Raises:
+        UsageError: for a stage that there is not.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        values: Mapping[str, Array],
+        allocate: Callable[[int, Any], Array],
+        group: Callable[[str, Parameter], str] | None = None,
+        dtype: Any = None,
+        *,
+        model: Module,
+        ranks: Group,
+        stage: int,
+        unit_bytes: int | None = None,
+    ) -> None:
+        if stage not in STAGES:
+            raise UsageError(f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}")
+        self.ranks, self.stage = ranks, stage
+        itemsize = (next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)).itemsize
+        self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
+        homes = {id(each): number for number, unit in enumerate(self.units) for each in unit.parameters}
+
+        def place(name: str, parameter: Parameter) -> str:
+            label = "default" if group is None else group(name, parameter)
+            return f"{homes.get(id(parameter), SHARED)} {label}"
+
+        self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
+        self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
+        super().__init__(parameters, values, allocate, place, dtype)
+        self.groups = [label.partition(" ")[2] for label in self.groups]
+        self.known_groups = set(self.groups)
+        self._gathers: list[Pending | None] = []
+        self._sums: list[Pending | None] = []
+
+    # ---- where everything lies ----
+
+    def _allocate(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+    ) -> tuple[list[Array], list[Array]]:
+        self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
+        for i, label in enumerate(self.groups):
+            self._pieces[int(label.partition(" ")[0])].append(i)
+        self.own = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
+        self._fresh = [True] * len(lengths)  # no gradients were added since `zero_grad`
+        data, grads = (
+            self._lay_out(lengths, dtype, allocate, count) for count in (2 * (self.stage == 3), self.stage >= 2)
+        )
+        own = [slice(each.start, each.stop) for each in self.own]
+        for i, each in enumerate(own):
+            length = each.stop - each.start
+            self.data.append(allocate(length, dtype) if self.stage == 3 else data[i][each])
+            self.grads.append(allocate(length, dtype) if self.stage >= 2 else grads[i][each])
+        return data, grads
+
+    def _lay_out(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
+    ) -> list[Array]:
+        """Return whole arrays: each in memory of its own, or the units' in so many slots by turns."""
+        if not slots:
+            return [allocate(length, dtype) for length in lengths]
+        totals = {number: sum(lengths[i] for i in pieces) for number, pieces in self._pieces.items()}
+        rooms = {SHARED: allocate(totals[SHARED], dtype)}
+        for slot in range(slots):
+            numbers = range(slot, len(self.units), slots)
+            rooms |= dict.fromkeys(numbers, allocate(max((totals[number] for number in numbers), default=0), dtype))
+        found: dict[int, Array] = {}
+        for number, pieces in self._pieces.items():
+            start = 0
+            for i in pieces:
+                found[i] = rooms[number][start : start + lengths[i]]
+                start += lengths[i]
+        return [found[i] for i in range(len(lengths))]
+
+    def write(self, span: Span, value: Array) -> None:
+        """See `FlatStorage.write`; of a parameter that is shared out this rank keeps its part."""
+        if self.stage < 3:
+            super().write(span, value)
+        else:
+            own, theirs = self._part(span)
+            self.data[span.buffer][own] = value.reshape(-1)[theirs]
+
+    def _part(self, span: Span) -> tuple[slice, slice]:
+        """Return which part of a parameter is this rank's: where in its own array, and where in the flat parameter."""
+        own = self.own[span.buffer]
+        first = min(max(own.start, span.start), span.stop)
+        last = max(min(own.stop, span.stop), first)
+        at = min(max(first - own.start, 0), len(own))
+        return slice(at, at + last - first), slice(first - span.start, last - span.start)
+
+    def parts(self, span: Span, flats: Sequence[Array]) -> SharedOut:
+        """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole.
+
+        Args:
+            span: the parameter.
+            flats: `data`, `grads`, or an optimizer's state.
+        """
+        own, theirs = self._part(span)
+        length = len(self._data[span.buffer])
+        ends = [max(min(each.stop, span.stop), span.start) for each in split(length, self.ranks.size)]
+        counts = [end - begin for begin, end in zip([span.start, *ends], ends, strict=False)]
+        return SharedOut(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
+
+    def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
+        """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
+        for span in self.spans:
+            own, _ = self._part(span)
+            yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are all here, whenever one looks."""
+        return self.stage < 3
+
+    def split(self, buffer: int, flat: Array) -> NoReturn:
+        """Refuse: no rank has all of such an array."""
+        raise UsageError("the ranks have parts of these arrays; Trainer.state() puts them together")
+
+    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> NoReturn:
+        """Refuse: other ranks count on what lies where."""
+        raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
+
+    def frozen(self) -> list[Array]:
+        """See `FlatStorage.frozen`; of this rank's parts."""
+        frozen = [span for span in self.spans if not span.parameter.requires_grad]
+        return [self.data[span.buffer][self._part(span)[0]] for span in frozen]
+
+    # ---- gradients ----
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._fresh = [True] * len(self.data)
+
+    @property
+    def has_gradients(self) -> bool:
+        """See `FlatStorage.has_gradients`."""
+        return super().has_gradients if self.stage == 1 else not all(self._fresh)
+
+    def _finish(self) -> None:
+        if self.stage == 1:
+            super()._finish()
+            return
+        self.check_places()
+        for i, fresh in enumerate(self._fresh):
+            if fresh:
+                self.grads[i][...] = 0
+
+    def reduce(self, number: int) -> None:
+        """Sum a unit's gradients over the ranks, and add this rank's part of the sum to what it has. Collective."""
+        begin = clock.now()
+        pieces = self._pieces[number]
+        numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
+        if any(self.spans[i].parameter.requires_grad for i in numbers):
+            ends = dict.fromkeys(pieces, 0)
+            for i in numbers:
+                span = self.spans[i]
+                span.parameter.finish_gradient()
+                self._grads[span.buffer][ends[span.buffer] : span.start] = 0  # a gap, where scratch holds anything
+                ends[span.buffer] = span.stop
+                if self.stage > 1:
+                    span.parameter.grad = None
+            for i, end in ends.items():
+                self._grads[i][end:] = 0
+                self._sum(i)
+        self._seconds += clock.now() - begin
+
+    def _sum(self, i: int) -> None:
+        """Sum one of the whole arrays, and put this rank's part where it belongs."""
+        whole, own, place = self._grads[i], self.own[i], self.grads[i]
+        counts = [len(each) for each in split(whole.size, self.ranks.size)]
+        pending, fresh = self._sums[i] if self._sums else None, self._fresh[i] and self.stage > 1
+        self._fresh[i] = False
+        arrived = whole[own.start : own.stop]
+        if self.ranks.size > 1 and whole.size:
+            self._count(whole)
+            if pending is not None:
+                with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
+                    pending.run()
+            else:
+                arrived = place if fresh else self._arrived[: len(own)]
+                with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
+                    self._group.comm.reduce_scatter(whole, arrived, counts)
+        if fresh or self.stage == 1:
+            if arrived is not place:
+                place[...] = arrived
+        else:
+            namespace(place).add(place, arrived, out=place)
+
+    # ---- parameters ----
+
+    def connect(self, group: Group, algorithm: str = AUTO) -> None:
+        """Make ready what gathers and sums. Collective.
+
+        Args:
+            group: the same ranks, for these messages alone.
+            algorithm: "native", "ring" or "tree"; "auto" is MPI's own.
+
+        Raises:
+            UsageError: for another one.
+        """
+        self._group = group
+        name = NATIVE if algorithm == AUTO else algorithm
+        if name not in (NATIVE, "ring", "tree"):
+            raise UsageError(
+                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not; choose auto, native, ring or tree"
+            )
+        bind = partial(group.bind, algorithm=name)
+        alone = group.size == 1
+        self._gathers = [
+            None if alone or not whole.size else bind(whole, tag=i, operation=ALL_GATHER.name)
+            for i, whole in enumerate(self._data)
+        ]
+        # Bound, MPI's own would keep a copy of each array that it sums; called, it writes the sum where it belongs.
+        called = [
+            alone or not whole.size or (name == NATIVE and not is_device(whole) and whole.nbytes <= MAX_MESSAGE_BYTES)
+            for whole in self._grads
+        ]
+        self._sums = [
+            None if each else bind(whole, tag=len(called) + i, operation=REDUCE_SCATTER.name)
+            for i, (whole, each) in enumerate(zip(self._grads, called, strict=True))
+        ]
+        longest = max((len(own) for own, each in zip(self.own, called, strict=True) if each), default=0)
+        self._arrived = np.empty(0 if alone else longest, self.data[0].dtype) if self.data else np.empty(0)
+
+    @property
+    def communication_bytes(self) -> int:
+        """The bytes of the array in which a sum arrives that cannot be written where it belongs."""
+        return int(self._arrived.nbytes)
+
+    def finish_update(self) -> None:
+        """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
+        if self.stage == 3:
+            self._standing.clear()
+            return
+        begin = clock.now()
+        for whole, pending in zip(self._data, self._gathers, strict=True):
+            if pending is not None:
+                self._count(whole)
+                with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
+                    pending.run()
+        self._seconds += clock.now() - begin
+
+    def enter(self, number: int, following: int | None = None) -> None:
+        """Let a unit's parameters be in their places, and begin to gather the one that comes next. Collective.
+
+        Args:
+            number: the unit's.
+            following: the next one's, whose slot is free; None if there is none.
+        """
+        if self.stage < 3:
+            return
+        begin = clock.now()
+        self._start(number)
+        self._wait(number)
+        if following is not None:
+            self._start(following)
+        self._seconds += clock.now() - begin
+
+    def leave(self, number: int) -> None:
+        """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited for."""
+        if number in self._standing:
+            self._wait(number)
+            del self._standing[number]
+
+    def _start(self, number: int) -> None:
+        if number in self._standing:
+            return
+        self._standing[number] = False
+        for i in self._pieces[number]:
+            whole, own, pending = self._data[i], self.own[i], self._gathers[i]
+            whole[own.start : own.stop] = self.data[i]
+            if pending is not None:
+                self._count(whole)
+                pending.start()
+
+    def _wait(self, number: int) -> None:
+        if not self._standing[number]:
+            with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
+                for i in self._pieces[number]:
+                    pending = self._gathers[i]
+                    if pending is not None:
+                        pending.wait()
+            self._standing[number] = True
+
+    # ---- what it takes ----
+
+    def _count(self, whole: Array) -> None:
+        self._calls += 1
+        self.sent_bytes += int(whole.nbytes)
+
+    def take_traffic(self) -> Traffic:
+        """Return what was exchanged since the last call: the bytes of whole arrays, of which (N - 1) / N are sent."""
+        traffic = Traffic(self._seconds, 0.0, self.sent_bytes, self._calls, nan if self._calls else 0.0)
+        self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
+        return traffic
+
+    def disconnect(self) -> None:
+        """Give back what MPI keeps. Collective."""
+        for pending in [*self._gathers, *self._sums]:
+            if pending is not None:
+                pending.free()
+        self._gathers, self._sums = [], []
+        self._group.free()
+
+
+def sharded(
+    model: Module, ranks: Group, stage: int = 3, unit_bytes: int | None = None
+) -> Callable[..., ShardedStorage]:
+    """Return what makes a model's storage in `Module.initialize`. See `ShardedStorage`."""
+    return partial(ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes)
