@@ -16,6 +16,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
+from nnmpi.parallel.zero_storage import ShardedStorage
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,11 @@ def check_pairs(
     layout, mesh = arrangement.layout, arrangement.mesh.mesh
     if model is not arrangement.model:
         raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
+    if layout.zero and not isinstance(model.storage, ShardedStorage):
+        raise UsageError(
+            f"with zero {layout.zero} the model's storage is shared out from the beginning; initialize it with "
+            "storage=arrangement.storage"
+        )
     if fused_update and layout.zero:
         raise UsageError(
             f"the fused update keeps the parameters once per node by itself, and zero {layout.zero} shares them out; "

@@ -42,6 +42,20 @@ def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangeme
     return ModelState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
 
 
+def gradient_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:
+    """Return the gradients that the last step used, by their parameters' full names."""
+    parts = _parts(model.storage, {"": model.storage.grads})
+    entries = []
+    for span in model.storage.spans:
+        parameter = span.parameter
+        grad = parts.get(f"/{parameter.name}", parameter.buffer)
+        assert grad is not None
+        owned = _writes(parameter.name, parameter, group, arrangement)
+        entries.append(StateEntry.of(parameter.name, grad, parameter.region, owned))
+    order = [name for name, _ in model.named_parameters()] if arrangement is None else list(arrangement.parameters)
+    return ModelState(entries, order, group)
+
+
 def sharded_optimizer_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard | None) -> ModelState:
     """Return the optimizer's arrays where each server has those of its shard, and other ranks none.
 

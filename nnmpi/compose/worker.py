@@ -71,6 +71,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
 from nnmpi.parallel.replication import check_free, check_replicas, check_same_model
 from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.parallel.zero import ShardedDataParallel
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, current, recording
 
@@ -489,6 +490,8 @@ class Worker(Trainer):
             return "none of gradients, as there is one replica"
         if self.fused is not None:
             return "fused with the update, through shared memory"
+        if isinstance(self.parallel, ShardedDataParallel):
+            return self.parallel.describe()
         words = [f"{len(exchange.buckets)} bucket{'' if len(exchange.buckets) == 1 else 's'}"]
         first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
@@ -578,7 +581,7 @@ class Worker(Trainer):
 
     def _check_equal(self) -> None:
         self.parallel.check_equal()
-        if self.arrangement is not None:
+        if self.arrangement is not None and self.model.storage.is_whole:
             check_equal(self.model, self.arrangement, self.backend)
 
 

@@ -212,6 +212,7 @@ class Module:
 
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""
+        self._check_whole()
         entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         return {name: np.array(Tensor(entry.data).numpy()) for name, entry in entries.items()}
 
@@ -222,6 +223,7 @@ class Module:
             CheckpointError: when a name is missing or unknown, a value is no array, or a shape or dtype differs.
                 Nothing is changed then.
         """
+        self._check_whole()
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
         entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -242,6 +244,14 @@ class Module:
                 )
         for name, entry in entries.items():
             entry.data[...] = _like(entry.data, state[name])
+
+    def _check_whole(self) -> None:
+        storage = vars(self).get("storage")
+        if storage is not None and not storage.is_whole:
+            raise UsageError(
+                "the ranks have parts of this model's parameters; Worker.state() or ShardedDataParallel.gather_model() "
+                "puts them together"
+            )
 
     def get(self, path: str) -> Module:
         """Return the module of that full name.

@@ -199,6 +199,11 @@ class ShardedDataParallel(DataParallel):
 
     # ---- the model ----
 
+    def describe(self) -> str:
+        """Return how gradients are summed, in words."""
+        units = len(self.storage.units)
+        return f"none, but reduce-scatter and all-gather in {units} unit{'' if units == 1 else 's'} (ZeRO {self.stage})"
+
     def check_equal(self) -> None:
         """Compare a hash of the parameters over all ranks, where each has all of them; collective.
 
@@ -222,7 +227,8 @@ class ShardedDataParallel(DataParallel):
     def release(self) -> None:
         """Detach from the model. Collective.
 
-        In stage 3 each rank is left with its parts, and the model computes nothing any more. A second call does nothing. To have the whole model on every rank, call `gather_model`.
+        In stage 3 each rank is left with its parts, and the model computes nothing any more; call `gather_model` to
+        have all of it on every rank. A second call does nothing.
         """
         if self.released:
             return

@@ -104,7 +104,8 @@ def _layout(trainer: Trainer) -> str:
     if where is None:
         return f"dp {trainer.group.size}"
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
-    return f"{where.mesh.mesh}{attention}{', sums in a fixed order' if where.layout.fixed else ''}"
+    zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
+    return f"{where.mesh.mesh}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
 def _partition(config: Config) -> str:

@@ -14,12 +14,11 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.state import gradient_state
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.parallel.model_state import ModelState, StateEntry
-from nnmpi.parallel.zero_storage import ShardedStorage
 from nnmpi.train.build import bucket_bytes_of, build_model, build_optimizer
 from nnmpi.verify.options import Options
 
@@ -84,7 +83,7 @@ def run(options: Options, dataset: Dataset, group: Group, layout: Layout, backen
         losses.append(report.loss)
         norms.append(report.grad_norm)
         if len(losses) == 1:
-            gradients = _gather_gradients(worker, where)
+            gradients = gradient_state(worker.model, group, where).to_dict()
     evaluated = worker.evaluate(_loader(options, dataset, where, 1, training=False).epoch(0))
     arrays = worker.state()[0].to_dict()
     weights = {name: arrays[name] for name in where.parameters if name in arrays}
@@ -153,18 +152,6 @@ def microbatches(options: Options, dataset: Dataset) -> int:
     return min(options.microbatches, _batch_size(options, dataset))
 
 
-def _gather_gradients(worker: Worker, where: Arrangement) -> dict[str, Array]:
-    """Return the gradients that the last step used, on rank 0."""
-    entries = []
-    storage = worker.model.storage
-    for span in storage.spans:
-        parameter = span.parameter
-        owned = where.mesh.place.d == 0 and where.counts(parameter.name, parameter)
-        grad = storage.parts(span, storage.grads) if isinstance(storage, ShardedStorage) else parameter.buffer
-        assert grad is not None
-        entries.append(StateEntry.of(parameter.name, grad, parameter.region, owned))
-    return ModelState(entries, where.parameters, worker.group).to_dict()
-
-
 def _describe(where: Arrangement) -> list[str]:
-    return [f"layout {where.mesh.mesh}", *describe_stages(where)]
+    zero = f", zero {where.layout.zero}" if where.layout.zero else ""
+    return [f"layout {where.mesh.mesh}{zero}", *describe_stages(where)]

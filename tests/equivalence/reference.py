@@ -17,12 +17,12 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.runner import EvalReport
+from nnmpi.compose.state import gradient_state
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
-from nnmpi.parallel.model_state import ModelState, StateEntry
 from tests.device.here import on_device
 from tests.worker_options import grouped
 
@@ -163,14 +163,8 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     """
     if worker.fused is not None:
         return {}
-    where, model = worker.arrangement, worker.model
-    entries = []
-    for name, parameter in model.named_parameters():
-        owned = worker.group.is_root if where is None else where.writes(name, parameter)
-        assert parameter.buffer is not None
-        entries.append(StateEntry.of(name, parameter.buffer, parameter.region, owned))
-    order = [name for name, _ in model.named_parameters()] if where is None else list(where.parameters)
-    return ModelState(entries, order, worker.group).to_dict(everywhere=where is None)
+    where = worker.arrangement
+    return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where is None)
 
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update

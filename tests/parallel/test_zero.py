@@ -1,0 +1,361 @@
+"""ZeRO: equal to the serial run in every stage, the bytes held and sent, what is refused, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import Tensor, models, nn, ops, optim
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import run_simulation, simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.state import gradient_state
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.errors import DeviceError, DivergenceError, UsageError
+from nnmpi.nn.module import Module
+from nnmpi.parallel.zero_storage import STAGES, cut_units, predict_bytes, sharded
+from nnmpi.shard import part
+
+TOKENS, TIME = 13, 6
+
+
+def mlp() -> Module:
+    return models.mlp((5,), 3, hidden=(37, 7, 41), dropout=0.2)
+
+
+def normalized() -> Module:
+    """Return convolutions, batch normalization and a residual block, which is one unit."""
+    block = nn.Residual(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm(4)), nn.Conv2d(3, 4, 1))
+    layers = (nn.Conv2d(1, 3, 3), nn.BatchNorm(3), nn.ReLU(), block)
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 3))
+
+
+def samples(name: str) -> Dataset:
+    draw = np.random.default_rng(1)
+    if name in ("gpt", "lstm"):
+        x, y = draw.integers(0, TOKENS, (2, 10, TIME))
+        return Dataset("tokens", x.astype(np.uint16), y, TOKENS)
+    shape = (10, 5) if name == "mlp" else (10, 5, 5, 1)
+    return Dataset("numbers", draw.standard_normal(shape).astype(np.float32), draw.integers(0, 3, 10), 3)
+
+
+MODELS: dict[str, Callable[[], Module]] = {
+    "mlp": mlp,
+    "cnn": normalized,
+    "gpt": lambda: models.gpt(TOKENS, TIME, features=8, layers=2, heads=2, dropout=0.1),
+    "lstm": lambda: models.lstm(TOKENS, features=7, layers=2, dropout=0.1),
+}
+
+
+def train(group: Group, name: str, layout: Layout, microbatches: int = 2, allreduce: str = "auto") -> dict[str, Any]:
+    """Return what two steps and an evaluation gave, the first gradient, weights, and the optimizer's state."""
+    data = samples(name)
+    where = arrange(MODELS[name](), group, layout, data.rows(np.arange(2)), "float64")
+    where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+    optimizer = optim.SGD(where.model.storage, lr=0.3, momentum=0.9)
+    exchange = GradientExchange(allreduce, fused_update=False, check=True)
+    options: dict[str, Any] = {"numerics": Numerics(clip=0.5), "exchange": exchange, "seed": 3}
+    worker = Worker(where.model, optimizer, group, arrangement=where, **options)
+    parts: dict[str, Any] = {"rank": where.data_rank, "world": where.data_ranks, "dtype": "float64", "workers": 0}
+    batches = Loader(data, 7, microbatches=microbatches, **parts).epoch(0)  # the second one has 3 samples
+    reports = [worker.step(next(batches))]
+    gradient = gradient_state(where.model, group, where).to_dict(everywhere=True)
+    found: dict[str, Any] = {f"gradient of {key}": grad for key, grad in gradient.items()}
+    reports += [worker.step(batch) for batch in batches]
+    tested = worker.evaluate(Loader(data, 4, **parts).epoch(0))
+    for each in worker.state():
+        found |= each.to_dict(everywhere=True)
+    worker.release()
+    where.free()
+    found["reports"] = [[each.loss, each.accuracy, each.grad_norm] for each in reports]
+    return found | {"tested": [tested.loss, tested.accuracy]}
+
+
+@cache
+def serial(name: str) -> dict[str, Any]:
+    return simulate(lambda group: train(group, name, Layout(memory_limit=2**40)), 1)[0]
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_every_stage_gives_the_serial_run(name: str, ranks: int) -> None:
+    """With clipping, accumulation, dropout, batch normalization and ranks without samples; stages 2 and 3 bitwise."""
+    runs = {}
+    for stage in STAGES:
+        layout = Layout(zero=stage, unit_bytes=1)
+        runs[stage] = simulate(lambda group, layout=layout: train(group, name, layout), ranks)[-1]  # type: ignore[misc]
+        check_equal(runs[stage], serial(name))
+    for key, value in runs[2].items():
+        np.testing.assert_array_equal(runs[3][key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("allreduce", ["native", "ring", "tree"])
+def test_stages_give_the_same_bits_where_the_order_of_sums_is_the_same(allreduce: str) -> None:
+    """One microbatch, and the same units."""
+    first, *others = (
+        simulate(
+            lambda group, stage=stage: train(group, "gpt", Layout(zero=stage, unit_bytes=1), 1, allreduce),  # type: ignore[misc]
+            3,
+        )[0]
+        for stage in STAGES
+    )
+    for other in others:
+        for key, value in first.items():
+            np.testing.assert_array_equal(other[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"),
+    [
+        ("gpt", Layout(dp=2, tp=2, zero=3, unit_bytes=1), 4),
+        ("gpt", Layout(dp=3, tp=2, zero=2), 6),
+        ("gpt", Layout(dp=2, sp=2, zero=3, unit_bytes=1), 4),
+        ("cnn", Layout(dp=2, pp=2, split=(4, 6), zero=1), 4),
+        ("gpt", Layout(dp=3, pp=2, split=(3, 3), zero=1), 6),  # the embedding's table stands in both stages
+    ],
+)
+def test_with_other_axes_it_gives_the_serial_run(name: str, layout: Layout, ranks: int) -> None:
+    for found in simulate(lambda group: train(group, name, layout), ranks):
+        check_equal(found, serial(name))
+
+
+class Counting:
+    """Makes arrays and counts their bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def __call__(self, elements: int, dtype: Any) -> Array:
+        self.nbytes += elements * np.dtype(dtype).itemsize
+        return np.zeros(elements, dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> None:
+    """float32 and Adam: 16 bytes for each of P parameters with plain replicas. The peak falls from stage to stage."""
+    model = MODELS[name]()
+    units, shared = cut_units(model, 1, 4)
+    lengths = [sum(-(-each.size // 16) * 16 for each in unit.parameters) for unit in units]  # rounded to 64 bytes
+    apart = sum(-(-each.size // 16) * 16 for each in shared)
+    whole, unit = sum(lengths) + apart, max(lengths) + apart
+    slots = max(lengths[0::2]) + max(lengths[1::2]) + apart
+
+    def main(group: Group) -> list[int]:
+        own = sum(len(part(length, ranks, group.rank)) for length in [*lengths, apart])
+        formulas = (16 * whole, 8 * whole + 8 * own, 4 * whole + 12 * own + 4 * unit, 16 * own + 4 * (slots + unit))
+        totals = []
+        for stage in (0, *STAGES):
+            model, count = MODELS[name](), Counting()
+            options = {"storage": sharded(model, group, stage, 1)} if stage else {}
+            model.initialize(seed=0, allocate=count, **options)
+            state = optim.Adam(model.storage).slots()
+            measured = count.nbytes + sum(array.nbytes for arrays in state.values() for array in arrays)
+            assert measured == formulas[stage], (stage, measured, formulas)
+            assert predict_bytes(MODELS[name](), stage, group.rank, ranks, 4, 2, 1).total == measured
+            totals.append(measured)
+        return totals
+
+    for dp, first, *_ in simulate(main, ranks):
+        assert first == dp if ranks == 1 else first < dp
+
+
+def test_each_stage_holds_less_than_the_one_before() -> None:
+    """Of a model of many blocks, with the units that are chosen by default."""
+    for ranks in (2, 3, 4, 8):
+        deep = models.mlp((64,), 10, hidden=(64,) * 30)
+        totals = [predict_bytes(deep, stage, 0, ranks, 4, 2, 2**14).total for stage in (0, *STAGES)]
+        assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
+    """By a ring, over all ranks: (N - 1) times 8P in stages 1 and 2, and 12P in stage 3; and in `traffic`, by rank."""
+
+    def main(group: Group, stage: int, steps: int) -> tuple[int, int]:
+        model = mlp()
+        model.initialize(seed=0, storage=sharded(model, group, stage))
+        parallel = nnmpi.ShardedDataParallel(model, group, algorithm="ring")
+        optimizer = optim.Adam(model.storage)
+        for _ in range(steps):
+            model.zero_grad()
+            parallel.backward(ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int)), 2)
+            optimizer.step()
+        held = sum(len(array) for array in model.storage.data)
+        whole = sum(int(count) for count in group.sum_floats([held]))
+        parallel.release()
+        return whole, parallel.traffic.bytes
+
+    for stage, times in zip(STAGES, (8, 8, 12), strict=True):
+        one, two = (run_simulation(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
+        elements, told = two.results[0]
+        assert two.bytes - one.bytes == (ranks - 1) * times * elements
+        assert told == (times * elements if ranks > 1 else 0)
+
+
+def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
+    """Its arrays are the whole model's; each rank takes its part of them, bit for bit."""
+
+    def main(group: Group) -> None:
+        kept: dict[str, Array] = {}
+        for stage in (3, 1, 0, 2, 3):
+            where = arrange(MODELS["gpt"](), group, Layout(zero=stage, memory_limit=2**40, unit_bytes=1))
+            where.model.initialize(seed=stage, storage=where.storage)
+            optimizer = optim.Adam(where.model.storage)
+            worker = Worker(where.model, optimizer, group, arrangement=where)
+            if kept:
+                for state in worker.state():
+                    state.scatter(kept.__getitem__)
+            else:
+                worker.step(next(Loader(samples("gpt"), 7, rank=group.rank, world=group.size, workers=0).epoch(0)))
+            found = {name: array for state in worker.state() for name, array in state.to_dict(everywhere=True).items()}
+            assert not kept or all((found[name] == array).all() for name, array in kept.items())
+            kept = found
+            worker.release()
+
+    simulate(main, 3)
+
+
+def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
+    """The others are refused with the stage that would do; without any, with what else would."""
+
+    def main(group: Group) -> None:
+        def place(limit: int, **options: Any) -> str:
+            model = models.mlp((64,), 10, hidden=(64,) * 31)  # 128 thousand parameters, 2 MiB of state
+            try:
+                arrange(model, group, Layout(memory_limit=limit, **options))
+            except DeviceError as error:
+                return str(error)
+            return ""
+
+        limit = 700 * 2**10
+        assert "with zero 3, which needs" in place(limit)
+        assert "with zero 3, which needs" in place(limit, zero=1)
+        assert "with zero 3, which needs" in place(limit, zero=2)
+        assert not place(limit, zero=3)
+        none = place(limit // 2)
+        assert "with zero" not in none
+        assert "spread the model over at least" in none
+
+    simulate(main, 4)
+
+
+def library(group: Group, stage: int = 3) -> tuple[Module, nnmpi.ShardedDataParallel]:
+    model = mlp().initialize(seed=group.rank, group=lambda name, _: name.rpartition(".")[2])
+    return model, nnmpi.ShardedDataParallel(model, group, stage, unit_bytes=1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_was_initialized_before_becomes_that_of_rank_0(stage: int) -> None:
+    """Its groups stay, and frozen parameters; all of it comes back in the end."""
+
+    def main(group: Group) -> dict[str, Array]:
+        model, parallel = library(group, stage)
+        first = dict(model.named_parameters())["1.weight"]
+        first.requires_grad = False
+        assert set(model.storage.groups) == {"weight", "bias"}
+        optimizer = optim.AdamW(model.storage, lr=0.1, weight_decay={"weight": 0.1})
+        model.zero_grad()
+        parallel.backward(ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int)), group.size)
+        optimizer.step()
+        parallel.gather_model()
+        assert model(np.ones((1, 5), np.float32)).shape == (1, 3)
+        return model.state()
+
+    start = mlp().initialize(seed=0).state()
+    for ranks in (1, 3):
+        found = simulate(main, ranks)
+        for name, value in found[0].items():
+            assert (value == start[name]).all() == (name == "1.weight")
+            assert all((each[name] == value).all() for each in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_misuse_is_refused(ranks: int) -> None:
+    """Stray passes, looks at what is not here, passes that were left halfway, and what is no stage."""
+
+    def loss_of(model: Module) -> Tensor:
+        return ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int))
+
+    def main(group: Group) -> None:
+        with pytest.raises(UsageError, match="no stage 4"):
+            nnmpi.ShardedDataParallel(mlp().initialize(), group, 4)
+        with pytest.raises(UsageError, match="'shared' does not"):
+            nnmpi.ShardedDataParallel(mlp().initialize(), group, 3, "shared")
+        model = mlp().initialize()
+        early = optim.SGD(model.storage, lr=0.1)
+        parallel = nnmpi.ShardedDataParallel(model, group, 3, unit_bytes=1)
+        with pytest.raises(UsageError, match="make a new optimizer"):
+            early.step()
+        with pytest.raises(UsageError, match="gather_model"):
+            model.state()
+        with pytest.raises(UsageError, match=r"call parallel.backward"):
+            loss_of(model).backward()
+        parallel.backward(loss_of(model), 1)
+        with pytest.raises(UsageError, match="call model.zero_grad"):
+            parallel.backward(loss_of(model), 1)
+        parallel.release()
+        parallel.release()
+        with pytest.raises(UsageError, match="gather_model"):
+            model(np.ones((1, 5), np.float32))
+        with pytest.raises(UsageError, match="was released"):
+            parallel.backward(Tensor(np.ones(())), 1)
+
+    simulate(main, ranks, check=False)
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    """By the rank that has it, on all ranks, and the weights are those of before."""
+
+    def main(group: Group) -> None:
+        where = arrange(mlp(), group, Layout(zero=3, unit_bytes=1))
+        where.model.initialize(seed=0, storage=where.storage)
+        worker = Worker(where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where)
+        before = [array.copy() for array in where.model.storage.data]
+        batch = next(Loader(samples("mlp"), 7, rank=group.rank, world=group.size, workers=0).epoch(0))
+        batch.x[...] = np.inf
+        with pytest.raises(DivergenceError, match="not finite"), np.errstate(all="ignore"):
+            worker.step(batch)
+        assert all((a == b).all() for a, b in zip(before, where.model.storage.data, strict=True))
+
+    simulate(main, 3)
+
+
+def test_what_does_not_go_with_it_is_refused() -> None:
+    """In a sentence that says what would."""
+    for options, sentence in (
+        ({"zero": 2, "pp": 2}, "take zero 1 with pp 2"),
+        ({"zero": 1, "reduction": "fixed"}, "leave reduction fixed or zero out"),
+        ({"zero": 1, "schedule": "pipedream"}, "choose another pipeline schedule"),
+        ({"zero": 4}, "choose one of 1, 2, 3"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            Layout(**options)  # type: ignore[arg-type]
+
+    def main(group: Group) -> None:
+        where = arrange(mlp(), group, Layout(zero=3))
+        where.model.initialize(seed=0)
+        with pytest.raises(UsageError, match=r"storage=arrangement\.storage"):
+            Worker(where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where)
+        where.model.initialize(seed=0, storage=where.storage)
+        optimizer = optim.SGD(where.model.storage, lr=1.0)
+        with pytest.raises(UsageError, match="leave one of them out"):
+            Worker(where.model, optimizer, group, exchange=GradientExchange(fused_update=True), arrangement=where)
+
+    simulate(main, 2)
