@@ -51,9 +51,9 @@ PLANTED = {
         {
             "parallel/__init__.py": '"""P."""\n',
             "parallel/data.py": '"""D."""\n',
-            "parallel/zero.py": '"""Z."""\n\nimport nnmpi.parallel.data\n',
+            "parallel/averaging.py": '"""A."""\n\nimport nnmpi.parallel.data\n',
         },
-        "parallel/zero.py:3",
+        "parallel/averaging.py:3",
         "one strategy imports another",
     ),
     "a package's __init__": (

@@ -23,4 +23,11 @@ from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_s
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero import ShardedDataParallel
 
-__all__ = ["DataParallel", "FusedUpdate", "ShardedDataParallel", "attach_shared_parameters", "detach_shared_parameters", "shard"]
+__all__ = [
+    "DataParallel",
+    "FusedUpdate",
+    "ShardedDataParallel",
+    "attach_shared_parameters",
+    "detach_shared_parameters",
+    "shard",
+]

@@ -1,6 +1,5 @@
 """Spreading a model: what each rank gets, and what is refused with what would work."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.profile import profile
+from nnmpi.parallel.zero_storage import predict_bytes
 from nnmpi.tensor.tensor import Tensor
 from tests.worker_options import grouped
 
@@ -113,7 +113,7 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
         return
     split = (8, len(open_chain(deep())) - 8)
     where = place(group, Layout(pp=2, split=split))
-    limit = max(group.gather(4 * 4 * sum(math.prod(parameter.declared) for parameter in where.model.parameters())))
+    limit = max(group.gather(predict_bytes(where.model, 0, 0, 1, itemsize=4, state_arrays=2).total))
     assert place(group, Layout(pp=2, split=split, memory_limit=limit)).stages
     refuse(
         group, Layout(pp=2, split=split, memory_limit=limit, schedule="pipedream"), "rank 0 needs", error=DeviceError
