@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nnmpi.compose.options import GradientExchange, Numerics
     from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
-    from nnmpi.parallel.zero import ShardedDataParallel
+    from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.synchrony.sync import Sync
 
 __version__ = "0.1.0"
@@ -77,7 +77,7 @@ _WHEN_USED = {
     "Group": "nnmpi.comm.group",
     "Layout": "nnmpi.compose.layout",
     "Numerics": "nnmpi.compose.options",
-    "ShardedDataParallel": "nnmpi.parallel.zero",
+    "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.synchrony.sync",
     "Worker": "nnmpi.compose.worker",

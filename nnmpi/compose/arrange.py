@@ -35,7 +35,8 @@ from nnmpi.parallel.pipeline.profile import LinkCost, profile
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
-from nnmpi.parallel.zero_storage import STAGES, predict_bytes, sharded
+from nnmpi.parallel.zero.storage import sharded
+from nnmpi.parallel.zero.units import STAGES, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
-from nnmpi.parallel.zero_storage import STAGES
+from nnmpi.parallel.zero.units import STAGES
 from nnmpi.schedule.registry import SCHEDULES
 
 AUTO = "auto"
@@ -42,7 +42,7 @@ class Layout:
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
             too; 3: parameters, too.
-        unit_bytes: what they gather and sum at once, see `parallel.zero_storage`; None to choose.
+        unit_bytes: what they gather and sum at once, see `parallel.zero.storage`; None to choose.
 
     Raises:
         UsageError: for values that do not exist, and pairs without sense.

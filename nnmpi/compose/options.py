@@ -16,7 +16,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero_storage import ShardedStorage
+from nnmpi.parallel.zero.storage import ShardedStorage
 
 
 @dataclass(frozen=True)

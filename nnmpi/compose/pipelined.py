@@ -51,7 +51,7 @@ from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
 from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
-from nnmpi.parallel.zero import ShardedDataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate

@@ -49,7 +49,7 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pace import Pace, Rest
-from nnmpi.parallel.zero import ShardedDataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor

@@ -11,7 +11,7 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, SharedOut, StateEntry
 from nnmpi.parallel.server.shards import Shard, regions
-from nnmpi.parallel.zero_storage import ShardedStorage
+from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 

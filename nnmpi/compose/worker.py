@@ -71,7 +71,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
 from nnmpi.parallel.replication import check_free, check_replicas, check_same_model
 from nnmpi.parallel.sharded.collectives import CATEGORY
-from nnmpi.parallel.zero import ShardedDataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, current, recording
 

@@ -4,7 +4,7 @@
     data parallelism               data                 a batch; gradients are summed in buckets, maybe under backward
       in a fixed order of sums     fixed_reduction      the same, with the same bits under every dp x pp
       fused with the update        fused                the same, and the parameters, in memory of the node
-      ZeRO                         zero, zero_storage   the same, and state, gradients, parameters, each in parts
+      ZeRO                         zero/                the same, and state, gradients, parameters, each in parts
     model averaging                averaging            weights now and then (local SGD, gossip)
     parameter servers              server/              gradients and weights, with servers, at each rank's own pace
     pipeline parallelism           pipeline/            the layers one after the other; activations and their gradients
@@ -21,7 +21,7 @@ To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py 
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
 from nnmpi.parallel.tensor import shard
-from nnmpi.parallel.zero import ShardedDataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 
 __all__ = [
     "DataParallel",

@@ -140,7 +140,7 @@ class FlatStorage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are all here, whenever one looks; see `parallel.zero_storage`."""
+        """Whether the parameters are all here, whenever one looks; see `parallel.zero.storage`."""
         return True
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:

@@ -154,7 +154,7 @@ class ParallelConfig:
 
     def _check_zero(self) -> None:
         require(self.zero in range(4), f"--zero is {self.zero}; give 0, 1, 2 or 3")
-        sums = ("auto", "native", "ring", "tree")
+        sums = ("auto", "shared", "native", "ring", "tree")
         for option, given, why in (
             ("--fused-update on", self.fused_update == "on", "shares out the update itself; leave one of them out"),
             ("--overlap on", self.overlap == "on", "sums a unit when the backward pass has left it; leave it out"),

@@ -15,7 +15,7 @@ from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.profile import profile
-from nnmpi.parallel.zero_storage import predict_bytes
+from nnmpi.parallel.zero.units import predict_bytes
 from nnmpi.tensor.tensor import Tensor
 from tests.worker_options import grouped
 

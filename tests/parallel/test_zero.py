@@ -23,7 +23,8 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero_storage import STAGES, cut_units, predict_bytes, sharded
+from nnmpi.parallel.zero.storage import sharded
+from nnmpi.parallel.zero.units import STAGES, cut_units, predict_bytes
 from nnmpi.shard import part
 
 TOKENS, TIME = 13, 6
@@ -96,16 +97,16 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_every_stage_gives_the_serial_run(name: str, ranks: int) -> None:
     """With clipping, accumulation, dropout, batch normalization and ranks without samples; stages 2 and 3 bitwise."""
-    runs = {}
+    runs, way = {}, "auto" if ranks % 2 else "native"
     for stage in STAGES:
         layout = Layout(zero=stage, unit_bytes=1)
-        runs[stage] = simulate(lambda group, layout=layout: train(group, name, layout), ranks)[-1]  # type: ignore[misc]
+        runs[stage] = simulate(lambda group, layout=layout: train(group, name, layout, 2, way), ranks)[-1]  # type: ignore[misc]
         check_equal(runs[stage], serial(name))
     for key, value in runs[2].items():
         np.testing.assert_array_equal(runs[3][key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("allreduce", ["native", "ring", "tree"])
+@pytest.mark.parametrize("allreduce", ["shared", "native", "ring", "tree"])
 def test_stages_give_the_same_bits_where_the_order_of_sums_is_the_same(allreduce: str) -> None:
     """One microbatch, and the same units."""
     first, *others = (
@@ -176,6 +177,35 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> 
         assert first == dp if ranks == 1 else first < dp
 
 
+def test_on_one_node_the_weights_stand_once() -> None:
+    """Of N ranks each has its part of what all see, and nothing is gathered, nor sent."""
+
+    def main(group: Group) -> int:
+        model = mlp()
+        model.initialize(seed=0, storage=sharded(model, group, 3, 1))
+        parallel = nnmpi.ShardedDataParallel(model, group)
+        held = sum(array.size for array in model.storage.data)
+        optimizer = optim.SGD(model.storage, lr=1.0)
+        values = dict(model.named_parameters())["4.bias"].data
+        group.barrier()
+        if group.is_root:
+            values[...] = 3
+        group.barrier()
+        assert (values == 3).all()
+        parallel.backward(
+            ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int), reduction="sum"), group.size
+        )
+        optimizer.step()
+        whole = sum(-(-each.size // 16) * 16 for each in model.parameters())
+        assert parallel.traffic.bytes == 4 * whole
+        parallel.release()
+        return held
+
+    run = run_simulation(main, 4)
+    assert sum(run.results) == sum(-(-each.size // 16) * 16 for each in mlp().parameters())
+    assert run.bytes == 0
+
+
 def test_each_stage_holds_less_than_the_one_before() -> None:
     """Of a model of many blocks, with the units that are chosen by default."""
     for ranks in (2, 3, 4, 8):
@@ -195,7 +225,9 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
         optimizer = optim.Adam(model.storage)
         for _ in range(steps):
             model.zero_grad()
-            parallel.backward(ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int)), 2)
+            parallel.backward(
+                ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum"), 2
+            )
             optimizer.step()
         held = sum(len(array) for array in model.storage.data)
         whole = sum(int(count) for count in group.sum_floats([held]))
@@ -272,7 +304,9 @@ def test_a_model_that_was_initialized_before_becomes_that_of_rank_0(stage: int) 
         assert set(model.storage.groups) == {"weight", "bias"}
         optimizer = optim.AdamW(model.storage, lr=0.1, weight_decay={"weight": 0.1})
         model.zero_grad()
-        parallel.backward(ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int)), group.size)
+        parallel.backward(
+            ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int), reduction="sum"), group.size
+        )
         optimizer.step()
         parallel.gather_model()
         assert model(np.ones((1, 5), np.float32)).shape == (1, 3)
@@ -296,8 +330,8 @@ def test_misuse_is_refused(ranks: int) -> None:
     def main(group: Group) -> None:
         with pytest.raises(UsageError, match="no stage 4"):
             nnmpi.ShardedDataParallel(mlp().initialize(), group, 4)
-        with pytest.raises(UsageError, match="'shared' does not"):
-            nnmpi.ShardedDataParallel(mlp().initialize(), group, 3, "shared")
+        with pytest.raises(UsageError, match="'ipc' does not"):
+            nnmpi.ShardedDataParallel(mlp().initialize(), group, 3, "ipc")
         model = mlp().initialize()
         early = optim.SGD(model.storage, lr=0.1)
         parallel = nnmpi.ShardedDataParallel(model, group, 3, unit_bytes=1)

@@ -11,17 +11,17 @@ the parts of a unit differ by at most one element, and there is no padding but t
 
     slots       even units in one, odd ones in the other: unit 0 | unit 1 | unit 0 <- unit 2 ...
 
-A unit always comes to the same slot. So parameters are views that never move, what an operation has saved of them in
-its forward pass is right again once the unit is gathered for its backward pass, and nothing is allocated on the way.
+Where all ranks are on one node, the parameters of stage 3 stand once in memory that they share. Each rank trains its
+part of them, all see the whole, nothing is gathered, and there are no slots. Elsewhere a unit always comes to the same
+slot. So parameters are views that never move, what an operation has saved of them in its forward pass is right again
+once the unit is gathered for its backward pass, and nothing is allocated on the way.
 Parameters that several units have, such as a tied embedding, are a unit of their own with places of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from math import nan
 from typing import Any, NoReturn
 
@@ -30,128 +30,20 @@ import numpy as np
 from nnmpi import clock, timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE
+from nnmpi.comm.algorithms.registry import SHARED as SHARED_MEMORY
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
-from nnmpi.comm.gradients import BUCKET_BYTES, Traffic
+from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
-from nnmpi.nn.chain import ChainLink, ModelPart, Run, join_links, open_chain
+from nnmpi.errors import DeviceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import SharedOut
-from nnmpi.shard import buckets, part, split
-from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
+from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
+from nnmpi.parallel.zero.window import Window
+from nnmpi.shard import part, split
+from nnmpi.tensor.flat import FlatStorage, Span
 from nnmpi.tensor.parameter import Parameter
-
-SHARED = -1  # the number of the unit of parameters that several units have
-UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
-STAGES = tuple(UNIT_BYTES)
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """A run of links, with the calls that compute them and the parameters that no other unit has."""
-
-    links: tuple[ChainLink, ...]
-    joined: tuple[Run, ...]
-    parameters: tuple[Parameter, ...]
-
-
-def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
-    """Cut a model's chain into units; return them, and the parameters that several of them have.
-
-    Links of one child of the model stay together, such as a residual block's. Children are taken together as long as
-    their parameters are not more than the limit; one without parameters goes with the one before it.
-
-    Args:
-        model: a sequence, or a part of one; any other module is one unit.
-        limit_bytes: at least 1.
-        itemsize: bytes of an element.
-    """
-    links = model.links if isinstance(model, ModelPart) else open_chain(model)
-    blocks = [tuple(block) for _, block in groupby(links, lambda link: link.name.partition(".")[0])]
-    seen: set[int] = set()
-    merged: list[tuple[ChainLink, ...]] = []
-    sizes: list[int] = []
-    for block in blocks:
-        new = {id(each): each for each in _parameters(block) if id(each) not in seen}
-        seen |= new.keys()
-        size = sum(each.size for each in new.values()) * itemsize
-        if merged and (not size or not sizes[-1]):
-            merged[-1], sizes[-1] = merged[-1] + block, sizes[-1] + size
-        else:
-            merged.append(block)
-            sizes.append(size)
-    runs = [tuple(link for i in group for link in merged[i]) for group in buckets(sizes, limit_bytes)] or [tuple(links)]
-    users: dict[int, set[int]] = {}
-    for number, run in enumerate(runs):
-        for each in _parameters(run):
-            users.setdefault(id(each), set()).add(number)
-    units = [
-        Unit(run, join_links(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
-        for run in runs
-    ]
-    return tuple(units), tuple(each for each in model.parameters() if len(users.get(id(each), ())) != 1)
-
-
-def _parameters(links: Sequence[ChainLink]) -> list[Parameter]:
-    """Return the parameters of some links, each once."""
-    found = {id(each): each for link in links for _, module in link.members for each in module.parameters()}
-    return list(found.values())
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """What a rank holds of parameters, gradients and optimizer state, in bytes.
-
-    Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all of them.
-        units: slots of gathered parameters, and scratch for a unit's gradients.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    units: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.units
-
-
-def predict_bytes(
-    model: Module, stage: int, rank: int, size: int, itemsize: int, state_arrays: int, unit_bytes: int | None = None
-) -> StateBytes:
-    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
-
-    Args:
-        model: as for `cut_units`.
-        stage: 1, 2 or 3; 0 for plain data parallelism.
-        rank, size: of the ranks that share it.
-        itemsize: bytes of an element.
-        state_arrays: how many arrays of each parameter's size the optimizer keeps.
-        unit_bytes: see `ShardedStorage`.
-    """
-    units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
-    lengths = [_length(unit.parameters, itemsize) for unit in units]
-    apart = _length(shared, itemsize)
-    whole = _length(model.parameters(), itemsize) * itemsize
-    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
-    scratch = (max(lengths, default=0) + apart) * itemsize
-    slots = sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
-    return StateBytes(
-        own if stage == 3 else whole,
-        own if stage >= 2 else whole,
-        (own if stage else whole) * state_arrays,
-        {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
-    )
-
-
-def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
-    """Return the elements of a flat array of some parameters, with its gaps."""
-    step = ALIGNMENT_BYTES // itemsize
-    return sum(-(-each.size // step) * step for each in parameters)
 
 
 class ShardedStorage(FlatStorage):
@@ -203,13 +95,17 @@ class ShardedStorage(FlatStorage):
             label = "default" if group is None else group(name, parameter)
             return f"{homes.get(id(parameter), SHARED)} {label}"
 
+        self._window: Window | None = None
         self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
         self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
         super().__init__(parameters, values, allocate, place, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
         self.known_groups = set(self.groups)
+        self.shared = True
         self._gathers: list[Pending | None] = []
         self._sums: list[Pending | None] = []
+        self._arrived = np.empty(0)
+        self._connected = False
 
     # ---- where everything lies ----
 
@@ -339,30 +235,43 @@ class ShardedStorage(FlatStorage):
                     span.parameter.grad = None
             for i, end in ends.items():
                 self._grads[i][end:] = 0
+            self._meet()
+            for i in ends:
                 self._sum(i)
+            self._meet()
         self._seconds += clock.now() - begin
 
     def _sum(self, i: int) -> None:
         """Sum one of the whole arrays, and put this rank's part where it belongs."""
         whole, own, place = self._grads[i], self.own[i], self.grads[i]
-        counts = [len(each) for each in split(whole.size, self.ranks.size)]
-        pending, fresh = self._sums[i] if self._sums else None, self._fresh[i] and self.stage > 1
+        fresh = self._fresh[i] and self.stage > 1
+        replaces = fresh or self.stage == 1
         self._fresh[i] = False
-        arrived = whole[own.start : own.stop]
         if self.ranks.size > 1 and whole.size:
             self._count(whole)
-            if pending is not None:
-                with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
+        if self._window is not None:
+            self._window.sum(i, own, place, replaces)
+            return
+        arrived = whole[own.start : own.stop]
+        if self.ranks.size > 1 and whole.size:
+            pending = self._sums[i]
+            with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
+                if pending is not None:
                     pending.run()
-            else:
-                arrived = place if fresh else self._arrived[: len(own)]
-                with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
+                else:
+                    arrived = place if fresh else self._arrived[: len(own)]
+                    counts = [len(each) for each in split(whole.size, self.ranks.size)]
                     self._group.comm.reduce_scatter(whole, arrived, counts)
-        if fresh or self.stage == 1:
-            if arrived is not place:
-                place[...] = arrived
-        else:
+        if not replaces:
             namespace(place).add(place, arrived, out=place)
+        elif arrived is not place:
+            place[...] = arrived
+
+    def _meet(self) -> None:
+        """With arrays in shared memory, wait for the others: nobody may read too early, or write too early again."""
+        if self._window is not None:
+            with timeline.span("other ranks", "waiting", timeline.WAITING):
+                self._window.barrier.run()
 
     # ---- parameters ----
 
@@ -371,17 +280,66 @@ class ShardedStorage(FlatStorage):
 
         Args:
             group: the same ranks, for these messages alone.
-            algorithm: "native", "ring" or "tree"; "auto" is MPI's own.
+            algorithm: "shared", which moves the arrays to memory that a node's ranks share, "native", "ring" or "tree";
+                "auto" is "shared" for arrays in the host's memory and ranks of one node, else MPI's own.
 
         Raises:
-            UsageError: for another one.
+            UsageError: for another one, and for "shared" where there is no such memory.
         """
-        self._group = group
-        name = NATIVE if algorithm == AUTO else algorithm
-        if name not in (NATIVE, "ring", "tree"):
+        self._group, self._connected = group, True
+        one_node = len(set(group.nodes())) == 1 and not any(is_device(array) for array in self.data)
+        if algorithm not in (AUTO, SHARED_MEMORY, NATIVE, "ring", "tree"):
             raise UsageError(
-                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not; choose auto, native, ring or tree"
+                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not; choose auto, shared, native, "
+                "ring or tree"
             )
+        if algorithm == SHARED_MEMORY and not one_node:
+            raise UsageError(
+                "ZeRO goes through shared memory where all ranks that share a model are on one node, with arrays in "
+                "the host's memory; choose native, ring or tree"
+            )
+        if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
+            try:
+                self._window = Window(group)
+                self._share(self._window)
+                return
+            except DeviceError:
+                self._window = None
+                if algorithm == SHARED_MEMORY:
+                    raise
+        self._bind_messages(group, NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm)
+
+    def _share(self, window: Window) -> None:
+        """Move what others read to memory that the ranks share; collective."""
+        lengths, dtype = [len(whole) for whole in self._data], self.data[0].dtype if self.data else np.dtype("f4")
+        grads = self._lay_out(lengths, dtype, window.memory.allocate, self.stage >= 2)
+        if self.stage == 3:
+            data = window.memory.common_all([(length, dtype) for length in lengths])
+            for whole, own, part_of in zip(data, self.own, self.data, strict=True):
+                whole[own.start : own.stop] = part_of
+        else:
+            data = self._lay_out(lengths, dtype, window.memory.allocate, 0)
+            for new, old in zip(data, self._data, strict=True):
+                new[...] = old
+        window.memory.barrier()
+        self._settle(data, grads)
+        window.everyones = (
+            ([] if self.stage == 3 else [window.memory.parts(whole) for whole in data]),
+            [window.memory.parts(whole) for whole in grads],
+        )
+
+    def _settle(self, data: list[Array], grads: list[Array]) -> None:
+        """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
+        self._data, self._grads = data, grads
+        own = [slice(each.start, each.stop) for each in self.own]
+        if self.stage < 3 or self._window is not None:
+            self.data = [whole[each] for whole, each in zip(data, own, strict=True)]
+        if self.stage == 1:
+            self.grads = [whole[each] for whole, each in zip(grads, own, strict=True)]
+        self._views = [self._lay(span) for span in self.spans]
+        self.moves += 1
+
+    def _bind_messages(self, group: Group, name: str) -> None:
         bind = partial(group.bind, algorithm=name)
         alone = group.size == 1
         self._gathers = [
@@ -403,16 +361,21 @@ class ShardedStorage(FlatStorage):
     @property
     def communication_bytes(self) -> int:
         """The bytes of the array in which a sum arrives that cannot be written where it belongs."""
-        return int(self._arrived.nbytes)
+        return int(self._arrived.nbytes) + (0 if self._window is None else self._window.nbytes)
 
     def finish_update(self) -> None:
         """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
-        if self.stage == 3:
-            self._standing.clear()
-            return
+        if not self._connected:
+            raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
         begin = clock.now()
-        for whole, pending in zip(self._data, self._gathers, strict=True):
-            if pending is not None:
+        self._standing.clear()
+        self._meet()
+        if self._window is not None and self.stage < 3:
+            for i, whole in enumerate(self._data):
+                self._count(whole)
+                self._window.gather(i, whole)
+        for whole, pending in zip(self._data, self._gathers, strict=False):
+            if pending is not None and self.stage < 3:
                 self._count(whole)
                 with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
                     pending.run()
@@ -425,7 +388,7 @@ class ShardedStorage(FlatStorage):
             number: the unit's.
             following: the next one's, whose slot is free; None if there is none.
         """
-        if self.stage < 3:
+        if self.stage < 3 or self._window is not None:
             return
         begin = clock.now()
         self._start(number)
@@ -473,11 +436,22 @@ class ShardedStorage(FlatStorage):
         return traffic
 
     def disconnect(self) -> None:
-        """Give back what MPI keeps. Collective."""
+        """Give back what MPI keeps, and move to memory of this rank's own. Collective."""
+        self._connected = False
         for pending in [*self._gathers, *self._sums]:
             if pending is not None:
                 pending.free()
         self._gathers, self._sums = [], []
+        window, self._window = self._window, None
+        if window is not None:
+            grads = self._lay_out([len(whole) for whole in self._grads], self.data[0].dtype, np.zeros, self.stage >= 2)
+            if self.stage == 3:
+                self.data = [own.copy() for own in self.data]
+                data = [np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data]
+            else:
+                data = [whole.copy() for whole in self._data]
+            self._settle(data, grads)
+            window.free()
         self._group.free()
 
 

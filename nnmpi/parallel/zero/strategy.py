@@ -1,23 +1,4 @@
-"""ZeRO: data parallelism whose ranks share out the optimizer's state, the gradients and the parameters.
-
-    P parameters, N ranks, float32, Adam     parameters   gradients   state        and             sent per step
-    data parallelism                         4P           4P          8P                           8P (N-1)/N
-    stage 1                                  4P           4P          8P / N                       8P (N-1)/N
-    stage 2                                  4P           4P / N      8P / N       1 unit          8P (N-1)/N
-    stage 3                                  4P / N       4P / N      8P / N       3 units        12P (N-1)/N
-
-A sum over the ranks is needed by the rank that updates those parameters alone, so it is scattered, which costs half of
-an all-reduce; the other half is spent on gathering the new parameters. Stage 3 gathers them unit by unit, before they
-are used, and once more before the backward pass (`-->` gather, `sum` reduce-scatter, `.` not here):
-
-    forward      --> 0 | 0 --> 1 | 1 --> 2 | 2        the next one comes while one computes
-    slot A       0       0         2         2
-    slot B       .       1         1         .
-    backward     2 --> 1 | sum 2 | 1 --> 0 | sum 1 | 0 | sum 0
-
-What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations toward training
-trillion parameter models", 2020. See `zero_storage` for what lies where, to the byte.
-"""
+"""ShardedDataParallel: data parallelism over storage that is shared out, unit by unit. See `zero`."""
 
 from __future__ import annotations
 
@@ -38,7 +19,8 @@ from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
-from nnmpi.parallel.zero_storage import SHARED, ShardedStorage, sharded
+from nnmpi.parallel.zero.storage import ShardedStorage, sharded
+from nnmpi.parallel.zero.units import SHARED
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.tensor import Tensor

@@ -1,0 +1,128 @@
+"""What is gathered and summed at once, and how many bytes that takes: integers alone, before a model has values.
+
+A unit is a run of the model's links, such as a block. Its parameters lie together in a flat array (one for each
+optimizer group), of which rank r owns part r of `shard.split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from nnmpi.comm.gradients import BUCKET_BYTES
+from nnmpi.nn.chain import ChainLink, ModelPart, Run, join_links, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.shard import buckets, part
+from nnmpi.tensor.flat import ALIGNMENT_BYTES
+from nnmpi.tensor.parameter import Parameter
+
+SHARED = -1  # the number of the unit of parameters that several units have
+UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
+STAGES = tuple(UNIT_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A run of links, with the calls that compute them and the parameters that no other unit has."""
+
+    links: tuple[ChainLink, ...]
+    joined: tuple[Run, ...]
+    parameters: tuple[Parameter, ...]
+
+
+def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
+    """Cut a model's chain into units; return them, and the parameters that several of them have.
+
+    Links of one child of the model stay together, such as a residual block's. Children are taken together as long as
+    their parameters are not more than the limit; one without parameters goes with the one before it.
+
+    Args:
+        model: a sequence, or a part of one; any other module is one unit.
+        limit_bytes: at least 1.
+        itemsize: bytes of an element.
+    """
+    links = model.links if isinstance(model, ModelPart) else open_chain(model)
+    blocks = [tuple(block) for _, block in groupby(links, lambda link: link.name.partition(".")[0])]
+    seen: set[int] = set()
+    merged: list[tuple[ChainLink, ...]] = []
+    sizes: list[int] = []
+    for block in blocks:
+        new = {id(each): each for each in _parameters(block) if id(each) not in seen}
+        seen |= new.keys()
+        size = sum(each.size for each in new.values()) * itemsize
+        if merged and (not size or not sizes[-1]):
+            merged[-1], sizes[-1] = merged[-1] + block, sizes[-1] + size
+        else:
+            merged.append(block)
+            sizes.append(size)
+    runs = [tuple(link for i in group for link in merged[i]) for group in buckets(sizes, limit_bytes)] or [tuple(links)]
+    users: dict[int, set[int]] = {}
+    for number, run in enumerate(runs):
+        for each in _parameters(run):
+            users.setdefault(id(each), set()).add(number)
+    units = [
+        Unit(run, join_links(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
+        for run in runs
+    ]
+    return tuple(units), tuple(each for each in model.parameters() if len(users.get(id(each), ())) != 1)
+
+
+def _parameters(links: Sequence[ChainLink]) -> list[Parameter]:
+    """Return the parameters of some links, each once."""
+    found = {id(each): each for link in links for _, module in link.members for each in module.parameters()}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a rank holds of parameters, gradients and optimizer state, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: the rank's own parts, or all of them.
+        units: slots of gathered parameters, and scratch for a unit's gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    units: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.units
+
+
+def predict_bytes(
+    model: Module, stage: int, rank: int, size: int, itemsize: int, state_arrays: int, unit_bytes: int | None = None
+) -> StateBytes:
+    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
+
+    Args:
+        model: as for `cut_units`.
+        stage: 1, 2 or 3; 0 for plain data parallelism.
+        rank, size: of the ranks that share it.
+        itemsize: bytes of an element.
+        state_arrays: how many arrays of each parameter's size the optimizer keeps.
+        unit_bytes: see `ShardedStorage`.
+    """
+    units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    lengths = [_length(unit.parameters, itemsize) for unit in units]
+    apart = _length(shared, itemsize)
+    whole = _length(model.parameters(), itemsize) * itemsize
+    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
+    scratch = (max(lengths, default=0) + apart) * itemsize
+    slots = sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+    return StateBytes(
+        own if stage == 3 else whole,
+        own if stage >= 2 else whole,
+        (own if stage else whole) * state_arrays,
+        {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
+    )
+
+
+def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
+    """Return the elements of a flat array of some parameters, with its gaps."""
+    step = ALIGNMENT_BYTES // itemsize
+    return sum(-(-each.size // step) * step for each in parameters)

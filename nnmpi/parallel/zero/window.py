@@ -1,0 +1,81 @@
+"""Sums and copies without messages, where all ranks are on one node: everybody reads everybody's arrays.
+
+                   part 0      part 1      part 2
+rank 0's scratch | a0        | a1        | a2        |       barrier: the unit's gradients are final
+rank 1's scratch | b0        | b1        | b2        |       rank r adds up column r, block by block,
+rank 2's scratch | c0        | c1        | c2        |         into its own gradients
+                   to rank 0   to rank 1   to rank 2         barrier: scratch may be written again
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.shard import split
+
+BLOCK_BYTES = 256 * 2**10  # what is summed at a time, see `comm.sharing.shared_sum`
+
+
+class Window:
+    """Memory that the ranks of one node share: sums and copies without messages. Making one is collective.
+
+    Args:
+        group: the ranks, all on one node.
+
+    Attributes:
+        memory: where arrays are made.
+        barrier: of the ranks.
+        everyones: all ranks' whole arrays, by array and rank: of parameters (none if they stand once), and gradients.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.memory = SharedMemory(group)
+        self._first = self.memory.allocations
+        self.barrier = self.memory.barrier_of(0)
+        self.everyones: tuple[list[list[Array]], list[list[Array]]] = ([], [])
+        self._block = np.empty(BLOCK_BYTES, np.uint8)
+
+    def sum(self, i: int, own: range, place: Array, replaces: bool) -> None:
+        """Add up all ranks' gradients in a range, in rank order and block by block, so that a block stays in the cache.
+
+        Args:
+            i: of which array.
+            own: the range.
+            place: where the sum is written, or added.
+            replaces: whether it is written.
+        """
+        first, *others = (whole[own.start : own.stop] for whole in self.everyones[1][i])
+        block = self._block.view(place.dtype)
+        for start in range(0, len(own), len(block)):
+            part_of = slice(start, min(start + len(block), len(own)))
+            total = block[: part_of.stop - start]
+            total[...] = first[part_of]
+            for other in others:
+                np.add(total, other[part_of], out=total)
+            if replaces:
+                place[part_of] = total
+            else:
+                np.add(place[part_of], total, out=place[part_of])
+
+    def gather(self, i: int, whole: Array) -> None:
+        """Copy the other ranks' parts of an array."""
+        for rank, (chunk, theirs) in enumerate(
+            zip(split(len(whole), self.memory.size), self.everyones[0][i], strict=True)
+        ):
+            if rank != self.memory.rank:
+                whole[chunk.start : chunk.stop] = theirs[chunk.start : chunk.stop]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a rank has for itself to sum with."""
+        return int(self._block.nbytes)
+
+    def free(self) -> None:
+        """Give the memory back; nobody may use its arrays any more. Collective."""
+        self.everyones = ([], [])
+        self.memory.barrier()
+        self.memory.drop_allocations(range(self._first, self.memory.allocations))
+        self.memory.close()
