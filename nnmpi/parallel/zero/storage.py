@@ -40,7 +40,7 @@ from nnmpi.errors import DeviceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import SharedOut
 from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
-from nnmpi.parallel.zero.window import Window
+from nnmpi.parallel.zero.window import NodeArrays
 from nnmpi.shard import part, split
 from nnmpi.tensor.flat import FlatStorage, Span
 from nnmpi.tensor.parameter import Parameter
@@ -95,7 +95,7 @@ class ShardedStorage(FlatStorage):
             label = "default" if group is None else group(name, parameter)
             return f"{homes.get(id(parameter), SHARED)} {label}"
 
-        self._window: Window | None = None
+        self._window: NodeArrays | None = None
         self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
         self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
         super().__init__(parameters, values, allocate, place, dtype)
@@ -300,7 +300,7 @@ class ShardedStorage(FlatStorage):
             )
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
-                self._window = Window(group)
+                self._window = NodeArrays(group)
                 self._share(self._window)
                 return
             except DeviceError:
@@ -309,7 +309,7 @@ class ShardedStorage(FlatStorage):
                     raise
         self._bind_messages(group, NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm)
 
-    def _share(self, window: Window) -> None:
+    def _share(self, window: NodeArrays) -> None:
         """Move what others read to memory that the ranks share; collective."""
         lengths, dtype = [len(whole) for whole in self._data], self.data[0].dtype if self.data else np.dtype("f4")
         grads = self._lay_out(lengths, dtype, window.memory.allocate, self.stage >= 2)

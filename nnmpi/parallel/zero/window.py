@@ -19,7 +19,7 @@ from nnmpi.shard import split
 BLOCK_BYTES = 256 * 2**10  # what is summed at a time, see `comm.sharing.shared_sum`
 
 
-class Window:
+class NodeArrays:
     """Memory that the ranks of one node share: sums and copies without messages. Making one is collective.
 
     Args:
