@@ -1,10 +1,12 @@
 """The models that are trained, as numbers, and their data. Nothing here needs nnmpi or PyTorch.
 
-| case       | model                                                | loss               |
-|------------|------------------------------------------------------|--------------------|
-| mlp, iris  | linear layers with ReLU between them                 | cross-entropy      |
-| cnn        | `nnmpi.models.cnn`: two convolutions, ReLU, max-pool | cross-entropy      |
-| gpt-block  | pre-LN transformer block, causal, GELU (tanh)        | mean squared error |
+| case            | model                                                 | loss               |
+|-----------------|-------------------------------------------------------|--------------------|
+| mlp, iris       | linear layers with ReLU between them                  | cross-entropy      |
+| cnn             | `nnmpi.models.cnn`: two convolutions, ReLU, max-pool  | cross-entropy      |
+| gpt-block       | pre-LN transformer block, causal, GELU (tanh)         | mean squared error |
+| gpt-small, gpt2 | `nnmpi.models.gpt`: such blocks between tied tables   | cross-entropy      |
+| lstm            | `nnmpi.models.lstm`: layers between untied tables     | cross-entropy      |
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MLP, CNN, GPT = "mlp", "cnn", "gpt"
+MLP, CNN, BLOCK, GPT, LSTM = "mlp", "cnn", "block", "gpt", "lstm"
+LANGUAGE = (GPT, LSTM)  # models that predict the next token
 CROSS_ENTROPY, SQUARED, SOFTMAX_SQUARED = "cross-entropy", "mse", "softmax-mse"
 
 
@@ -27,12 +30,14 @@ class Case:
 
     Attributes:
         name: on the command line.
-        model: MLP, CNN or GPT.
+        model: MLP, CNN, BLOCK, GPT or LSTM.
         batch: rows of the global batch.
-        sizes: MLP: of the layers; CNN: height, width, channels, classes; GPT: time, features, heads, hidden features.
+        sizes: MLP: of the layers; CNN: height, width, channels, classes; BLOCK: time, features, heads, hidden features;
+            GPT: time, features, heads, layers, context, vocabulary; LSTM: time, features, layers, vocabulary.
         loss: CROSS_ENTROPY, SQUARED (mean over all elements), or SOFTMAX_SQUARED (of softmax and one-hot labels, summed
             within a row, mean over rows).
         seed: of data and first weights.
+        large: whether only the ways that were fastest elsewhere take part: all of them do not fit in memory at once.
     """
 
     name: str
@@ -41,15 +46,16 @@ class Case:
     sizes: tuple[int, ...]
     loss: str = CROSS_ENTROPY
     seed: int = 0
+    large: bool = False
 
     @property
     def sample(self) -> tuple[int, ...]:
         """The shape of one row of x, as nnmpi wants it: channels last."""
-        return {MLP: self.sizes[:1], CNN: self.sizes[:3], GPT: self.sizes[:2]}[self.model]
+        return self.sizes[: {CNN: 3, BLOCK: 2}.get(self.model, 1)]
 
     @property
     def classes(self) -> int:
-        """Labels are below this."""
+        """Labels are below this, and so are the tokens of a language model."""
         return self.sizes[-1]
 
     @property
@@ -57,12 +63,21 @@ class Case:
         """Elements of one row of the target."""
         return self.sizes[0] * self.sizes[1] if self.loss == SQUARED else 1
 
-    def data(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    @property
+    def targets(self) -> int:
+        """What the loss of the global batch is divided by: its tokens, or its rows."""
+        return self.batch * (self.sizes[0] if self.model in LANGUAGE else 1)
+
+    def data(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the global batch: x (batch, *sample), and labels (batch,) int64 or targets like x.
 
-        Images have a background of zeros, as handwritten digits do: max-pooling then meets ties.
+        A language model's x are tokens, int64, and its labels the next ones, (batch, time). Images have a background of
+        zeros, as handwritten digits do: max-pooling then meets ties.
         """
         draw = np.random.default_rng(self.seed)
+        if self.model in LANGUAGE:
+            tokens = draw.integers(0, self.classes, (self.batch, self.sizes[0] + 1))
+            return tokens[:, :-1], tokens[:, 1:]
         x = draw.standard_normal((self.batch, *self.sample)).astype(np.float32)
         if self.model == CNN:
             margin = self.sizes[0] // 7
@@ -88,7 +103,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("mlp-small", MLP, 128, _SMALL),
             Case("mlp-large", MLP, 256, (784, 2048, 2048, 10)),
             Case("cnn", CNN, 64, (28, 28, 1, 10)),
-            Case("gpt-block", GPT, 8, (128, 256, 4, 1024), SQUARED),
+            Case("gpt-block", BLOCK, 8, (128, 256, 4, 1024), SQUARED),
+            Case("gpt-small", GPT, 4, (256, 384, 6, 6, 256, 65)),
+            Case("gpt2", GPT, 4, (64, 768, 12, 12, 1024, 50257), large=True),
+            Case("lstm", LSTM, 32, (35, 512, 2, 10000)),
             Case("iris", MLP, 64, (4, 50, 3)),
         )
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.training.cases import CNN, GPT, Case
+from benchmarks.training.cases import BLOCK, CNN, GPT, Case
 
 NNMPI, TORCH, NAIVE = "nnmpi", "torch", "naive"
 # The groups of which the fastest one counts; EAGER is those of PURE that are not compiled.
@@ -27,7 +27,7 @@ class Contestant:
         exchange: of nnmpi on several ranks: `Worker`, `Worker` with the fused update, or `DataParallel` in a loop.
         compiled, jit: whether nnmpi replays a recorded step, and uses compiled kernels.
         layout: of PyTorch's images.
-        attention: of PyTorch's block.
+        attention: of PyTorch's blocks.
         fused_sgd, bucket_view: options of PyTorch's SGD and of DistributedDataParallel.
         tuned: whether malloc keeps freed memory by the variables of `environment.TUNED_MALLOC`.
         dtype: float64 for the reference that everybody is compared with.
@@ -76,6 +76,8 @@ def nnmpi_field(case: Case, ranks: int, compiled: bool, jit: bool, reduced: bool
         plain += [replace(each, compiled=True) for each in plain if each.exchange in ("", PARALLEL)]
     if reduced and compiled and ranks > 1:
         plain = [each for each in plain if each.compiled or each.exchange != PARALLEL]
+    if case.large and ranks > 1:
+        plain = [each for each in plain if each.exchange == FUSED or each.compiled]
     faster = [replace(each, jit=True) for each in plain if jit and not (reduced and each.exchange == WORKER)]
     return plain + faster
 
@@ -89,11 +91,13 @@ def torch_field(case: Case, ranks: int, reduced: bool = False) -> list[Contestan
     plain = [Contestant(TORCH, case.name, ranks)]
     if case.model == CNN:
         plain = [replace(each, layout=layout) for each in plain for layout in (CONTIGUOUS, CHANNELS_LAST)]
-    if case.model == GPT:
+    if case.model in (BLOCK, GPT):
         plain = [replace(each, attention=way) for each in plain for way in (SDPA, EXPLICIT)]
     if reduced:
         return plain[-1:]
     other = [replace(each, bucket_view=True) if ranks > 1 else replace(each, fused_sgd=True) for each in plain]
+    if case.large:
+        return [other[0], replace(other[0], tuned=True)]
     return [*plain, *other, *(replace(each, tuned=True) for each in (plain if ranks == 1 else other))]
 
 

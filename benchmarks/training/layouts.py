@@ -3,26 +3,32 @@
 linear       (in, out)                  <->  (out, in)
 convolution  (kh, kw, in, out)          <->  (out, in, kh, kw)
 linear behind images: its rows stand for (height, width, channels) here, for (channels, height, width) there
+embedding    the same; it comes first, and in a GPT the positions' after the tokens'
+lstm         gates i, f, o, g           <->  i, f, g, o
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.training.cases import CNN, Case
+from benchmarks.training.cases import CNN, GPT, LSTM, Case
 
 Arrays = list[NDArray[Any]]
 CHANNELS = 64  # of the last convolution
+TABLES: Mapping[str, int] = {GPT: 2, LSTM: 1}
+GATED = 3  # parameters of an LSTM's layer
 
 
 def to_torch(case: Case, arrays: Sequence[NDArray[Any]]) -> Arrays:
     """Return nnmpi's parameters as PyTorch stores them, contiguous."""
-    behind = _behind_images(case, arrays)
-    return [np.ascontiguousarray(_turned(array, i == behind)) for i, array in enumerate(arrays)]
+    behind, tables = _behind_images(case, arrays), TABLES.get(case.model, 0)
+    gated = range(tables, tables + GATED * case.sizes[2]) if case.model == LSTM else ()
+    turned = (_turned(_gates(array) if i in gated else array, i == behind) for i, array in enumerate(arrays))
+    return [np.ascontiguousarray(arrays[i] if i < tables else array) for i, array in enumerate(turned)]
 
 
 def from_torch(case: Case, flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> Arrays:
@@ -55,6 +61,11 @@ def _turned(array: NDArray[Any], behind_images: bool) -> NDArray[Any]:
         side = int((len(array) // CHANNELS) ** 0.5)
         return array.reshape(side, side, CHANNELS, -1).transpose(3, 2, 0, 1).reshape(array.shape[1], -1)
     return array.T if array.ndim == 2 else array
+
+
+def _gates(array: NDArray[Any]) -> NDArray[Any]:
+    i, f, o, g = np.split(array, 4, -1)
+    return np.concatenate([i, f, g, o], -1)
 
 
 def _behind_images(case: Case, arrays: Sequence[NDArray[Any]]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +46,13 @@ class Trainer(ABC):
     def close(self) -> None:
         """Take apart what was made collectively."""
 
-    def load(self, folder: Path) -> tuple[NDArray[np.floating], NDArray[np.generic]]:
-        """Return this rank's part of the global batch, in the contestant's dtype."""
+    def load(self, folder: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
         part = self.case.share(self.rank, self.contestant.ranks)
         x, y = (np.load(folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
         dtype = self.contestant.dtype
-        return np.array(x, dtype), np.array(y, dtype if y.dtype.kind == "f" else y.dtype)
+        x, y = (np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in (x, y))
+        return x, y
 
     def restore(self, file: Path) -> None:
         """Give all parameters the values of a file of float32 numbers."""

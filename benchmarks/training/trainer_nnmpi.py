@@ -13,7 +13,7 @@ import threadpoolctl
 from numpy.typing import NDArray
 
 import nnmpi
-from benchmarks.training.cases import CNN, CROSS_ENTROPY, GPT, SOFTMAX_SQUARED, Case
+from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, LSTM, SOFTMAX_SQUARED, Case
 from benchmarks.training.contestants import FUSED, PARALLEL, Contestant
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
@@ -82,18 +82,18 @@ class NnmpiTrainer(Trainer):
         if self.contestant.exchange == PARALLEL:
             parallel = nnmpi.DataParallel(self._model, self._group)
             self._release = parallel.release
-            rows, size = self.case.batch, self._group.size
+            targets, size = self.case.targets, self._group.size
             step = self._loop(
-                lambda loss: parallel.backward(loss, rows), lambda output: sum_loss(self.case)(output, self._y)
+                lambda loss: parallel.backward(loss, targets), lambda output: sum_loss(self.case)(output, self._y)
             )
-            return lambda: step() * size / rows
+            return lambda: step() * size / targets
         return self._worker(self._group)
 
     def _loop(self, backward: Callable[[Tensor], Any], measure: Callable[[Tensor], Tensor]) -> Callable[[], float]:
         """Return the usual loop's body as one call."""
         model, optimizer = self._model, self._optimizer
 
-        def step(x: Tensor, y: Any) -> Tensor:
+        def step(x: Any, y: Any) -> Tensor:
             model.zero_grad()
             with nn.training():
                 loss = measure(model(x))
@@ -102,7 +102,7 @@ class NnmpiTrainer(Trainer):
             return loss
 
         run = nnmpi.compile(step) if self.contestant.compiled else step
-        x, y = Tensor(self._x), self._y
+        x, y = self._x if self.case.model in LANGUAGE else Tensor(self._x), self._y
         return lambda: run(x, y).item()
 
     def _worker(self, group: Any) -> Callable[[], float]:
@@ -125,16 +125,22 @@ def build(case: Case) -> nn.Module:
     if case.model == CNN:
         return models.cnn(case.sizes[:3], case.classes)
     if case.model == GPT:
+        _, features, heads, layers, context, vocabulary = case.sizes
+        return models.gpt(vocabulary, context, features, layers, heads)
+    if case.model == LSTM:
+        _, features, layers, vocabulary = case.sizes
+        return models.lstm(vocabulary, features, layers, tied=False)
+    if case.model == BLOCK:
         _, features, heads, hidden = case.sizes
         return nn.TransformerBlock(features, heads, hidden)
-    layers: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for inputs, outputs in zip(case.sizes, case.sizes[1:], strict=False):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+        modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*modules[:-1])
 
 
 def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
-    """Return (output, labels) -> the sum over the rows of each row's loss."""
+    """Return (output, labels) -> the sum over the targets of each one's loss."""
     if case.loss == CROSS_ENTROPY:
         return lambda output, y: ops.cross_entropy(output, y, reduction="sum")
     if case.loss == SOFTMAX_SQUARED:
@@ -143,12 +149,12 @@ def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
 
 
 def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:
-    """Return the mean over the rows of each row's loss.
+    """Return the mean over the targets of each one's loss.
 
     Args:
         case: says which loss.
         output: (rows, ...) of the model.
-        y: labels (rows,) or targets like the output.
+        y: labels (rows,), (rows, time) for a language model, or targets like the output.
     """
     if case.loss == CROSS_ENTROPY:
         return ops.cross_entropy(output, y)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.training.cases import CNN, CROSS_ENTROPY, GPT, SQUARED, Case
+from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LSTM, SQUARED, Case
 from benchmarks.training.contestants import CHANNELS_LAST, EXPLICIT, Contestant
 from benchmarks.training.trainer import Trainer
 
@@ -50,7 +50,8 @@ class TorchTrainer(Trainer):
             torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
             self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=contestant.bucket_view)
         options = {"fused": True} if contestant.fused_sgd else {}
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, **options)
+        self._parameters = [each for each in self._model.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, **options)
 
     def step(self) -> float:
         """See `Trainer.step`."""
@@ -68,7 +69,7 @@ class TorchTrainer(Trainer):
 
     def arrays(self) -> list[NDArray[np.floating]]:
         """See `Trainer.arrays`."""
-        return [parameter.detach().numpy() for parameter in self._model.parameters()]
+        return [parameter.detach().numpy() for parameter in self._parameters]
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
@@ -81,7 +82,7 @@ class TorchTrainer(Trainer):
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
         if self.case.loss == CROSS_ENTROPY:
-            return F.cross_entropy(output, self._y)
+            return F.cross_entropy(output.flatten(0, -2), self._y.flatten())
         if self.case.loss == SQUARED:
             return F.mse_loss(output, self._y)
         return F.mse_loss(F.softmax(output, -1), self._y, reduction="sum") / len(self._y)
@@ -122,10 +123,61 @@ class Block(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(batch, time, features))
 
 
+class Transformer(nn.Module):
+    """GPT-2: tokens (batch, time) -> logits of the next ones (batch, time, vocabulary).
+
+    Args:
+        features, heads: of each block; four times as many hidden features.
+        layers: how many blocks.
+        context: how many positions.
+        vocabulary: how many tokens; the output is their table.
+        attention: SDPA or EXPLICIT.
+    """
+
+    def __init__(self, features: int, heads: int, layers: int, context: int, vocabulary: int, attention: str) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, features), nn.Embedding(context, features)
+        self.blocks = nn.Sequential(*(Block(features, heads, 4 * features, attention) for _ in range(layers)))
+        self.norm = nn.LayerNorm(features)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
+
+
+class Recurrent(nn.Module):
+    """Long short-term memory: tokens (batch, time) -> logits of the next ones (batch, time, vocabulary).
+
+    PyTorch's layers have two biases that are added up; the second ones are 0 and stay so.
+
+    Args:
+        features: of the embedding and of each layer.
+        layers: how many.
+        vocabulary: how many tokens.
+    """
+
+    def __init__(self, features: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.layers = nn.LSTM(features, features, layers, batch_first=True)
+        self.output = nn.Linear(features, vocabulary)
+        for number in range(layers):
+            nn.init.zeros_(self.layers.get_parameter(f"bias_hh_l{number}")).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.output(self.layers(self.embedding(tokens))[0])
+
+
 def build(case: Case, attention: str) -> nn.Module:
     """Return the case's model."""
-    if case.model == GPT:
+    if case.model == BLOCK:
         return Block(*case.sizes[1:], attention)
+    if case.model == GPT:
+        return Transformer(*case.sizes[1:], attention)
+    if case.model == LSTM:
+        return Recurrent(*case.sizes[1:])
     if case.model == CNN:
         height, width, channels, classes = case.sizes
         layers: list[nn.Module] = []

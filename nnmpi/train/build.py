@@ -110,11 +110,16 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
             f"model {config.model} needs sequences of tokens, not samples of shape {sample_shape}; give a text, or try "
             "model cnn or mlp"
         )
+    layers, features, heads = config.sizes
     if config.model == "lstm":
-        return lstm(tokens, config.features, config.layers, dropout_of(config), decided(config.tied) is not False)
+        return lstm(tokens, features, layers, dropout_of(config), decided(config.tied) is not False)
     if config.pretrained is None:
-        return gpt(tokens, sample_shape[0], config.features, config.layers, config.heads, dropout_of(config))
+        return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config))
     size = read_size(config.pretrained)
+    for name in ("layers", "features", "heads"):
+        given, has = getattr(config, name), getattr(size, name)
+        if given not in (None, has):
+            raise UsageError(f"--{name} {given} is not what --pretrained {config.pretrained} has, {has}; leave it out")
     if size.vocabulary < tokens or size.context < sample_shape[0]:
         raise UsageError(
             f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of {size.context}, but the "

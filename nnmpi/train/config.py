@@ -352,12 +352,12 @@ class ModelConfig:
     dropout: float | None = None
     """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between lstm's layers, and of
     gpt's embedding, attention probabilities and what its blocks add (default: 0; with --pretrained, what that has)."""
-    layers: int = 2
-    """Layers of lstm, blocks of gpt."""
-    features: int = 128
-    """Width of lstm and gpt."""
-    heads: int = 4
-    """Heads of each attention of gpt; they divide --features."""
+    layers: int | None = None
+    """Layers of lstm, blocks of gpt (default: 2; with --pretrained, what that has)."""
+    features: int | None = None
+    """Width of lstm and gpt (default: 128; with --pretrained, what that has)."""
+    heads: int | None = None
+    """Heads of each attention of gpt; they divide --features (default: 4; with --pretrained, what that has)."""
     context: int | None = None
     """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64; with --pretrained,
     what that has)."""
@@ -383,21 +383,20 @@ class ModelConfig:
                 not given or knows,
                 f"--{name} is for --model {known}, not for {self.model}; leave it out",
             )
-            is_size = name in ("layers", "features", "heads")
-            require(
-                not (given and is_size and self.pretrained),
-                f"--{name} does not go with --pretrained, whose config.json says it; leave it out",
-            )
         self._check_sequences()
 
     def _check_sequences(self) -> None:
-        for name in ("layers", "features", "heads"):
-            at_least_one(f"--{name}", getattr(self, name))
-        if self.context is not None:
-            at_least_one("--context", self.context)
+        for name in ("layers", "features", "heads", "context"):
+            if getattr(self, name) is not None:
+                at_least_one(f"--{name}", getattr(self, name))
         if self.model == "gpt" and self.pretrained is None:
-            fits = self.features % self.heads == 0
-            require(fits, f"--features {self.features} is not a multiple of --heads {self.heads}; choose other numbers")
+            _, features, heads = self.sizes
+            require(features % heads == 0, f"--features {features} is not a multiple of --heads {heads}; choose others")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Layers, features and heads, as given or by default; those of a pretrained model are in its own files."""
+        return self.layers or 2, self.features or 128, self.heads or 4
 
 
 @dataclass(frozen=True)

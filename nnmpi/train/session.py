@@ -109,7 +109,7 @@ def _write_model(context: RunContext) -> None:
     if options.model != "gpt":
         return
     weights = context.trainer.state()[0].to_dict()
-    heads = options.heads if options.pretrained is None else read_size(options.pretrained).heads
+    heads = options.sizes[2] if options.pretrained is None else read_size(options.pretrained).heads
     tokenizer = context.inputs.tokenizer
 
     def write() -> None:

@@ -69,7 +69,7 @@ def test_contestants_have_names_of_their_own(case: Case, ranks: int) -> None:
     assert reference(case, True).name not in {each.name for each in field}
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp-small"])
+@pytest.mark.parametrize("name", ["cnn", "mlp-small", "lstm"])
 def test_parameters_find_their_way_back_from_pytorch(name: str, tmp_path: Path) -> None:
     files = CaseFiles(find(name), tmp_path)
     theirs = to_torch(files.case, files.weights)
@@ -208,7 +208,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     [
         (
             ["--cases", "x"],
-            "argument --cases: 'x' is unknown; the names are mlp-small, mlp-large, cnn, gpt-block, iris, none",
+            "argument --cases: 'x' is unknown; the names are mlp-small, mlp-large, cnn, gpt-block, gpt-small, gpt2, "
+            "lstm, iris, none",
         ),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number above 0"),
         (["--ranks", "3", "--cases", "cnn"], "--ranks 3 does not divide the batch of cnn, 64"),

@@ -12,8 +12,10 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, UsageError
 from nnmpi.models.pretrained import GPTSize, load_pretrained, read_dropout, read_size, save_pretrained
+from nnmpi.train.build import build_model
+from nnmpi.train.config import ModelConfig
 
 SIZE = GPTSize(vocabulary=23, context=9, features=12, layers=3, heads=3)
 
@@ -32,6 +34,18 @@ def folder(tmp_path: Path) -> Path:
 def change(folder: Path, **values: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_another_size_is_refused(folder: Path) -> None:
+    """Also where it is the default's; the model's own size may be given again."""
+    build_model(ModelConfig("gpt", layers=3, features=12, heads=3, pretrained=folder), (9,), 23)
+    for name, value in (("layers", 2), ("features", 128), ("heads", 4)):
+        with pytest.raises(
+            UsageError, match=f"^--{name} {value} is not what --pretrained .* has, {getattr(SIZE, name)}; "
+        ):
+            build_model(ModelConfig("gpt", pretrained=folder, **{name: value}), (9,), 23)
+    with pytest.raises(UsageError, match="has 23 tokens and a context of 9, but the data 23 and 10"):
+        build_model(ModelConfig("gpt", pretrained=folder), (10,), 23)
 
 
 def test_what_is_written_is_read(folder: Path) -> None:

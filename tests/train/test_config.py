@@ -1,6 +1,5 @@
 """Every section refuses wrong values with a sentence that names the option, the value and what would work."""
 
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -35,11 +34,6 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"heads": 2, "model": "lstm"}, "--heads is for --model gpt, not for lstm"),
     (ModelConfig, {"heads": 3, "model": "gpt"}, "--features 128 is not a multiple of --heads 3"),
     (ModelConfig, {"context": 0, "model": "gpt"}, "--context is 0; give a whole number, 1 or more"),
-    (
-        ModelConfig,
-        {"layers": 3, "model": "gpt", "pretrained": Path("x")},
-        "--layers does not go with --pretrained, whose config.json says it; leave it out",
-    ),
     (ModelConfig, {"dropout": 0.5, "model": "resnet"}, "--dropout is for --model mlp or cnn or lstm or gpt, not"),
     (DataConfig, {"dataset": ""}, "--dataset is empty"),
     (DataConfig, {"test_fraction": 0.0}, "--test-fraction is 0.0"),
