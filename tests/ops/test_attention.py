@@ -76,9 +76,9 @@ def test_any_length(time, causal, dtype):
 def test_any_block(elements, blocks, causal, monkeypatch):
     """Blocks of some heads of one sequence, of several sequences, and last ones that are smaller."""
     monkeypatch.setattr(module, "ELEMENTS", elements)
-    monkeypatch.setattr(module, "SCORES", 8)
-    monkeypatch.setattr(module, "PRODUCTS", 4)
-    cut = module._blocks(np.empty((5, 3, 30, 4)), 30)
+    monkeypatch.setattr(module, "CAUSAL", 4)
+    monkeypatch.setattr(module, "ALL", 8)
+    cut = module._blocks(np.empty((5, 3, 30, 4)), 30, ((0, 8, 30), (8, 10, 30)))
     assert {(i.stop - i.start, j.stop - j.start) for i, j in cut} == blocks
     check_packed(5, 30, 3, 4, causal, "float64")
 
@@ -267,8 +267,8 @@ def test_what_does_not_fit(make, error, words):
 def test_dropped_probabilities(dtype, causal, monkeypatch):
     """By the formulas, with the mask that its description gives, in blocks and bands of any size."""
     monkeypatch.setattr(module, "ELEMENTS", 500)
-    monkeypatch.setattr(module, "SCORES", 8)
-    monkeypatch.setattr(module, "PRODUCTS", 4)
+    monkeypatch.setattr(module, "CAUSAL", 4)
+    monkeypatch.setattr(module, "ALL", 8)
     batch, time, heads, features, rate, key, row = 3, 21, 5, 4, 0.3, (7, 2**32 - 5), 11
     rng = np.random.default_rng(0)
     qkv = rng.standard_normal((batch, time, 3 * heads * features)).astype(dtype)

@@ -10,6 +10,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
+from nnmpi.backend.kernels.base import Kernels
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import run_simulation, simulate
 from nnmpi.compose.arrange import arrange
@@ -293,7 +294,7 @@ def test_a_zigzag_balances_causal_work() -> None:
 
     def pairs(ranges: list[tuple[range, ...]]) -> list[list[int]]:
         def main(group: Group) -> list[int]:
-            ring, found = RingAttention(group, ranges), []
+            ring, found = RingAttention(group, ranges, Kernels()), []
             for hop in range(4):
                 visible = ring.visible((group.rank - hop) % 4, causal=True)
                 sizes = [(len(each.queries), len(each.keys), each.is_diagonal) for _, _, each in visible]

@@ -1,7 +1,6 @@
 """Softmax of attention's scores, and its derivative, on the bands of queries that `backend.kernels.attention` has.
 
-Arrays are (batch, heads, keys, queries), a row per key; loops run along the queries. What a causal mask hides is not
-looked at: it becomes 0.
+Arrays are (batch, heads, keys, queries), a row per key; loops run along the queries.
 """
 
 import numpy as np
@@ -10,59 +9,45 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.jit.scalar import exp
 
 ZERO = np.float32(0)
-ONE = np.float32(1)
 
 
-def softmax(
-    p: Array, rows: tuple[int, int], heads: tuple[int, int], queries: tuple[int, int], seen: int, causal: bool
-) -> None:
-    """Turn scores of some queries and the keys up to `seen` into probabilities, in place."""
-    first, stop = queries
-    top = np.empty(stop - first, np.float32)
-    total = np.empty(stop - first, np.float32)
-    for b in range(rows[0], rows[1]):
-        for h in range(heads[0], heads[1]):
-            band = p[b, h, :seen]
-            scores = band[0, first:stop]  # of the first key, which every query sees
-            for i in range(top.size):
-                top[i] = scores[i]
-                total[i] = ZERO
-            for k in range(1, seen):
-                hidden = max(k - first, 0) if causal else 0
-                scores, most = band[k, first + hidden : stop], top[hidden:]
+def powers(p: Array, top: Array, total: Array, before: Array, has_before: bool, corner: int) -> None:
+    """Turn scores into e^(score - top), in place, top being the largest of a query's scores and of those before."""
+    count = p.shape[3]
+    most = np.empty(count, np.float32)
+    sums = np.empty(count, np.float32)
+    for b in range(p.shape[0]):
+        for h in range(p.shape[1]):
+            for i in range(count):
+                most[i] = before[b, h, i] if has_before else p[b, h, 0, i]  # every query sees the first key
+                sums[i] = ZERO
+            for k in range(p.shape[2]):
+                hidden = max(k - corner, 0)
+                scores, tops = p[b, h, k, hidden:], most[hidden:]
                 for i in range(scores.size):
-                    most[i] = scores[i] if scores[i] > most[i] else most[i]
-            for k in range(seen):
-                hidden = max(k - first, 0) if causal else 0
-                band[k, first : first + hidden] = ZERO
-                scores, most, sums = band[k, first + hidden : stop], top[hidden:], total[hidden:]
+                    tops[i] = scores[i] if scores[i] > tops[i] else tops[i]
+            for k in range(p.shape[2]):
+                hidden = max(k - corner, 0)
+                p[b, h, k, :hidden] = ZERO
+                scores, tops, totals = p[b, h, k, hidden:], most[hidden:], sums[hidden:]
                 for i in range(scores.size):
-                    value = exp(scores[i] - most[i])
+                    value = exp(scores[i] - tops[i])
                     scores[i] = value
-                    sums[i] += value
-            for i in range(top.size):
-                total[i] = ONE / total[i]
-            for k in range(seen):
-                scores = band[k, first:stop]
-                for i in range(total.size):
-                    scores[i] *= total[i]
+                    totals[i] += value
+            for i in range(count):
+                top[b, h, i] = most[i]
+                total[b, h, i] = sums[i]
 
 
-def softmax_grad(
-    d: Array,
-    p: Array,
-    inner: Array,
-    rows: tuple[int, int],
-    heads: tuple[int, int],
-    queries: tuple[int, int],
-    seen: int,
-) -> None:
-    """d = (d - inner) * p for some queries and the keys up to `seen`; d and inner are of these rows and heads alone."""
-    first, stop = queries
-    for b in range(rows[0], rows[1]):
-        for h in range(heads[0], heads[1]):
-            less = inner[b - rows[0], h - heads[0], first:stop]
-            for k in range(seen):
-                slopes, own = d[b - rows[0], h - heads[0], k, first:stop], p[b, h, k, first:stop]
-                for i in range(less.size):
+def score_gradients(d: Array, p: Array, inner: Array) -> None:
+    """d = (d - inner) * p."""
+    count = d.shape[3]
+    less = np.empty(count, np.float32)
+    for b in range(d.shape[0]):
+        for h in range(d.shape[1]):
+            for i in range(count):
+                less[i] = inner[b, h, i]
+            for k in range(d.shape[2]):
+                slopes, own = d[b, h, k], p[b, h, k]
+                for i in range(count):
                     slopes[i] = (slopes[i] - less[i]) * own[i]

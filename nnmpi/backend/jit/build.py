@@ -44,6 +44,11 @@ def write(ndim: int, dtype: Any = types.float32) -> Any:
     return types.Array(dtype, ndim, "C")
 
 
+def strided(ndim: int) -> Any:
+    """Return the type of a float32 array with any strides, a view of some of another one's elements."""
+    return types.Array(types.float32, ndim, "A")
+
+
 def build(function: F, *arguments: Any) -> F:
     """Return the function compiled for arguments of these types, from the cache on disk if it is there."""
     compiled = numba.njit(**OPTIONS)(function)

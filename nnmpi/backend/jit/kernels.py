@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit.table import CompiledFunctions
-from nnmpi.backend.kernels.attention import Band, Block
+from nnmpi.backend.kernels.attention import AttentionDropout
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.kernels.updates import UpdateKernels
@@ -89,15 +89,17 @@ class CompiledKernels(Kernels):
 
     # ---- attention
 
-    def probabilities(self, xp: Any, p: Array, block: Block, band: Band, causal: bool) -> None:
-        """Compute the softmax in one kernel, which leaves out what is hidden."""
-        i, j, seen = band
-        perform(self.functions.attention_softmax, p, *_ends(block), (i, j), seen, causal)
+    def powers(self, xp: Any, p: Array, top: Array, total: Array, before: Array | None, corner: int) -> None:
+        """Compute them and their sums in one kernel, without the hidden ones."""
+        has_before = before is not None
+        perform(self.functions.attention_powers, p, top, total, before if has_before else top, has_before, corner)
 
-    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, block: Block, band: Band) -> None:
-        """Compute them in one pass."""
-        i, j, seen = band
-        perform(self.functions.attention_softmax_grad, d, p, inner, *_ends(block), (i, j), seen)
+    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, drop: AttentionDropout | None) -> None:
+        """Compute them in one pass, where nothing is dropped."""
+        if drop is not None:
+            super().score_gradients(xp, d, p, inner, drop)
+        else:
+            perform(self.functions.attention_score_gradients, d, p, inner)
 
     # ---- long short-term memory, which is not recorded call by call
 
@@ -177,8 +179,3 @@ class CompiledKernels(Kernels):
         to_x: Array = xp.empty(shape, grad.dtype)
         perform(self.functions.max_pool2_grad, xp.ascontiguousarray(grad), corner, to_x)
         return to_x
-
-
-def _ends(block: Block) -> tuple[tuple[int, int], ...]:
-    """Return where the rows and heads of a block begin and end."""
-    return tuple((each.start, each.stop) for each in block)

@@ -14,11 +14,10 @@ import numpy as np
 from numba import types
 
 from nnmpi.backend.jit import attention, blas, dense, direct, gelu, layer_norm, pooling, recurrent, updates, winograd
-from nnmpi.backend.jit.build import boolean, build, float64, int64, read, write
+from nnmpi.backend.jit.build import boolean, build, float64, int64, read, strided, write
 from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Sizes
 
 Kernel: TypeAlias = Callable[..., None]
-RANGE = types.UniTuple(int64, 2)  # type: ignore[no-untyped-call]
 
 
 class Pair(NamedTuple):
@@ -67,20 +66,23 @@ class CompiledFunctions:
     # ---- transformers
 
     @cached_property
-    def attention_softmax(self) -> Kernel:
-        """(p: (batch, heads, keys, queries) in place, rows, heads, queries: begin and end, seen: int, causal: bool).
+    def attention_powers(self) -> Kernel:
+        """(p: (batch, heads, keys, queries) in place, top, total: out (batch, heads, queries), before, has_before,
+        corner).
 
-        Scores become probabilities, those of keys up to `seen`; causal: of query i those of keys after it are 0.
+        p = e^(p - top), top the largest of p over the keys and of `before`, if there is one; total the sums over the
+        keys. top, total and before, which is like them, have any strides. Query i does not see the keys after
+        corner + i: there p becomes 0.
         """
-        return build(attention.softmax, write(4), RANGE, RANGE, RANGE, int64, boolean)
+        return build(attention.powers, write(4), strided(3), strided(3), strided(3), boolean, int64)
 
     @cached_property
-    def attention_softmax_grad(self) -> Kernel:
-        """(d in place, p: (batch, heads, keys, queries), inner, rows, heads, queries, seen): d = (d - inner) * p.
+    def attention_score_gradients(self) -> Kernel:
+        """(d in place, p: (batch, heads, keys, queries), inner: (batch, heads, queries)): d = (d - inner) * p.
 
-        d: (some rows, some heads, keys, queries); inner: (some rows, some heads, queries); the rest as above.
+        inner has any strides.
         """
-        return build(attention.softmax_grad, write(4), read(4), read(3), RANGE, RANGE, RANGE, int64)
+        return build(attention.score_gradients, write(4), read(4), strided(3))
 
     @cached_property
     def layer_norm(self) -> Kernel:

@@ -1,16 +1,20 @@
 """Scaled dot-product attention of many heads, on views of them: nothing is copied.
 
-Probabilities are kept transposed, a row per key, since sums and maxima over the rows are much faster than along them:
+Scores lie transposed, a row per key, since sums and maxima over the rows are much faster than along them; and in bands
+of queries, each without gaps:
 
-            queries                 A causal mask leaves out the keys after the query. Scores are computed
-          + + + + + + + +           for 256 queries at a time, with the keys up to the last of them; products
-          . + + + + + + +           with probabilities go by 64, which leaves out most of what is zero. What
-    keys  : : + + + + + +           lies below (:) is not even written.
-          : : . + + + + +
-          : : : : + + + +
+            queries                 A causal mask leaves out the keys after the query. A band has 64 queries,
+          + + | + + | + +           and the keys up to the last of them, which leaves out most of what is
+          . + | + + | + +           hidden: what lies below (:) does not exist.
+    keys  : : | + + | + +
+          : : | . + | + +           From scores to e^(score - top), top being the query's largest score; the
+          : : | : : | + +           result of the products with values is divided by their sum, in the end.
+
+So probabilities are never written: forward keeps the powers e^(score - top), or computes them again where keys come in
+parts (see `attend_more`), and backward divides the gradient of the result by the sum, which is shorter.
 
 A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no earlier result. But its
-probability is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a later value reaches the results before
+power is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a later value reaches the results before
 it, and NaN in a later key or value the gradients of queries. On a device, whose products leave nothing out, these reach
 all that is before. Keeping them out would cost passes in every call, for a run that has diverged.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf, nan, sqrt
+from math import inf, nan, prod, sqrt
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -31,12 +35,13 @@ from nnmpi.backend.constants import ones
 from nnmpi.backend.kernels.blocks import ELEMENTS
 from nnmpi.backend.random import random_bits
 
-# Queries whose scores are computed at once, and those whose product with probabilities is one GEMM.
-SCORES, PRODUCTS = 256, 64
+# Queries of a band: those who do not see all keys, and others.
+CAUSAL, ALL = 64, 256
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
 Block: TypeAlias = tuple[slice, slice]  # which sequences and heads
 Band: TypeAlias = tuple[int, int, int]  # the first query, the end of queries, the end of the keys that they see
+Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand among those of all
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,9 @@ class AttentionDropout:
     def mark(
         self, p: Array, block: tuple[slice, slice], first: int, queries: int, keys: int, first_key: int = 0
     ) -> None:
-        """Turn the sign of the probabilities that are dropped.
+        """Turn the sign of the powers whose probabilities are dropped.
 
-        So one array is both: P is |p|, and what is left of it max(p, 0) times `factor`.
+        So one array is both: the powers are |p|, and what is left of them max(p, 0) times `factor`.
 
         Args:
             p: (sequences, heads, some keys, some queries), changed in place.
@@ -113,29 +118,13 @@ class AttentionKernels:
             keep: whether `attend_grad` will be called.
             drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
         """
-        batch, heads, queries, features = q.shape
-        keys, scale = k.shape[2], 1 / sqrt(features)
-        blocks = list(_blocks(q, keys))
-        most = (blocks[0][0].stop, blocks[0][1].stop) if blocks else (0, 0)
-        p_all = xp.empty((batch, heads, keys, queries) if keep else (*most, keys, queries), q.dtype)
-        # time before heads, as in the packed projection: whole rows are scaled at once
-        scaled_all = xp.swapaxes(xp.empty((most[0], queries, most[1], features), q.dtype), 1, 2)
-        for block in blocks:
-            qb, kb, vb, yb = q[block], k[block], v[block], y[block]
-            place = block if keep else (slice(0, qb.shape[0]), slice(0, qb.shape[1]))
-            p = p_all[place]
-            scaled = scaled_all[: qb.shape[0], : qb.shape[1]]
-            xp.multiply(qb, scale, out=scaled)
-            for i, j, seen in _bands(queries, keys, SCORES, causal):
-                columns = p[:, :, :seen, i:j]
-                xp.matmul(kb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
-                self.probabilities(xp, p_all, place, (i, j, seen), causal)
-                if drop is not None:
-                    drop.mark(columns, block, i, queries, keys)
-            for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
-                left = _left(xp, p[:, :, :seen, i:j], drop)
-                xp.matmul(left.swapaxes(2, 3), vb[:, :, :seen], out=yb[:, :, i:j])
-        return (q, k, v, y, p_all) if keep else ()
+        which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
+        count = sum((j - i) * seen for i, j, seen in which.bands())
+        kept = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
+        top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
+        self.attend_more(xp, (q, k, v), y, top, total, which, kept, first=True)
+        xp.divide(y, total[..., None], out=y)
+        return (q, k, v, y, total, kept) if keep else ()
 
     def attend_grad(
         self,
@@ -150,9 +139,6 @@ class AttentionKernels:
     ) -> None:
         """Write the gradients of q, k and v.
 
-        The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
-        et al., "FlashAttention", 2022), which is shorter.
-
         Args:
             xp: as for `attend`.
             grad: like y, the gradient of the result.
@@ -160,74 +146,145 @@ class AttentionKernels:
             to_q, to_k, to_v: like q, k and v, with any strides.
             causal, drop: as they were given to `attend`.
         """
-        q, k, v, y, p_all = residuals
-        queries, features = q.shape[2:]
-        keys, scale = k.shape[2], 1 / sqrt(features)
-        blocks = list(_blocks(q, keys))
-        most = (blocks[0][0].stop, blocks[0][1].stop) if blocks else (0, 0)
-        d_all = xp.empty((*most, keys, queries), q.dtype)
-        scaled_all = xp.swapaxes(xp.empty((most[0], queries, most[1], v.shape[3]), q.dtype), 1, 2)
-        for block in blocks:
-            qb, kb, vb, gb, p = q[block], k[block], v[block], grad[block], p_all[block]
-            d, scaled = (each[: qb.shape[0], : qb.shape[1]] for each in (d_all, scaled_all))
-            xp.multiply(gb, scale, out=scaled)
-            inner = xp.einsum("bhtd,bhtd->bht", scaled, y[block], out=xp.empty(scaled.shape[:3], q.dtype))
-            for i, j, seen in _bands(queries, keys, SCORES, causal):
-                columns, own = d[:, :, :seen, i:j], p[:, :, :seen, i:j]
-                xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=columns)
-                if drop is None:
-                    self.score_gradients(xp, d_all, p_all, inner, block, (i, j, seen))
-                else:
-                    xp.multiply(columns, xp.where(own > 0, q.dtype.type(drop.factor), q.dtype.type(0)), out=columns)
-                    xp.subtract(columns, inner[:, :, None, i:j], out=columns)
-                    xp.multiply(columns, xp.abs(own), out=columns)
-            for i, j, seen in _bands(queries, keys, PRODUCTS if causal else queries, causal):
-                xp.matmul(d[:, :, :seen, i:j].swapaxes(2, 3), kb[:, :, :seen], out=to_q[block][:, :, i:j])
-            for i, j, first in _key_bands(keys, causal):
-                xp.matmul(d[:, :, i:j, first:], qb[:, :, first:], out=to_k[block][:, :, i:j])
-                xp.matmul(_left(xp, p[:, :, i:j, first:], drop), gb[:, :, first:], out=to_v[block][:, :, i:j])
+        q, k, v, y, total, kept = residuals
+        which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
+        share = _like_packed(xp, grad, grad.shape)
+        xp.divide(grad, total[..., None], out=share)
+        inner = xp.einsum("bhtd,bhtd->bht", share, y, out=xp.empty(q.shape[:3], q.dtype))
+        self.attend_more_grad(xp, share, inner, (q, k, v), None, (to_q, to_k, to_v), which, kept, first=True)
 
-    def probabilities(self, xp: Any, p: Array, block: Block, band: Band, causal: bool) -> None:
-        """Turn scores into probabilities, in place; where a query does not see a key, that is 0.
+    def attend_more(
+        self,
+        xp: Any,
+        inputs: tuple[Heads, Heads, Heads],
+        sums: Heads,
+        top: Array,
+        total: Array,
+        which: KeyBlock,
+        kept: Array | None = None,
+        first: bool = False,
+    ) -> None:
+        """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
+
+            top'   = max(top, scores of the new keys)
+            total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
+
+        The result is sums / total once all keys have been seen.
 
         Args:
             xp: as for `attend`.
-            p: (batch, heads, keys, queries), without gaps; of it the block and the band.
-            block, band: sequences and heads; queries and keys.
-            causal: as for `attend`.
+            inputs: q, k and v, as for `attend`, in the dtype of the sums.
+            sums: (batch, heads, queries, values), 0 at first.
+            top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
+            which: queries and keys these are.
+            kept: room for the powers, (n,); None where they are computed again.
+            first: whether these are the first keys; what sums, top and total were is not read then.
         """
-        i, j, seen = band
-        scores = p[block][:, :, :seen, i:j]
-        if causal:
-            corner = scores[:, :, i:]
-            xp.fmin(corner, _bound(namespace(p), j - i, p.dtype), out=corner)
-        row = xp.empty((*scores.shape[:2], 1, j - i), p.dtype)
-        xp.max(scores, axis=2, keepdims=True, out=row)
-        xp.subtract(scores, row, out=scores)
-        xp.exp(scores, out=scores)
-        xp.matmul(ones(xp, seen, p.dtype)[None], scores, out=row)
-        xp.divide(scores, row, out=scores)
+        q, k, v = inputs
+        most, size = which.largest(q)
+        room, scaled_all = xp.empty((size if kept is None else 0,), q.dtype), _like_packed(xp, q, most)
+        for block, pieces in which.pieces(q):
+            qb, kb, vb = q[block], k[block], v[block]
+            scaled = scaled_all[: len(qb), : qb.shape[1]]
+            xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
+            for (i, j, seen), part in pieces:
+                place = _piece(kept, room, part, (*qb.shape[:2], seen, j - i))
+                p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
+                own = [each[block][:, :, i:j] for each in (top, total, sums)]
+                new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
+                self.powers(xp, p, new[0], new[1], None if first else own[0], i if which.is_diagonal else seen)
+                which.mark(p, block, i)
+                xp.matmul(_left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
+                if not first:
+                    _add_up(xp, own, new)
 
-    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, block: Block, band: Band) -> None:
+    def attend_more_grad(
+        self,
+        xp: Any,
+        share: Heads,
+        inner: Array,
+        inputs: tuple[Heads, Heads, Heads],
+        top: Array | None,
+        places: tuple[Heads, Heads, Heads],
+        which: KeyBlock,
+        kept: Array | None = None,
+        first: bool = False,
+    ) -> None:
+        """Add the gradients of queries, and of some of the keys and values.
+
+        The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
+        et al., "FlashAttention", 2022), which is shorter.
+
+        Args:
+            xp: as for `attend`.
+            share: (batch, heads, queries, values), the gradient of the result, divided by the total.
+            inner: (batch, heads, queries), the products of each result and its share.
+            inputs: q, k and v.
+            top: as `attend_more` left it when all keys had been seen; None where powers were kept.
+            places: where their gradients are added up.
+            which: queries and keys these are.
+            kept: the powers that `attend_more` kept; None to compute them again.
+            first: whether the gradients are written, and not added; queries and keys must be all there are, then.
+        """
+        (q, k, v), (to_q, to_k, to_v) = inputs, places
+        scale, (most, size) = 1 / sqrt(q.shape[3]), which.largest(q)
+        room, d_all = (xp.empty((count,), q.dtype) for count in (size if kept is None else 0, size))
+        scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
+        if first and not q.shape[2]:
+            for place in (to_k, to_v):
+                xp.copyto(place, 0)
+        for block, pieces in which.pieces(q):
+            qb, kb, vb, gb = q[block], k[block], v[block], share[block]
+            scaled = scaled_all[: len(qb), : qb.shape[1]]
+            xp.multiply(gb, scale, out=scaled)
+            less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
+            for (i, j, seen), part in reversed(pieces):  # the last queries see all keys: they write, the others add
+                shape = (*qb.shape[:2], seen, j - i)
+                d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
+                if top is not None:
+                    which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
+                    xp.subtract(p, top[block][:, :, None, i:j], out=p)
+                    xp.exp(p, out=p)
+                    which.mark(p, block, i)
+                adds = not (first and j == qb.shape[2])
+                _product(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], adds)
+                xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
+                self.score_gradients(xp, d, p, less[:, :, i:j], which.drop)
+                _product(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], adds)
+                _product(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], not first)
+
+    def powers(self, xp: Any, p: Array, top: Array, total: Array, before: Array | None, corner: int) -> None:
+        """Turn scores into e^(score - top), in place.
+
+        Args:
+            xp: as for `attend`.
+            p: (sequences, heads, keys, queries), without gaps.
+            top: (sequences, heads, queries), becomes the largest scores.
+            total: like it, becomes the sums of the powers.
+            before: like it, the largest of scores that were seen before; None for none.
+            corner: the key from which on some are hidden, whose scores are -inf.
+        """
+        xp.max(p, axis=2, out=top)
+        if before is not None:
+            xp.maximum(top, before, out=top)
+        xp.subtract(p, top[:, :, None], out=p)
+        xp.exp(p, out=p)
+        xp.matmul(ones(xp, p.shape[2], p.dtype)[None], p, out=total[:, :, None])
+
+    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, drop: AttentionDropout | None) -> None:
         """Turn the gradients of probabilities into those of scores, (d - inner) p, in place.
 
         Args:
             xp: as for `attend`.
-            d: (sequences, heads, keys, queries), without gaps; of it as many sequences and heads as the block has.
-            p: (batch, heads, keys, queries), without gaps, what `probabilities` left.
-            inner: (sequences, heads, queries), without gaps.
-            block, band: sequences and heads; queries and keys.
+            d, p: (sequences, heads, keys, queries), without gaps; p the powers, marked where they are dropped.
+            inner: (sequences, heads, queries).
+            drop: which are dropped, if some are.
         """
-        i, j, seen = band
-        columns = d[: inner.shape[0], : inner.shape[1], :seen, i:j]
-        xp.subtract(columns, inner[:, :, None, i:j], out=columns)
-        xp.multiply(columns, p[block][:, :, :seen, i:j], out=columns)
-
-
-def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
-    """Return what is left of probabilities."""
-    left: Array = p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
-    return left
+        if drop is not None:
+            xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
+            p = xp.abs(p)
+        xp.subtract(d, inner[:, :, None], out=d)
+        xp.multiply(d, p, out=d)
 
 
 @dataclass(frozen=True)
@@ -247,122 +304,98 @@ class KeyBlock:
     causal: bool
     drop: AttentionDropout | None = None
 
-    def bands(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first query, end of queries, end of the keys that they see)."""
-        return _bands(len(self.queries), len(self.keys), SCORES, self.is_diagonal)
+    def bands(self) -> Iterator[Band]:
+        """Yield the bands, the first queries first."""
+        step = CAUSAL if self.is_diagonal else ALL
+        for i in range(0, len(self.queries), step):
+            j = min(i + step, len(self.queries))
+            yield i, j, j if self.is_diagonal else len(self.keys)
 
     @property
     def is_diagonal(self) -> bool:
         """Whether some queries do not see all of the keys."""
         return self.causal and self.queries == self.keys
 
-    def scores(self, k: Heads, scaled: Heads, first: int) -> Array:
-        """Return (batch, heads, keys, queries), for some of the queries from the first on; -inf for what is hidden."""
-        xp = namespace(k)
-        scores: Array = xp.matmul(k, scaled.swapaxes(2, 3))
-        if self.is_diagonal:
-            corner = scores[:, :, first:]
-            xp.fmin(corner, _bound(xp, scaled.shape[2], scores.dtype), out=corner)
-        return scores
+    def scores(self, xp: Any, k: Heads, q: Heads, first: int, out: Array) -> Array:
+        """Write (batch, heads, keys, queries) to `out`, for some of the queries from the first on; return it.
 
-    def mark(self, p: Array, block: tuple[slice, slice], first: int) -> None:
+        Where a key is hidden, that is -inf.
+        """
+        xp.matmul(k, q.swapaxes(2, 3), out=out)
+        if self.is_diagonal:
+            corner = out[:, :, first:]
+            xp.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
+        return out
+
+    def mark(self, p: Array, block: Block, first: int) -> None:
         """Turn the sign of what is dropped, see `AttentionDropout.mark`."""
         if self.drop is not None:
             self.drop.mark(p, block, self.queries.start + first, self.length, self.length, self.keys.start)
 
+    def largest(self, q: Heads) -> tuple[tuple[int, ...], int]:
+        """Return the shape of the largest block of queries, and how many scores the largest piece has."""
+        for block, pieces in self.pieces(q):
+            return q[block].shape, max(part.stop - part.start for _, part in pieces)
+        return (0, 0, *q.shape[2:]), 0
 
-def attend_more(inputs: tuple[Heads, Heads, Heads], sums: Array, top: Array, total: Array, which: KeyBlock) -> None:
-    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
-
-        top'   = max(top, scores of the new keys)
-        total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
-
-    The result is sums / total once all keys have been seen; nothing is kept of the scores.
-
-    Args:
-        inputs: q, k and v, as for `AttentionKernels.attend`, in the dtype of the sums.
-        sums: (batch, heads, queries, values), 0 at first.
-        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
-        which: queries and keys these are.
-    """
-    q, k, v = inputs
-    xp, scale = namespace(q), 1 / sqrt(q.shape[3])
-    for block in _blocks(q, k.shape[2]):
-        scaled, kb, vb = q[block] * scale, k[block], v[block]
-        for i, j, seen in which.bands():
-            p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i)
-            now = top[block][:, :, i:j]
-            new = xp.maximum(now, p.max(axis=2))
-            xp.exp(xp.subtract(p, new[:, :, None], out=p), out=p)
-            shrink = xp.exp(now - new)
-            now[...] = new
-            total[block][:, :, i:j] *= shrink
-            total[block][:, :, i:j] += p.sum(axis=2)
-            which.mark(p, block, i)
-            sums[block][:, :, i:j] *= shrink[..., None]
-            sums[block][:, :, i:j] += xp.matmul(_left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen])
+    def pieces(self, q: Heads) -> Iterator[tuple[Block, tuple[Piece, ...]]]:
+        """Yield the sequences and heads whose scores are computed together, the most of them first, and their bands."""
+        bands, start = tuple(self.bands()), 0
+        for block in _blocks(q, len(self.keys), bands):
+            heads, found = prod(each.stop - each.start for each in block), []
+            for i, j, seen in bands:
+                found.append(((i, j, seen), slice(start, start + heads * seen * (j - i))))
+                start = found[-1][1].stop
+            yield block, tuple(found)
 
 
-def attend_more_grad(
-    grad: Heads,
-    inner: Array,
-    logs: Array,
-    inputs: tuple[Heads, Heads, Heads],
-    places: tuple[Array, Array, Array],
-    which: KeyBlock,
-) -> None:
-    """Add the gradients of queries, and of some of the keys and values, computing the probabilities again.
-
-    Args:
-        grad: of the result, (batch, heads, queries, values).
-        inner: (batch, heads, queries), the products of each result and its gradient.
-        logs: (batch, heads, queries), top + log(total) when all keys had been seen.
-        inputs: q, k and v.
-        places: where their gradients are added up.
-        which: queries and keys these are.
-    """
-    (q, k, v), (to_q, to_k, to_v), drop = inputs, places, which.drop
-    xp, scale = namespace(q), 1 / sqrt(q.shape[3])
-    for block in _blocks(q, k.shape[2]):
-        scaled, kb, vb, gb = q[block] * scale, k[block], v[block], grad[block]
-        for i, j, seen in which.bands():
-            p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i)
-            xp.exp(xp.subtract(p, logs[block][:, :, None, i:j], out=p), out=p)
-            which.mark(p, block, i)
-            to_v[block][:, :, :seen] += xp.matmul(_left(xp, p, drop), gb[:, :, i:j])
-            d = xp.matmul(vb[:, :, :seen], gb[:, :, i:j].swapaxes(2, 3))
-            if drop is not None:
-                xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
-                p = xp.abs(p)
-            xp.subtract(d, inner[block][:, :, None, i:j], out=d)
-            xp.multiply(d, p, out=d)
-            to_k[block][:, :, :seen] += xp.matmul(d, scaled[:, :, i:j])
-            to_q[block][:, :, i:j] += xp.matmul(d.swapaxes(2, 3), kb[:, :, :seen]) * scale
+def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
+    """Return what is left of marked powers."""
+    left: Array = p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
+    return left
 
 
-def _blocks(q: Heads, keys: int) -> Iterator[tuple[slice, slice]]:
+def _piece(kept: Array | None, room: Array, part: slice, shape: tuple[int, ...]) -> Array:
+    """Return where a piece lies: its own part of what is kept, or the beginning of the room that all use."""
+    place = room[: part.stop - part.start] if kept is None else kept[part]
+    return place.reshape(shape)
+
+
+def _like_packed(xp: Any, like: Heads, shape: tuple[int, ...]) -> Heads:
+    """Return room, (batch, heads, time, features), with time before heads as in the packed projection."""
+    batch, heads, time, features = shape
+    room: Heads = xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
+    return room
+
+
+def _product(xp: Any, left: Array, right: Array, to: Array, adds: bool) -> None:
+    """Write a product, or add it to what is there."""
+    if adds:
+        xp.add(to, xp.matmul(left, right), out=to)
+    else:
+        xp.matmul(left, right, out=to)
+
+
+def _add_up(xp: Any, before: list[Array], new: list[Array]) -> None:
+    """Put together top, total and sums of other keys, in place of the ones before."""
+    (top, total, sums), (new_top, new_total, new_sums) = before, new
+    shrink = xp.exp(top - new_top)
+    xp.multiply(total, shrink, out=total)
+    xp.add(total, new_total, out=total)
+    xp.multiply(sums, shrink[..., None], out=sums)
+    xp.add(sums, new_sums, out=sums)
+    xp.copyto(top, new_top)
+
+
+def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
     """Yield the sequences and heads whose scores are computed together; the first block is the largest."""
-    batch, heads, queries, _ = q.shape
-    scores = max(1, keys * min(queries, SCORES))
+    batch, heads = q.shape[:2]
+    scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
     fit = 4 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
     many, few = max(1, fit // heads), max(1, min(fit, heads))
-    for i in range(0, batch, many):
+    for i in range(0, batch, many) if bands else ():
         for j in range(0, heads, few):
             yield slice(i, min(i + many, batch)), slice(j, min(j + few, heads))
-
-
-def _bands(queries: int, keys: int, step: int, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (first query, end of queries, end of the keys that they see); no queries make no band."""
-    for i in range(0, queries, max(step, 1)):
-        j = min(i + step, queries)
-        yield i, j, j if causal else keys
-
-
-def _key_bands(keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (first key, end of keys, first query that sees them) for products that lead to keys."""
-    step = PRODUCTS if causal else max(keys, 1)
-    for i in range(0, keys, step):
-        yield i, min(i + step, keys), i if causal else 0
 
 
 @lru_cache(maxsize=8)

@@ -16,9 +16,9 @@ together key by key (`attend_more`), so no rank ever has scores of more than two
 Chunks from both ends (zigzag) give every rank the same work in every hop; with runs of positions the last rank would
 have the most, and all would wait for it.
 
-Backward, probabilities are computed again from the logarithms of their sums; keys and values go round again, and their
-gradients follow them, one hop behind, until they are home. Elements that rank r sends in a layer, of S ranks of which r
-has t_r of T positions, for B samples of F features:
+Backward, probabilities are computed again from the largest scores and the sums; keys and values go round again, and
+their gradients follow them, one hop behind, until they are home. Elements that rank r sends in a layer, of S ranks of
+which r has t_r of T positions, for B samples of F features:
 
     forward     2 B F (T - t_(r+1))                             over all ranks 2 B F T (S - 1)
     backward    2 B F (T - t_(r+1)) + 2 B F (T - t_r)           over all ranks 4 B F T (S - 1)
@@ -34,7 +34,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.casting import cast, to_float32
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock, attend_more, attend_more_grad
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
@@ -51,10 +51,11 @@ class RingAttention:
     Args:
         group: the ranks.
         ranges: of each rank, its positions, in order: of all ranks' ranges no two overlap.
+        kernels: for some of the keys.
     """
 
-    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]]) -> None:
-        self._group, self._ranges = group, ranges
+    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]], kernels: Any) -> None:
+        self._group, self._ranges, self._kernels = group, ranges, kernels
         self._lengths = [sum(map(len, own)) for own in ranges]
 
     def attend(
@@ -69,9 +70,9 @@ class RingAttention:
         drop: AttentionDropout | None = None,
     ) -> Residuals:
         """See `AttentionKernels.attend`, for this rank's positions."""
-        logs = xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype)
-        perform(self._forward, q, k, v, y, logs, causal, drop)
-        return (q, k, v, y, logs) if keep else ()
+        top, total = (xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2))
+        perform(self._forward, q, k, v, y, (top, total), causal, drop)
+        return (q, k, v, y, top, total) if keep else ()
 
     def attend_grad(
         self,
@@ -88,17 +89,18 @@ class RingAttention:
         perform(self._backward, grad, residuals, (to_q, to_k, to_v), causal, drop)
 
     def _forward(
-        self, q: Heads, k: Heads, v: Heads, y: Heads, logs: Array, causal: bool, drop: AttentionDropout | None
+        self, q: Heads, k: Heads, v: Heads, y: Heads, found: Pair, causal: bool, drop: AttentionDropout | None
     ) -> None:
         xp, wide = namespace(q), to_float32(namespace(q), q)
-        sums, total = xp.zeros(y.shape, wide.dtype), xp.zeros(q.shape[:3], wide.dtype)
-        top = xp.full(q.shape[:3], -xp.inf, wide.dtype)
+        sums, (top, total) = xp.zeros(y.shape, wide.dtype), found
+        top.fill(-xp.inf)
+        total.fill(0)
         for source, keys, values in self._round(k, v):
             for mine, theirs, which in self.visible(source, causal, drop):
                 inputs = wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
-                attend_more(inputs, sums[:, :, mine], top[:, :, mine], total[:, :, mine], which)
+                so_far = sums[:, :, mine], top[:, :, mine], total[:, :, mine]
+                self._kernels.attend_more(xp, inputs, *so_far, which)
         y[...] = cast(xp, sums / total[..., None], y.dtype)
-        logs[...] = top + xp.log(total)
 
     def _backward(
         self,
@@ -108,10 +110,11 @@ class RingAttention:
         causal: bool,
         drop: AttentionDropout | None,
     ) -> None:
-        q, k, v, y, logs = residuals
+        q, k, v, y, top, total = residuals
         xp = namespace(q)
         q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
-        inner = (grad * y).sum(axis=3)
+        share = grad / total[..., None]
+        inner = (share * y).sum(axis=3)
         to_q, home = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
         follow: Pair | None = None  # what other ranks have added to the gradients of the keys that come next
         for hop, (source, keys, values) in enumerate(self._round(k, v)):
@@ -119,7 +122,8 @@ class RingAttention:
             for mine, theirs, which in self.visible(source, causal, drop):
                 inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
-                attend_more_grad(grad[:, :, mine], inner[:, :, mine], logs[:, :, mine], inputs, to, which)
+                own = share[:, :, mine], inner[:, :, mine], inputs, top[:, :, mine]
+                self._kernels.attend_more_grad(xp, *own, to, which)
             if hop:
                 follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
         if follow is not None:
