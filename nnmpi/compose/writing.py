@@ -163,12 +163,12 @@ def choose_token(
     """
     if temperature == 0:
         return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")
-    scaled = (logits[order] - logits[order[0]]) / temperature
-    weights = np.exp(scaled)
-    if top_k:
-        weights[top_k:] = 0
-    before = np.cumsum(weights) - weights  # of the likelier ones
-    weights[before >= top_p * weights.sum()] = 0
+    places = np.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else np.arange(len(logits))
+    if top_p < 1:  # only then the whole vocabulary is sorted, which takes longer than all else here
+        places = places[np.argsort(-logits[places], kind="stable")]
+    weights = np.exp((logits[places] - logits.max()) / temperature)
+    if top_p < 1:
+        before = np.cumsum(weights) - weights  # of the likelier ones
+        weights[before >= top_p * weights.sum()] = 0
     sums = np.cumsum(weights)
-    return int(order[min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(order) - 1)])
+    return int(places[min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(places) - 1)])

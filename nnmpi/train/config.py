@@ -399,6 +399,14 @@ class ModelConfig:
         return self.layers or 2, self.features or 128, self.heads or 4
 
 
+def check_positions(model: str, sp: int) -> None:
+    """Refuse to share out the positions of a model that has none, or takes one after the other."""
+    mixes = sp > 1 and model in MODELS and model not in MODELS_WITH["heads"]
+    why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
+    sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
+    require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The data set."""
@@ -603,11 +611,7 @@ class Config:
     def __post_init__(self) -> None:
         """Check that the sections go together."""
         self.sync.check(self.parallel)
-        model = self.model.model
-        mixes = self.parallel.sp > 1 and model in MODELS and model not in MODELS_WITH["heads"]
-        why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
-        sentence = f"--sp {self.parallel.sp} shares out the positions of sequences, and --model {model} {why}"
-        require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
+        check_positions(self.model.model, self.parallel.sp)
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"

@@ -10,20 +10,32 @@ from typing import Any, Literal
 
 from nnmpi.command import Option, options_of, read_words
 from nnmpi.compose.layout import PIPEDREAM
-from nnmpi.train.config import ModelConfig, OptimizationConfig, ParallelConfig, at_least_one, not_negative, require
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    at_least_one,
+    check_positions,
+    not_negative,
+    require,
+)
 
 MICROBATCHES = 4  # by default: they do not divide the batch, and are fewer than some pipelines have stages
 DEFAULT_CLASSES = 10  # of random samples
+DEFAULT_CONTEXT = 13  # of random tokens: it need not divide by anything
 PROGRAM = "python -m nnmpi.verify"
 DESCRIPTION = """Does a model trained under a layout do what it does on one rank?
 
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
 mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --classes 10 --dp 3 --pp 2
 mpirun -n 4 python -m nnmpi.verify --dp 2 --pp 2 --reduction fixed
+mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2 --sp-attention ring
 
-Some steps are trained under the layout, and again on rank 0 alone. Losses, gradients, weights, statistics and an
-evaluation are compared: to the last bit with --reduction fixed, else within the rounding of sums in another order. The
-exit status is 1 if anything differs. Messages leave only when they are awaited, so nothing depends on MPI's buffers."""
+Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,
+weights, statistics and an evaluation are compared: to the last bit with --reduction fixed, else within the rounding of
+sums in another order. The exit status is 1 if anything differs. Messages leave only when they are awaited, so nothing
+depends on MPI's buffers."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class TrialConfig:
     shape: tuple[int, ...] | None = None
     """Random samples of this shape instead, such as 28 28 1."""
     classes: int | None = None
-    """Classes of random samples (default: 10)."""
+    """Classes of random samples, or tokens of lstm and gpt (default: 10)."""
     samples: int = 90
     """Samples that are used."""
     steps: int = 5
@@ -52,7 +64,6 @@ class TrialConfig:
         at_least_one("--samples", self.samples)
         at_least_one("--steps", self.steps)
         not_negative("--seed", self.seed)
-        require(self.shape is not None or self.classes is None, "--classes belongs to --shape; leave it out")
         if self.shape is not None:
             require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
             at_least_one("--shape", min(self.shape))
@@ -85,6 +96,26 @@ class Options:
             "--pipeline pipedream is not the serial run and does not want to be: it updates with weights that are out "
             "of date; choose another schedule, such as 1f1b",
         )
+        model, trial, parallel = self.model.model, self.trial, self.parallel
+        if self.is_language:
+            plain = trial.shape is None and trial.dataset == TrialConfig.dataset
+            require(plain, f"--model {model} is verified on random tokens; leave --shape and --dataset out")
+        else:
+            given = trial.classes is not None and trial.shape is None
+            require(not given, "--classes belongs to --shape; leave it out")
+        check_positions(model, parallel.sp)
+        alone = parallel.sp == 1 and parallel.sp_attention != ParallelConfig.sp_attention
+        require(not alone, "--sp-attention belongs to ranks that share sequences; give --sp 2 or more, or leave it out")
+
+    @property
+    def is_language(self) -> bool:
+        """Whether samples are tokens."""
+        return self.model.model in SEQUENCE_MODELS
+
+    @property
+    def context(self) -> int:
+        """The tokens of each sample of a language model."""
+        return DEFAULT_CONTEXT if self.model.context is None else self.model.context
 
     @property
     def microbatches(self) -> int:
@@ -94,11 +125,11 @@ class Options:
 
 # The train command's options that mean something here; the others change nothing that is compared.
 SHARED = {
-    ModelConfig: ("model", "hidden", "dropout"),
+    ModelConfig: ("model", "hidden", "dropout", "layers", "features", "heads", "context", "tied"),
     OptimizationConfig: ("batch_size", "optimizer", "lr", "weight_decay", "clip"),
     ParallelConfig: (
-        *("dp", "pp", "tp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
-        *("memory_limit", "allreduce", "bucket_mb", "zero"),
+        *("dp", "pp", "tp", "sp", "sp_attention", "pipeline", "virtual_stages", "microbatches", "split", "recompute"),
+        *("reduction", "memory_limit", "allreduce", "bucket_mb", "zero"),
     ),
 }
 # What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.
@@ -106,6 +137,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "batch_size": {"default": 29, "help": "Samples of the global batch; it need not divide by anything."},
     "optimizer": {"default": "sgd", "help": "Rule of the update; sgd has a momentum of 0.9."},
     "lr": {"default": 0.01, "help": "Learning rate."},
+    "context": {"help": f"Tokens of each sample of lstm and gpt (default: {DEFAULT_CONTEXT})."},
     "microbatches": {"default": MICROBATCHES, "help": "Parts of each batch."},
 }
 

@@ -17,7 +17,7 @@ from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.state import gradient_state
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import IGNORED, Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.train.build import bucket_bytes_of, build_model, build_optimizer
 from nnmpi.verify.options import Options
@@ -51,11 +51,16 @@ def load_samples(options: Options) -> Dataset:
     Raises:
         UsageError, DataError: when there are none.
     """
+    samples, classes = options.trial.samples, options.trial.random_classes
+    draws = stream(options.trial.seed, "verify")
+    if options.is_language:
+        tokens = draws.integers(0, classes, (samples, options.context + 1))
+        lengths = draws.integers(1, options.context + 1, (samples, 1))  # what is behind them does not count
+        labels = np.where(np.arange(options.context) < lengths, tokens[:, 1:], IGNORED)
+        return Dataset("random tokens", tokens[:, :-1], labels, classes)
     if options.trial.shape is None:
         train, _ = load(options.trial.dataset, seed=options.trial.seed)
         return train.take(np.arange(min(options.trial.samples, len(train))))
-    samples, classes = options.trial.samples, options.trial.random_classes
-    draws = stream(options.trial.seed, "verify")
     x = draws.standard_normal((samples, *options.trial.shape), dtype=np.float32)
     return Dataset("random samples", x, draws.integers(0, classes, samples), classes)
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         written(f"{folder} --prompt 1", 1, capfd)
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"model": "cnn", "features": 128}))
+    (folder / "config.json").write_text(json.dumps(values | {"model": "cnn", "features": None}))
     with pytest.raises(UsageError, match="is a run of model cnn; only lstm or gpt can write"):
         written(f"{folder} --prompt 1", 1, capfd)
 

@@ -181,9 +181,10 @@ class AttentionKernels:
             first: whether these are the first keys; what sums, top and total were is not read then.
         """
         q, k, v = inputs
-        most, size = which.largest(q)
+        blocks = which.pieces(q)
+        most, size = _largest(q, blocks)
         room, scaled_all = xp.empty((size if kept is None else 0,), q.dtype), _like_packed(xp, q, most)
-        for block, pieces in which.pieces(q):
+        for block, pieces in blocks:
             qb, kb, vb = q[block], k[block], v[block]
             scaled = scaled_all[: len(qb), : qb.shape[1]]
             xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
@@ -227,13 +228,14 @@ class AttentionKernels:
             first: whether the gradients are written, and not added; queries and keys must be all there are, then.
         """
         (q, k, v), (to_q, to_k, to_v) = inputs, places
-        scale, (most, size) = 1 / sqrt(q.shape[3]), which.largest(q)
+        scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
+        most, size = _largest(q, blocks)
         room, d_all = (xp.empty((count,), q.dtype) for count in (size if kept is None else 0, size))
         scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
         if first and not q.shape[2]:
             for place in (to_k, to_v):
                 xp.copyto(place, 0)
-        for block, pieces in which.pieces(q):
+        for block, pieces in blocks:
             qb, kb, vb, gb = q[block], k[block], v[block], share[block]
             scaled = scaled_all[: len(qb), : qb.shape[1]]
             xp.multiply(gb, scale, out=scaled)
@@ -332,27 +334,33 @@ class KeyBlock:
         if self.drop is not None:
             self.drop.mark(p, block, self.queries.start + first, self.length, self.length, self.keys.start)
 
-    def largest(self, q: Heads) -> tuple[tuple[int, ...], int]:
-        """Return the shape of the largest block of queries, and how many scores the largest piece has."""
-        for block, pieces in self.pieces(q):
-            return q[block].shape, max(part.stop - part.start for _, part in pieces)
-        return (0, 0, *q.shape[2:]), 0
+    def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
+        """Return the sequences and heads whose scores are computed together, the most of them first, and their bands.
 
-    def pieces(self, q: Heads) -> Iterator[tuple[Block, tuple[Piece, ...]]]:
-        """Yield the sequences and heads whose scores are computed together, the most of them first, and their bands."""
-        bands, start = tuple(self.bands()), 0
+        Without queries there are none.
+        """
+        bands, start, pieces = tuple(self.bands()), 0, list[tuple[Block, list[Piece]]]()
         for block in _blocks(q, len(self.keys), bands):
-            heads, found = prod(each.stop - each.start for each in block), []
+            heads, found = prod(each.stop - each.start for each in block), list[Piece]()
             for i, j, seen in bands:
                 found.append(((i, j, seen), slice(start, start + heads * seen * (j - i))))
                 start = found[-1][1].stop
-            yield block, tuple(found)
+            pieces.append((block, found))
+        return pieces
 
 
 def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     """Return what is left of marked powers."""
     left: Array = p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
     return left
+
+
+def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[tuple[int, ...], int]:
+    """Return the shape of the largest block of queries, and how many scores its largest piece has."""
+    if not blocks:
+        return (0, 0, *q.shape[2:]), 0
+    block, pieces = blocks[0]
+    return q[block].shape, max(part.stop - part.start for _, part in pieces)
 
 
 def _piece(kept: Array | None, room: Array, part: slice, shape: tuple[int, ...]) -> Array:
