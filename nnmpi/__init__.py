@@ -23,6 +23,7 @@ from nnmpi.backend.precision import use_precision  # noqa: E402
 from nnmpi.errors import NnmpiError  # noqa: E402
 from nnmpi.nn.compiled import compile  # noqa: E402
 from nnmpi.tensor import Tensor, no_grad  # noqa: E402
+from nnmpi.version import VERSION  # noqa: E402
 
 if TYPE_CHECKING:
     from nnmpi import comm, parallel
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.synchrony.sync import Sync
+    from nnmpi.trained.run import load
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "DataParallel",
@@ -58,6 +60,7 @@ __all__ = [
     "compile",
     "data",
     "jit",
+    "load",
     "models",
     "nn",
     "no_grad",
@@ -82,6 +85,7 @@ _WHEN_USED = {
     "Sync": "nnmpi.synchrony.sync",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
+    "load": "nnmpi.trained.run",
     "simulate": "nnmpi.comm.simulated.world",
     "start": "nnmpi.comm.start",
 }

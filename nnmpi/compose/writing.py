@@ -47,7 +47,7 @@ class Writer:
                 number: Stage(number, links, where.starts[number], self._scope, self._keep if number == last else None)
                 for number, links in where.stages.items()
             }
-            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, _NoGradients(), backend)
+            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
 
     def begin(self, tokens: Sequence[int]) -> Array:
         """Forget what was, read the beginning of a text, and return the logits of the token after it. Collective.
@@ -100,7 +100,7 @@ class Writer:
         return result
 
 
-class _NoGradients:
+class NoGradients:
     """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
 
     def adds(self, stage: int, microbatch: int) -> None:

@@ -40,10 +40,7 @@ def read_csv(path: Path) -> Table:
         DataError: for an empty file, rows of different length, or a feature that is not a finite number; the message
             names the file, the line and the column.
     """
-    try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    text = _read_text(path)
     values, labels, width = array("d"), [], 0
     for line, cells in read_cells(path, io.StringIO(text, newline="")):
         if not width:
@@ -56,6 +53,35 @@ def read_csv(path: Path) -> Table:
         raise DataError(f"{path}: the table has no rows of data")
     features = np.frombuffer(values, np.float64).reshape(len(labels), width - 1).astype(np.float32)
     return Table(path, features, tuple(labels))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def read_features(path: Path, columns: int) -> NDArray[np.float32]:
+    """Return the features of a table (rows, columns), which may have a column of labels behind them.
+
+    Args:
+        path: of a CSV file, plain or .gz, in UTF-8.
+        columns: how many features there are.
+
+    Raises:
+        DataError: as `read_csv`, and for another number of columns.
+    """
+    rows: list[list[float]] = []
+    for line, cells in read_cells(path, io.StringIO(_read_text(path), newline="")):
+        if len(cells) not in (columns, columns + 1):
+            raise DataError(f"{path}, line {line}: {len(cells)} cells; needs {columns} features, and maybe a label")
+        features = [*cells[:columns], ""]
+        if rows or any(_is_number(cell) for cell in features):
+            rows.append(_numbers(path, line, features))
+    if not rows:
+        raise DataError(f"{path}: the table has no rows of data")
+    return np.array(rows, np.float32)
 
 
 def read_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:

@@ -64,6 +64,20 @@ def load_npz_whole(path: Path, name: str, *, scale: float) -> Dataset:
     return Dataset(name, whole.x, whole.y, whole.classes, scale)
 
 
+def read_samples(path: Path) -> Array:
+    """Return x of an .npz file, as it is.
+
+    Raises:
+        DataError: for a damaged file, one without x or x_test, or numbers that are not finite.
+    """
+    arrays = _read(path)
+    name = next((name for name in ("x", "x_test") if name in arrays), None)
+    if name is None:
+        raise DataError(f"{path}: holds {sorted(arrays)}; needs x, the samples")
+    x = arrays[name]
+    return x if x.dtype.kind in "iu" else _samples(path, name, x)
+
+
 def _read(path: Path) -> dict[str, Array]:
     with opened(path) as stream:
         whole = zipfile.is_zipfile(stream)

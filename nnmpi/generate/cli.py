@@ -1,11 +1,11 @@
 """The command: a run's model and tokenizer, a prompt, and what comes after it. Every rank calls `main`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -14,28 +14,21 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.command import HelpAsked, options_of, read_words
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write
-from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
-from nnmpi.train.build import build_model
-from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
-from nnmpi.train.cli import read_run, start_ranks
+from nnmpi.data.tokenizer import Tokenizer
+from nnmpi.errors import UsageError
+from nnmpi.train.cli import start_ranks
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
-    ModelConfig,
-    assemble,
     at_least_one,
-    flatten,
     not_negative,
     require,
 )
-from nnmpi.train.device import explained, take_backend
-from nnmpi.train.folder import RunFolder
+from nnmpi.train.device import take_backend
 from nnmpi.train.log import Console
+from nnmpi.trained.run import open_run
 
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
@@ -118,10 +111,14 @@ def main(words: Sequence[str], group: Group) -> None:
         except HelpAsked as asked:
             return console.say(str(asked))
     begin = clock.now()
-    writer, context, precision = open_run(folder, options, group)
-    found: list[Tokenizer | None] = []  # on rank 0
-    on_root(group, lambda: found.append(_tokenizer(folder)))
-    tokenizer = found[0] if found else None
+    node = group.node()
+    backend = take_backend(options.backend, group, node.rank)
+    node.free()
+    layout = Layout(None, options.pp, options.tp)
+    run = open_run(folder, group, layout, backend, check=partial(_check_model, folder))
+    writer = Writer(run.where, backend, run.classes)
+    context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
+    tokenizer, precision = run.tokenizer, run.config.run.precision
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, writer.vocabulary))
     draw = np.random.default_rng(options.seed)
     choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
@@ -142,72 +139,10 @@ def main(words: Sequence[str], group: Group) -> None:
     return None
 
 
-def open_run(folder: Path, options: WritingConfig, group: Group) -> tuple[Writer, int | None, str]:
-    """Return what writes with a run's model, the most tokens that it sees, and its precision. Collective.
-
-    Raises:
-        UsageError: on all ranks, when there is no such run, or it is of another model, or the layout does not fit.
-        CheckpointError: on all ranks, when it has no checkpoint.
-    """
-    config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
-    model, dtype = config.model, config.run.dtype
-    with agreed(group):
-        known = " or ".join(SEQUENCE_MODELS)
-        require(model.model in SEQUENCE_MODELS, f"{folder} is a run of model {model.model}; only {known} can write")
-    last = None if model.pretrained == folder else find(RunFolder(folder), group)
-    if last is not None:
-        tokens, context = _sizes(model, last, group)
-    elif model.pretrained == folder:
-        with agreed(group):
-            size = read_size(folder)
-        tokens, context = size.vocabulary, size.context
-    else:
-        raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
-    node = group.node()
-    backend = take_backend(options.backend, group, node.rank)
-    node.free()
-    with explained(backend):
-        with agreed(group):
-            built = build_model(replace(model, dropout=0.0), (context or 1,), tokens)
-        layout = Layout(None, options.pp, options.tp)
-        where = arrange(built, group, layout, np.zeros((1, 1), np.int64), dtype, backend)
-        with agreed(group):
-            where.model.initialize(dtype=dtype, backend=backend)
-            if last is None:
-                load_pretrained(where.model, folder)
-        if last is not None:
-            load_weights(where.model, group, where, last)
-    return Writer(where, backend, tokens), context, config.run.precision
-
-
-def _read_config(folder: Path) -> Config:
-    """Return the options of a run; of a model in Hugging Face's files, those of one that begins with it.
-
-    Raises:
-        UsageError: when the folder is neither.
-    """
-    if (folder / WEIGHTS).is_file():
-        return Config(ModelConfig("gpt", pretrained=folder))
-    config, left = assemble(read_run(folder, str(folder))), RunFolder(folder).model
-    if config.model.pretrained is None or not left.is_dir():
-        return config
-    return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone
-
-
-def _sizes(model: ModelConfig, last: LastCheckpoint, group: Group) -> tuple[int, int | None]:
-    """Return how many tokens the model of a checkpoint knows, and how many it sees; None for any number. Collective."""
-    shapes: dict[str, Any] = group.share(
-        None if last.checkpoint is None else {name: spec.shape for name, spec in last.checkpoint.model.specs.items()}
-    )
-    if model.model == "lstm":
-        return shapes["0.weight"][0], None
-    return shapes["0.tokens.weight"][0], shapes["0.positions.weight"][0]
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run or a model; None where its samples were tokens to begin with."""
-    place = folder if (folder / WEIGHTS).is_file() else RunFolder(folder).tokenizer
-    return None if find_tokenizer(place) is None else load_tokenizer(place)
+def _check_model(folder: Path, config: Config) -> None:
+    """Refuse a run whose model does not write."""
+    known, model = " or ".join(SEQUENCE_MODELS), config.model.model
+    require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:

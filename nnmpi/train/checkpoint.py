@@ -82,7 +82,14 @@ class LastCheckpoint:
 
 
 def save(
-    trainer: Trainer, state: RunState, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int
+    trainer: Trainer,
+    state: RunState,
+    folder: RunFolder,
+    recorder: MetricsRecorder,
+    group: Group,
+    keep: int,
+    metadata: Mapping[str, str] | None = None,
+    best: bool = False,
 ) -> None:
     """Write a checkpoint of this state. Collective.
 
@@ -93,6 +100,8 @@ def save(
         recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
         group: all ranks of the run.
         keep: how many checkpoints stay on the disk.
+        metadata: what the file of the weights says of its model (see `train.signature`).
+        best: whether these are the best weights so far, which stay too.
 
     Raises:
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
@@ -113,16 +122,23 @@ def save(
         on_root(group, partial(explained, writer.begin))
         for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), trainer.state(), strict=True):
             specs = arrays.specs()
-            on_root(group, partial(explained, writer.open, name, specs))
+            about = metadata if name == MODEL_FILE else None
+            on_root(group, partial(explained, writer.open, name, specs, about))
             arrays.gather(partial(explained, writer.write))
-        on_root(group, partial(explained, writer.finish, _values(trainer, state), keep))
+        on_root(group, partial(explained, writer.finish, _values(trainer, state), keep, best))
     finally:
         if group.is_root:
             writer.discard()
 
 
-def find(folder: RunFolder, group: Group) -> LastCheckpoint | None:
+def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> LastCheckpoint | None:
     """Return the run's last good checkpoint; None where there is none yet. Collective.
+
+    Args:
+        folder: of the run.
+        group: all ranks.
+        writes: whether the run will go on there, and write more.
+        best: take the one with the best evaluation.
 
     Raises:
         CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the folder cannot be used.
@@ -130,8 +146,8 @@ def find(folder: RunFolder, group: Group) -> LastCheckpoint | None:
     found: list[Checkpoint] = []  # on rank 0
 
     def read() -> list[Any] | None:
-        check_folder(folder.checkpoints)
-        loaded = load_checkpoint(folder.checkpoints)
+        check_folder(folder.checkpoints, writes)
+        loaded = load_checkpoint(folder.checkpoints, best)
         if loaded is None:
             return None
         checkpoint, place, notices = loaded

@@ -4,6 +4,7 @@
       step-00000120/  model.safetensors  optimizer.safetensors  state.json
       step-00000180/  ...
       latest          the name of the newest one, written last
+      best            the name of the one with the best evaluation, which stays; with --keep-best
 
 A checkpoint is written under a temporary name (see `CheckpointWriter`), every file is brought to disk, and then the
 folder is renamed: a kill at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the
@@ -30,6 +31,7 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
+BEST_FILE = "best"
 PREFIX = "step-"
 FORMAT = 1  # of state.json; a change that older programs would misread raises it
 
@@ -49,10 +51,14 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, writes: bool = True) -> None:
     """Check that a run can go on from what is here and write more, before it does work that could not be kept.
 
     A folder that is not there yet is fine.
+
+    Args:
+        folder: of the checkpoints.
+        writes: whether more will be written there.
 
     Raises:
         CheckpointError: when it is no folder, may not be read or written, or has a folder as `latest`.
@@ -66,21 +72,30 @@ def check_folder(folder: Path) -> None:
         os.scandir(folder).close()  # glob finds nothing where it may not look, and says so to nobody
         if latest.is_dir():
             raise CheckpointError(f"{latest} is a folder and not a file with a name; remove it to go on")
-        refused = None if os.access(folder, os.W_OK) else "it may not be written"
+        refused = None if not writes or os.access(folder, os.W_OK) else "it may not be written"
     except OSError as error:
         refused = error.strerror or str(error)
     if refused:
         raise CheckpointError(f"{folder} cannot be used ({refused}); {remedy}")
 
 
-def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path, list[str]] | None:
+def load_checkpoint(folder: Path, best: bool = False) -> tuple[Checkpoint, Path, list[str]] | None:
     """Return the checkpoint that `latest` names, its folder, and notices; or None where there is none yet.
 
     Where that one is damaged the newest good one is taken, and a notice says so.
 
+    Args:
+        folder: of the checkpoints.
+        best: take the one that `best` names, and no other.
+
     Raises:
         CheckpointError: when there are checkpoints and none of them is whole.
     """
+    if best:
+        found = _named(folder, BEST_FILE)
+        if found is None:
+            raise CheckpointError(f"{folder} keeps no best checkpoint; train with --keep-best")
+        return read_checkpoint(found), found, []
     notices: list[str] = []
     for candidate in _candidates(folder):
         try:
@@ -144,12 +159,17 @@ def steps(folder: Path) -> list[Path]:
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the folders to try: what `latest` names first, then from the newest on."""
-    found = steps(folder)
+    found, named = steps(folder), _named(folder, LATEST_FILE)
+    return found if named is None else [named, *(each for each in found if each != named)]
+
+
+def _named(folder: Path, file: str) -> Path | None:
+    """Return the checkpoint that a file names; None where it names none."""
     try:
-        named = folder / (folder / LATEST_FILE).read_text().strip()
+        named = folder / (folder / file).read_text().strip()
     except (OSError, UnicodeDecodeError):
-        return found
-    return [named, *(each for each in found if each != named)] if named in found else found
+        return None
+    return named if named in steps(folder) else None
 
 
 class CheckpointWriter:
@@ -186,21 +206,26 @@ class CheckpointWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)  # what a kill has left
         self._temporary.mkdir()
 
-    def open(self, name: str, specs: Mapping[str, ArraySpec]) -> None:
+    def open(self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
         """Begin a file of arrays, after the one before is brought to disk."""
         self._close()
-        self._name, self._writer = name, TensorWriter(self._temporary / name, specs)
+        self._name, self._writer = name, TensorWriter(self._temporary / name, specs, metadata)
 
     def write(self, name: str, array: Array) -> None:
         """Write the next array of the file that was opened last."""
         assert self._writer is not None, "open a file first"
         self._writer.write(name, array)
 
-    def finish(self, state: Mapping[str, Any], keep: int) -> str:
+    def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
         """Write state.json, wait until the disk has everything, give the checkpoint its name, and return that.
 
-        Keeps the `keep` newest ones. Checkpoints of later steps are removed too: they belong to a future that a
-        resumed run has left.
+        Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they belong to a future
+        that a resumed run has left.
+
+        Args:
+            state: JSON values.
+            keep: how many of the newest ones stay.
+            best: whether this is the best one so far, which stays too.
         """
         self._close()
         values = {"format": FORMAT, **state, "files": self._files}
@@ -211,7 +236,8 @@ class CheckpointWriter:
             shutil.rmtree(self._final)
         self._temporary.rename(self._final)
         sync_folder(self._folder)
-        replace_durably(self._folder / LATEST_FILE, f"{self._final.name}\n".encode())
+        for file in (LATEST_FILE, BEST_FILE)[: 1 + best]:
+            replace_durably(self._folder / file, f"{self._final.name}\n".encode())
         _prune(self._folder, self._final, keep)
         return self._final.name
 
@@ -228,9 +254,9 @@ class CheckpointWriter:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove checkpoints beyond the `keep` newest, and those of later steps than the one just written."""
-    found = steps(folder)
-    kept = [each for each in found if each <= newest][:keep]
+    """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the one just written."""
+    found, best = steps(folder), _named(folder, BEST_FILE)
+    past = [each for each in found if each <= newest]
     for each in found:
-        if each not in kept:
+        if each not in past[:keep] and not (each == best and each in past):
             shutil.rmtree(each, ignore_errors=True)

@@ -567,6 +567,8 @@ class RunConfig:
     """For --trace: how many steps."""
     keep: int = 3
     """How many checkpoints stay on disk; older ones are removed."""
+    keep_best: bool = False
+    """Save after an evaluation that is better than all before, and keep that checkpoint, too."""
 
     def __post_init__(self) -> None:
         """Check the values and combinations; the folders are looked at when the run starts."""
@@ -637,13 +639,17 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return the options by name as JSON values (paths as text, tuples as lists), in the order of the sections."""
     flat: dict[str, Any] = {}
     for section in fields(config):
-        part = getattr(config, section.name)
-        for each in fields(part):
-            value = getattr(part, each.name)
-            flat[each.name] = (
-                str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-            )
+        flat |= to_json(getattr(config, section.name))
     return flat
+
+
+def to_json(section: Any) -> dict[str, Any]:
+    """Return the options of one section by name, as `flatten` does."""
+    found: dict[str, Any] = {}
+    for each in fields(section):
+        value = getattr(section, each.name)
+        found[each.name] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def assemble(flat: Mapping[str, Any], origin: str = "options") -> Config:

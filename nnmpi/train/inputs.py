@@ -24,6 +24,7 @@ from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
 from nnmpi.train.custom_model import custom_file
+from nnmpi.train.signature import ModelSignature
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
@@ -37,6 +38,7 @@ class Inputs:
         train, test: the whole sets.
         batch_size: rows of a global batch, at most those of the training set.
         train_loader, test_loader: this rank's part of every batch; the test's keeps the order and is not augmented.
+        signature: what a model of these samples takes and gives.
     """
 
     train: Samples
@@ -44,6 +46,7 @@ class Inputs:
     batch_size: int
     train_loader: Loader
     test_loader: Loader
+    signature: ModelSignature
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -51,12 +54,46 @@ class Inputs:
         return self.train.tokenizer if isinstance(self.train, Text) else None
 
 
+def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[str], None]) -> tuple[Samples, Samples]:
+    """Return the training and the test set, after the first rank of each node has made or downloaded what is missing.
+
+    Collective.
+
+    Args:
+        config: every option.
+        group: all ranks of the run.
+        local_rank: this rank's number on its node.
+        say: called with a sentence when a transfer begins.
+
+    Raises:
+        UsageError: for an unknown data set, or options that do not fit it.
+        DataError: for files that cannot be had or are damaged.
+        CommError: for ranks with different data or programs.
+    """
+    data = config.data
+    where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
+    downloads = data.dataset in DOWNLOADED and data.data_dir is None
+    source: TextSource | None = None
+    with agreed(group), _prefixed(where):
+        source = text_source(config)
+        if source is not None:
+            if local_rank == 0:
+                prepare_tokens(source)
+        elif local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
+            prepare(data.dataset, data.data_dir, report=say)
+    with agreed(group):
+        with _prefixed(where):
+            train, test = group.comm.world.once("data", lambda: _load(config, source))
+        if isinstance(train, Text):
+            check_tokenizer(config, train.tokenizer)
+    check_same_start(config, group, train, test, where)
+    return train, test
+
+
 def load_inputs(
     config: Config, group: Group, local_rank: int, say: Callable[[str], None], replica: tuple[int, int], stages: int = 1
 ) -> Inputs:
-    """Return the inputs of this rank, after the first rank of each node has made or downloaded what is missing.
-
-    Collective.
+    """Return the inputs of this rank. Collective; see `load_samples`.
 
     Args:
         config: every option.
@@ -72,31 +109,17 @@ def load_inputs(
         CommError: for ranks with different data or programs.
     """
     data, run, once = config.data, config.run, group.comm.world.once
-    where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
-    downloads = data.dataset in DOWNLOADED and data.data_dir is None
-    source: TextSource | None = None
-    with agreed(group), _prefixed(where):
-        source = text_source(config)
-        if source is not None:
-            if local_rank == 0:
-                prepare_tokens(source)
-        elif local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
-            prepare(data.dataset, data.data_dir, report=say)
-    with agreed(group):
-        with _prefixed(where):
-            train, test = once("data", lambda: _load(config, source))
-        if isinstance(train, Text):
-            check_tokenizer(config, train.tokenizer)
-    check_same_start(config, group, train, test, where)
+    train, test = load_samples(config, group, local_rank, say)
     with agreed(group):
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, replica[1])
         parts = count_microbatches(config, stages, batch_size)
-        after = []
+        normalize: Normalize | None = None
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
-            after.append(once("normalize", partial(Normalize.fit, train)))
+            normalize = once("normalize", partial(Normalize.fit, train))
+        after: list[Transform] = [] if normalize is None else [normalize]
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
@@ -114,9 +137,8 @@ def load_inputs(
                 dtype=run.dtype,
             )
 
-        return Inputs(
-            train, test, batch_size, loader(train, True, changes), loader(test, False, list[Transform](after))
-        )
+        loaders = loader(train, True, changes), loader(test, False, after)
+        return Inputs(train, test, batch_size, *loaders, ModelSignature.of(train, normalize))
 
 
 def check_same_start(config: Config, group: Group, train: Samples, test: Samples, where: str) -> None:

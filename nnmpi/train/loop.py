@@ -23,10 +23,12 @@ from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
 from nnmpi.train.checkpoint import save
+from nnmpi.train.config import to_json
 from nnmpi.train.device import device_use
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
+from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -137,6 +139,9 @@ class Loop:
                 self._tracer.finish()
                 self._reporter.say(self._trainer.summary())  # a run may end within an epoch
                 report = self._evaluate()
+                if self._context.config.run.keep_best:
+                    before, self.state = self.state, self._with_best(report)
+                    self._saved_step = self._saved_step if self.state == before else -1  # it is not known as the best
                 self._save()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
                 raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
@@ -225,12 +230,13 @@ class Loop:
         if is_due(self.state.step, options.eval_steps) or (ended and is_due(self.state.epoch + 1, options.eval_every)):
             report = self._evaluate()
             self._reporter.evaluation("eval", self._on_time(), report)
-            self.state = self.state.after_evaluation(report, self._context.inputs.train.is_tokens)
+            self.state = self._with_best(report)
         if ended:
             self._end_epoch(report)
         elif report:
             self._reporter.between(self.state, report)
-        if self._is_saving_due(ended) or is_due(self.state.step, options.save_steps):
+        best = options.keep_best and report is not None and self.state.best_step == self.state.step
+        if best or self._is_saving_due(ended) or is_due(self.state.step, options.save_steps):
             self._save()
         if number and not self._finished:
             self._save()
@@ -255,6 +261,10 @@ class Loop:
         means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
         return replace(totals, **means)
 
+    def _with_best(self, report: EvalReport) -> RunState:
+        """Return the state with this evaluation as the best, if it is better."""
+        return self.state.after_evaluation(report, self._context.inputs.train.is_tokens)
+
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
@@ -275,7 +285,12 @@ class Loop:
         if self._saved_step == self.state.step:
             return
         context, self.state, begin = self._context, self._on_time(), clock.now()
-        save(context.trainer, self.state, context.folder, self._recorder, context.group, context.config.run.keep)
+        options, best = context.config.run, self.state.best_step == self.state.step
+        save(
+            *(context.trainer, self.state, context.folder, self._recorder, context.group, options.keep),
+            metadata=to_metadata(context.inputs.signature, to_json(context.config.model)),
+            best=options.keep_best and best,
+        )
         self._saved_step, self._last_saving_s = self.state.step, clock.now() - begin
         self._saving_s += self._last_saving_s
 

@@ -40,15 +40,16 @@ class TensorWriter:
     Args:
         file: a new file; it is seen half-written, so it belongs into a folder that nobody reads yet.
         specs: shape and dtype of each array, in the order in which they will come.
+        metadata: texts by name, which the file holds too.
 
     Raises:
         CheckpointError: for a dtype that the format has not.
         OSError: when the disk is full or not writable; so do the methods.
     """
 
-    def __init__(self, file: Path, specs: Mapping[str, ArraySpec]) -> None:
+    def __init__(self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
         self._file, self._left = file, dict(specs)
-        header = _header(file, specs)
+        header = _header(file, specs, metadata or {})
         self._sum, self._bytes = hashlib.sha256(), 0
         self._stream = file.open("wb")
         try:
@@ -103,6 +104,10 @@ class TensorFile(Mapping[str, Array]):
     Args:
         file: any safetensors file.
 
+    Attributes:
+        specs: shape and dtype of each array.
+        metadata: texts by name; empty where there are none.
+
     Raises:
         CheckpointError: when it is missing or damaged.
     """
@@ -111,6 +116,7 @@ class TensorFile(Mapping[str, Array]):
         self.file = file
         with self._opened() as opened:
             self._names: list[str] = list(opened.offset_keys())
+            self.metadata: dict[str, str] = opened.metadata() or {}
             slices = {name: opened.get_slice(name) for name in self._names}
             self.specs = {
                 name: ArraySpec(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
@@ -148,9 +154,10 @@ class TensorFile(Mapping[str, Array]):
             raise CheckpointError(f"{self.file} cannot be read: {error}") from None
 
 
-def _header(file: Path, specs: Mapping[str, ArraySpec]) -> bytes:
+def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:
     """Return the header as bytes: which array is where."""
-    entries, at = {}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
     for name, spec in specs.items():
         if spec.dtype not in NAMES:
             raise CheckpointError(f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64")

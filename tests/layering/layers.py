@@ -2,7 +2,7 @@
 
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "reading"}),
+    frozenset({"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "reading", "version"}),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),
@@ -12,7 +12,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"parallel"}),
     frozenset({"compose", "plan"}),
     frozenset({"train"}),
-    frozenset({"generate", "verify"}),
+    frozenset({"trained", "verify"}),
+    frozenset({"generate", "evaluate", "predict", "export"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -40,7 +41,7 @@ HOMES = {
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
 OPTIONAL = frozenset(
-    {"cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX", "tokenizers"}
+    {"PIL", "cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX", "tokenizers"}
 )
 
 # Methods that are explained once, in the base class.
@@ -57,7 +58,7 @@ LATE_IMPORTS = {
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
-TALKERS = frozenset({"command", "generate", "train", "verify"})
+TALKERS = frozenset({"command", "evaluate", "export", "generate", "predict", "train", "trained", "verify"})
 LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 

@@ -1,0 +1,105 @@
+"""Results of a model for samples, wherever its parts lie: forward passes alone, without an optimizer.
+
+x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.casting import to_float32
+from nnmpi.backend.precision import use_precision
+from nnmpi.backend.record import Backend
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.writing import NoGradients
+from nnmpi.nn.mode import evaluation
+from nnmpi.parallel.pipeline.executor import Pipeline
+from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.shard import part, split
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+
+class Inference:
+    """Gives a model's outputs. Making one is collective, and so is every call over the ranks of a replica.
+
+    Args:
+        where: the arrangement of a model that has its values.
+        backend: where it computes.
+        precision: what products read.
+    """
+
+    def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
+        self._where, self._backend, self._precision = where, backend, precision
+        self._found: dict[int, Array] = {}  # by microbatch, on the last stage
+        self._pipeline: Pipeline | None = None
+        if where.stages:
+            last = len(where.cuts) - 1
+            stages = {
+                number: Stage(number, links, where.starts[number], _evaluating, self._keep if number == last else None)
+                for number, links in where.stages.items()
+            }
+            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
+
+    def __call__(self, x: Array) -> Array:
+        """Return the outputs for samples, in host memory, on all ranks of the replica.
+
+        Args:
+            x: (rows, *sample_shape), at least one row, the same on these ranks.
+        """
+        batch, where = self._backend.asarray(x), self._where
+        self._found.clear()
+        with no_grad(), use_precision(self._precision):
+            if self._pipeline is None:
+                with evaluation():
+                    self._keep(where.model(Tensor(batch)), 0)
+            else:
+                cuts = split(len(x), min(len(x), len(where.cuts)))
+                self._pipeline.infer([batch[cut.start : cut.stop] for cut in cuts])
+        own = np.concatenate([self._found[number] for number in sorted(self._found)]) if self._found else None
+        return self._shared(self._whole(own))
+
+    def release(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        if self._pipeline is not None:
+            self._pipeline.free()
+
+    def _whole(self, own: Array | None) -> Array | None:
+        """Return the outputs of all classes, on the last stage's ranks; None elsewhere."""
+        tp, classes = self._where.mesh.tp, self._where.classes
+        if own is None or not classes:
+            return own
+        whole = np.zeros((*own.shape[:-1], classes), own.dtype)
+        mine = part(classes, tp.size, tp.rank)
+        whole[..., mine.start : mine.stop] = own
+        tp.all_reduce(whole.reshape(-1))
+        return whole
+
+    def _shared(self, outputs: Array | None) -> Array:
+        """Return what the last stage's rank has on all ranks of the pipeline."""
+        pp = self._where.mesh.pp
+        if pp.size == 1:
+            assert outputs is not None
+            return outputs
+        root = (len(self._where.cuts) - 1) % pp.size
+        found: list[Any] = pp.gather(None if outputs is None else [str(outputs.dtype), *outputs.shape])
+        dtype, *shape = found[root]
+        result = np.empty(shape, dtype) if outputs is None else outputs
+        pp.broadcast(result.reshape(-1), root)
+        return result
+
+    def _keep(self, result: Tensor, microbatch: int) -> Tensor:
+        outputs = Tensor(to_float32(self._backend.xp, result.data)).numpy()
+        self._found[microbatch] = np.array(outputs, order="C")
+        return result
+
+
+@contextmanager
+def _evaluating(microbatch: int, again: bool) -> Iterator[None]:
+    with evaluation():
+        yield

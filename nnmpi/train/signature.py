@@ -1,0 +1,154 @@
+"""What a trained model takes and gives: saved with its weights, so that they can be used without the data.
+
+A checkpoint's model.safetensors has it in its metadata, as JSON:
+
+    {"signature": {"data": "digits", "sample_shape": [8, 8, 1], "classes": 10, "class_names": ["0", ...],
+                   "stored": "uint8", "scale": 0.0625, "mean": [0.305], "std": [0.376]},
+     "model": {"model": "cnn", "hidden": [128, 64], ...}, "versions": {"nnmpi": "0.1.0", ...}}
+
+The layout stands in state.json beside it: the same weights are the same file, whatever layout they were found with.
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.data.transform import Normalize
+from nnmpi.errors import CheckpointError, DataError
+from nnmpi.version import VERSION
+
+METADATA = "nnmpi"  # the name of the JSON in a file's metadata
+BYTES, TOKENS = "uint8", "tokens"
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What samples a model takes, what is done to them before, and what its outputs stand for.
+
+    Attributes:
+        data: the name of the data set that it was trained on.
+        sample_shape: of one sample.
+        classes: how many outputs there are for each target; of texts the size of the vocabulary.
+        class_names: one for each class, or empty.
+        stored: what samples are before they are model input: "uint8", "float32" or "tokens".
+        scale: what bytes are multiplied by.
+        mean, std: of the normalization that follows; empty where there is none.
+    """
+
+    data: str
+    sample_shape: tuple[int, ...]
+    classes: int
+    class_names: tuple[str, ...] = ()
+    stored: str = "float32"
+    scale: float = 1.0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Samples, normalize: Normalize | None) -> Self:
+        """Return the signature of a model that is trained on these samples."""
+        first = (samples.name, tuple(samples.sample_shape), samples.classes)
+        if not isinstance(samples, Dataset) or samples.is_tokens:
+            return cls(*first, stored=TOKENS)
+        stored = BYTES if samples.x.dtype == np.uint8 else "float32"
+        numbers: list[tuple[float, ...]] = [(), ()]
+        if normalize is not None:
+            numbers = [tuple(np.ravel(each).tolist()) for each in (normalize.mean, normalize.std)]
+        return cls(*first, samples.class_names, stored, samples.scale, *numbers)
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether samples are tokens, and not quantities."""
+        return self.stored == TOKENS
+
+    @property
+    def normalize(self) -> Normalize | None:
+        """What shifts and scales samples; None where nothing does."""
+        return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a class, its number where it has none."""
+        return self.class_names[number] if self.class_names else str(number)
+
+    def prepare(self, x: Array, dtype: str = "float32") -> Array:
+        """Return samples as model input.
+
+        Args:
+            x: (n, *sample_shape), the last axis of a gray image may be missing. Bytes are scaled as those of the
+                training data; other numbers are taken as they are. Then both are normalized.
+            dtype: of the result; tokens are int64.
+
+        Raises:
+            DataError: for samples of another shape or kind.
+        """
+        if x.ndim == len(self.sample_shape) and self.sample_shape[-1:] == (1,):
+            x = x[..., np.newaxis]
+        if x.ndim != len(self.sample_shape) + 1 or (tuple(x.shape[1:]) != self.sample_shape and not self.is_tokens):
+            raise DataError(f"samples of shape {x.shape[1:]} do not fit a model that takes {self.sample_shape}")
+        if x.dtype.kind not in ("iu" if self.is_tokens else "biuf"):
+            wanted = "whole numbers, tokens" if self.is_tokens else "numbers"
+            raise DataError(f"samples are {x.dtype}; this model takes {wanted}")
+        if self.is_tokens:
+            return x.astype(np.int64)
+        if x.dtype == np.uint8 and self.stored != BYTES:
+            raise DataError(
+                f"samples are bytes, but those of {self.data} were {self.stored}; give them in the same units, as "
+                f"{self.stored}"
+            )
+        result: Array = x.astype(dtype)
+        if x.dtype == np.uint8:
+            result *= np.asarray(self.scale, dtype)
+        return self.normalized(result)
+
+    def normalized(self, x: Array) -> Array:
+        """Return scaled samples, (n, *sample_shape), as model input."""
+        if self.normalize is None:
+            return x
+        return self.normalize(x, np.arange(len(x)), 0, 0)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the signature with these fields.
+
+        Raises:
+            CheckpointError: when fields are missing, or unknown.
+        """
+        plain: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}
+        try:
+            return cls(**plain)
+        except TypeError as error:
+            raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
+
+
+def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a file of weights.
+
+    Args:
+        signature: of the model.
+        model: the options that it was built by.
+    """
+    versions = {"nnmpi": VERSION, "numpy": np.__version__, "python": platform.python_version()}
+    values = {"signature": asdict(signature), "model": dict(model), "versions": versions}
+    return {METADATA: json.dumps(values, allow_nan=False)}
+
+
+def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
+    """Return the values that `to_metadata` put into a file's metadata.
+
+    Raises:
+        CheckpointError: when there are none, or they cannot be read.
+    """
+    try:
+        values: dict[str, Any] = json.loads(metadata[METADATA])
+    except (KeyError, ValueError, RecursionError):
+        raise CheckpointError(
+            f"{file} does not say what data its model takes: it was not written by this version of nnmpi; train on "
+            "with --resume for one checkpoint more"
+        ) from None
+    return values

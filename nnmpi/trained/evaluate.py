@@ -1,0 +1,139 @@
+"""The command `python -m nnmpi.evaluate`: accuracy and loss of a run on its test data, or on other data."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.compose.runner import perplexity
+from nnmpi.data.dataset import Samples
+from nnmpi.train.cli import start_ranks
+from nnmpi.train.config import Config, at_least_one
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.inputs import load_samples
+from nnmpi.train.log import Console, percent
+from nnmpi.trained.evaluation import Evaluation, draw, evaluate
+from nnmpi.trained.options import PlaceConfig, take_paths
+from nnmpi.trained.run import TrainedRun
+
+PROGRAM = "python -m nnmpi.evaluate"
+DESCRIPTION = """Say how well a run's model does: python -m nnmpi.evaluate RUN [options].
+
+Without options: on the run's own test data. On several ranks: mpirun -n 4 python -m nnmpi.evaluate RUN, in any layout,
+whatever the run's was."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """The data, and what is left behind."""
+
+    dataset: str | None = None
+    """Another data set: a name or a path, as the train command takes them (default: the run's own)."""
+    data_dir: Path | None = None
+    """Folder that holds its files, for data sets that are downloaded (default: the run's)."""
+    part: Literal["test", "train"] = "test"
+    """Which part of it; one that comes without a test part is split as the run's was."""
+    batch_size: int = 256
+    """Samples that a replica takes through the model at once, at most."""
+    plot: bool = False
+    """Draw the confusion matrix, and the images that the model is most wrong about."""
+    out: Path | None = None
+    """For --plot: the folder of the pictures (default: RUN/evaluation)."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        at_least_one("--batch-size", self.batch_size)
+
+
+def parse(words: Sequence[str]) -> tuple[Path, EvaluationConfig, PlaceConfig]:
+    """Return the run's folder, and what the words ask for.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and without a folder.
+    """
+    own, place = options_of(EvaluationConfig), options_of(PlaceConfig)
+    given = read_words([word for word in words if word in ("-h", "--help")], [*own, *place], PROGRAM, DESCRIPTION)
+    (folder,), rest = take_paths(words, "RUN")
+    given = read_words(rest, [*own, *place], PROGRAM, DESCRIPTION)
+    ours, theirs = ({each.name: given[each.name] for each in part if each.name in given} for part in (own, place))
+    return folder, EvaluationConfig(**ours), PlaceConfig(**theirs)
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print how well a run's model does. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console = Console(quiet=not group.is_root)
+    with agreed(group):
+        try:
+            folder, options, place = parse(words)
+        except HelpAsked as asked:
+            return console.say(str(asked))
+    run = place.open(folder, group)
+    train, test = load_samples(_data(run, options), group, group.node().rank, console.say)
+    samples = train if options.part == "train" else test
+    found = evaluate(run, samples, options.batch_size)
+    console.say(*_lines(run, samples, found, options))
+    if options.plot:
+        files = on_root(group, partial(_draw, found, run, samples, options.out or folder / "evaluation"))
+        if not options.json:
+            console.say(*(f"drawn: {file}" for file in files))
+    return None
+
+
+def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
+    """Return the options of the run with the data that is to be evaluated, in the tokens that it knows."""
+    config = run.config
+    data = config.data if options.data_dir is None else replace(config.data, data_dir=options.data_dir)
+    if options.dataset is not None and options.dataset != data.dataset:
+        data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none", shift_pixels=None)
+    if not run.signature.is_tokens:
+        return replace(config, data=data)
+    tokenizer, (context, *_) = RunFolder(run.folder).tokenizer, run.signature.sample_shape
+    if tokenizer.is_dir():
+        data = replace(data, tokenizer=str(tokenizer))
+    return replace(config, data=data, model=replace(config.model, context=context))
+
+
+def _lines(run: TrainedRun, samples: Samples, found: Evaluation, options: EvaluationConfig) -> list[str]:
+    """Return the result in words, or as JSON."""
+    if options.json:
+        values = {
+            "run": str(run.folder),
+            "step": run.step,
+            "data": samples.name,
+            "part": options.part,
+            "samples": len(samples),
+            "targets": found.targets,
+            "accuracy": found.accuracy,
+            "loss": found.loss,
+        }
+        return [json.dumps(values)]
+    unsure = f", perplexity {perplexity(found.loss):.4g}" if run.signature.is_tokens else ""
+    return [
+        f"{options.part} accuracy {percent(found.accuracy)} (loss {found.loss:.4f}{unsure}), {found.correct} of "
+        f"{found.targets} right, with {samples.name} and the weights after step {run.step} of {run.folder}"
+    ]
+
+
+def _draw(found: Evaluation, run: TrainedRun, samples: Samples, folder: Path) -> list[str]:
+    return [str(file) for file in draw(found, run, samples, folder)]
+
+
+def launch(words: Sequence[str]) -> None:
+    """Evaluate on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Raises:
+        NnmpiError: see `train.cli.start_ranks` and `main`.
+    """
+    start_ranks(words, main, lambda: {"ranks": parse(words)[2].simulate})

@@ -1,0 +1,69 @@
+"""What the commands that use a run have in common: where it is, which weights, and how they lie on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Layout
+from nnmpi.errors import UsageError
+from nnmpi.train.config import Config, at_least_one, not_negative
+from nnmpi.train.device import take_backend
+from nnmpi.trained.run import TrainedRun, open_run
+
+
+@dataclass(frozen=True)
+class PlaceConfig:
+    """Which weights, and where they compute."""
+
+    best: bool = False
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    dp: int | None = None
+    """Replicas that share the samples (default: what is missing to the number of ranks)."""
+    pp: int = 1
+    """Ranks in each pipeline, which have the layers one after the other."""
+    tp: int = 1
+    """Ranks that share out each layer."""
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    simulate: int = 0
+    """Run so many ranks in this process, without MPI."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        at_least_one("--pp", self.pp)
+        at_least_one("--tp", self.tp)
+        if self.dp is not None:
+            at_least_one("--dp", self.dp)
+        not_negative("--simulate", self.simulate)
+
+    def open(self, folder: Path, group: Group, check: Callable[[Config], None] = lambda config: None) -> TrainedRun:
+        """Return the run, with its model on the ranks. Collective.
+
+        Raises:
+            NnmpiError: on all ranks; see `open_run`.
+        """
+        node = group.node()
+        backend = take_backend(self.backend, group, node.rank)
+        node.free()
+        return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, check)
+
+
+def take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:
+    """Return the paths that stand before the options, and the other words.
+
+    Args:
+        words: of the command line.
+        names: what the paths are, such as "RUN FILE".
+
+    Raises:
+        UsageError: when it is another number of paths.
+    """
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    wanted = len(names.split())
+    if count != wanted:
+        raise UsageError(f"give {names} first and then the options, not {' '.join(words[:count]) or 'options alone'}")
+    return [Path(word) for word in words[:count]], list(words[count:])

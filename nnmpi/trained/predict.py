@@ -1,0 +1,124 @@
+"""The command `python -m nnmpi.predict`: the class of samples in a file, and the probability of each class."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.errors import UsageError
+from nnmpi.train.cli import start_ranks
+from nnmpi.train.config import SEQUENCE_MODELS, Config
+from nnmpi.train.log import Console
+from nnmpi.trained.options import PlaceConfig, take_paths
+from nnmpi.trained.run import TrainedRun
+from nnmpi.trained.samples import read_file
+
+PROGRAM = "python -m nnmpi.predict"
+DESCRIPTION = """Say of what class samples are: python -m nnmpi.predict RUN FILE [options].
+
+FILE is an .npz with x, a .csv with the features that the run was trained on (a label behind them is not looked at), or
+an image such as digit.png. The run's own scaling and normalization are applied. Out comes a line for each sample: its
+class, and the probability of every class."""
+
+
+@dataclass(frozen=True)
+class PredictionConfig:
+    """What comes out."""
+
+    format: Literal["csv", "json"] = "csv"
+    """csv: a line for each sample; json: one object."""
+    out: Path | None = None
+    """The file that it is written into (default: printed)."""
+    invert: bool = False
+    """Take an image's dark for light: MNIST's digits are white on black."""
+
+
+def parse(words: Sequence[str]) -> tuple[Path, Path, PredictionConfig, PlaceConfig]:
+    """Return the run's folder, the file, and what the words ask for.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and without a folder and a file.
+    """
+    own, place = options_of(PredictionConfig), options_of(PlaceConfig)
+    read_words([word for word in words if word in ("-h", "--help")], [*own, *place], PROGRAM, DESCRIPTION)
+    (folder, file), rest = take_paths(words, "RUN FILE")
+    given = read_words(rest, [*own, *place], PROGRAM, DESCRIPTION)
+    ours, theirs = ({each.name: given[each.name] for each in part if each.name in given} for part in (own, place))
+    return folder, file, PredictionConfig(**ours), PlaceConfig(**theirs)
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print or write what a run's model says of samples. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console = Console(quiet=not group.is_root)
+    with agreed(group):
+        try:
+            folder, file, options, place = parse(words)
+        except HelpAsked as asked:
+            return console.say(str(asked))
+    run = place.open(folder, group, _check_model)
+    with agreed(group):
+        x = read_file(file, run.signature, run.config.run.dtype, options.invert)
+    text = format_predictions(run, run.probabilities(x), options.format)
+    if options.out is None:
+        return console.say(text)
+
+    def write() -> None:
+        assert options.out is not None
+        try:
+            options.out.write_text(text + "\n")
+        except OSError as error:
+            raise UsageError(f"--out {options.out} cannot be written ({error.strerror or error})") from None
+
+    on_root(group, write)
+    return None
+
+
+def _check_model(config: Config) -> None:
+    """Refuse a run that writes texts."""
+    if config.model.model in SEQUENCE_MODELS:
+        raise UsageError(f"a run of model {config.model.model} says what comes next: see python -m nnmpi.generate")
+
+
+def format_predictions(run: TrainedRun, probabilities: Array, kind: str) -> str:
+    """Return the classes and their probabilities as text.
+
+    Args:
+        run: whose classes they are.
+        probabilities: (n, classes).
+        kind: "csv" or "json".
+    """
+    names, best = run.class_names, probabilities.argmax(axis=-1)
+    if kind == "json":
+        rows = [
+            {"class": names[number], "probabilities": list(map(float, row))}
+            for number, row in zip(best, probabilities, strict=True)
+        ]
+        return json.dumps({"run": str(run.folder), "classes": names, "samples": rows})
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["class", *names])
+    writer.writerows(
+        [names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True)
+    )
+    return stream.getvalue().rstrip("\n")
+
+
+def launch(words: Sequence[str]) -> None:
+    """Predict on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Raises:
+        NnmpiError: see `train.cli.start_ranks` and `main`.
+    """
+    start_ranks(words, main, lambda: {"ranks": parse(words)[3].simulate})

@@ -1,0 +1,219 @@
+"""A run, opened: its model with values, wherever a layout puts them, and what is done to samples before.
+
+RUN/checkpoints/latest -> step-00000900/model.safetensors     weights, and in their metadata: options, signature
+RUN with config.json and model.safetensors                     a GPT-2 in Hugging Face's files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import Arrangement, arrange
+from nnmpi.compose.inference import Inference
+from nnmpi.compose.layout import Layout
+from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from nnmpi.errors import CheckpointError
+from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
+from nnmpi.nn.module import Module
+from nnmpi.train.build import TOO_LARGE, build_model
+from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
+from nnmpi.train.cli import read_run
+from nnmpi.train.config import Config, ModelConfig, assemble, flatten
+from nnmpi.train.device import explained
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata
+
+ONE_RANK = Layout(1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """What a run has come to.
+
+    Attributes:
+        folder: of the run.
+        config: its options.
+        signature: what samples the model takes, what is done to them, and what its outputs stand for.
+        step: how many updates the weights have seen; None for a model in Hugging Face's files.
+        where: how the model lies on the ranks.
+        backend: where it computes.
+        tokenizer: of a text, on rank 0; else None.
+    """
+
+    folder: Path
+    config: Config
+    signature: ModelSignature
+    step: int | None
+    where: Arrangement
+    backend: Backend
+    tokenizer: Tokenizer | None
+
+    @property
+    def model(self) -> Module:
+        """The model with its values; in a pipeline this rank's part of it."""
+        return self.where.model
+
+    @property
+    def classes(self) -> int:
+        """How many there are."""
+        return self.signature.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """A name for each class."""
+        return tuple(map(self.signature.name_of, range(self.classes)))
+
+    def transform(self, x: Array) -> Array:
+        """Return samples as model input; see `ModelSignature.prepare`."""
+        return self.signature.prepare(x, self.config.run.dtype)
+
+    def predict(self, x: Array) -> Array:
+        """Return the probability of each class: (n, classes). Collective over the ranks of a replica.
+
+        Args:
+            x: (n, *sample_shape), samples as the data set has them.
+
+        Raises:
+            DataError: for samples that do not fit the model.
+        """
+        return self.probabilities(self.transform(np.asarray(x)))
+
+    def probabilities(self, x: Array) -> Array:
+        """Return the probability of each class, (n, classes), for model input. Collective as `outputs`."""
+        logits = self.outputs(x)
+        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probabilities: Array = shifted / shifted.sum(axis=-1, keepdims=True)
+        return probabilities
+
+    def outputs(self, x: Array, rows: int = 256) -> Array:
+        """Return the model's outputs for model input, (n, ...). Collective over the ranks of a replica.
+
+        Args:
+            x: (n, *sample_shape).
+            rows: how many are taken through the model at once.
+        """
+        inference = Inference(self.where, self.backend, self.config.run.precision)
+        parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
+        inference.release()
+        return np.concatenate(parts) if parts else np.zeros((0, self.classes), self.config.run.dtype)
+
+    def __repr__(self) -> str:
+        """Say which run it is, and what it knows."""
+        after = "" if self.step is None else f", after {self.step} steps"
+        return f"TrainedRun({str(self.folder)!r}: {self.config.model.model} on {self.signature.data}{after})"
+
+
+def load(run: str | Path, best: bool = False) -> TrainedRun:
+    """Return a run's model with its values, its classes, and what is done to samples before, on this process alone.
+
+    Args:
+        run: the folder of a run, or of a GPT-2 in Hugging Face's files.
+        best: take the weights with the best evaluation, which `--keep-best` has kept, and not the last ones.
+
+    Raises:
+        UsageError: when there is no such run.
+        CheckpointError: when it has no checkpoint, or a damaged one.
+    """
+    # one simulated rank needs no MPI, and what several ranks do is then written once
+    (found,) = simulate(lambda group: open_run(Path(run), group, best=best), 1)
+    return found
+
+
+def open_run(
+    folder: Path,
+    group: Group,
+    layout: Layout = ONE_RANK,
+    backend: Backend | None = None,
+    best: bool = False,
+    check: Callable[[Config], None] = lambda config: None,
+) -> TrainedRun:
+    """Return a run whose model lies on the ranks of a group as a layout says. Collective.
+
+    Args:
+        folder: of the run, or of a GPT-2 in Hugging Face's files.
+        group: all ranks.
+        layout: how the model lies on them, whatever the run's was.
+        backend: where it computes; NumPy by default.
+        best: take the weights with the best evaluation.
+        check: looks at the run's options before its weights are read, and raises what is wrong with them.
+
+    Raises:
+        UsageError: on all ranks, when there is no such run, or the layout does not fit.
+        CheckpointError: on all ranks, when it has no checkpoint, or a damaged one.
+    """
+    backend = numpy_backend() if backend is None else backend
+    config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
+    with agreed(group):
+        check(config)
+    last = None if config.model.pretrained == folder else find(RunFolder(folder), group, writes=False, best=best)
+    if last is None and config.model.pretrained != folder:
+        raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
+    signature = _read_signature(folder, last, group)
+    dtype = config.run.dtype
+    with explained(backend, TOO_LARGE):
+        with agreed(group):
+            # dropout does nothing here, and what says how large it was may be gone
+            model = replace(config.model, dropout=0.0) if config.model.pretrained is not None else config.model
+            built = build_model(model, signature.sample_shape, signature.classes)
+        kind = np.int64 if signature.is_tokens else dtype
+        where = arrange(built, group, layout, np.zeros((1, *signature.sample_shape), kind), dtype, backend)
+        with agreed(group):
+            where.model.initialize(dtype=dtype, backend=backend)
+            if last is None:
+                load_pretrained(where.model, folder)
+        if last is not None:
+            load_weights(where.model, group, where, last)
+    found: list[Tokenizer | None] = []  # on rank 0
+    on_root(group, lambda: found.append(_read_tokenizer(folder)))
+    step = None if last is None else last.values["step"]
+    return TrainedRun(folder, config, signature, step, where, backend, found[0] if found else None)
+
+
+def _read_config(folder: Path) -> Config:
+    """Return the options of a run; of a model in Hugging Face's files, those of one that begins with it.
+
+    Raises:
+        UsageError: when the folder is neither.
+    """
+    if (folder / WEIGHTS).is_file():
+        return Config(ModelConfig("gpt", pretrained=folder))
+    config, left = assemble(read_run(folder, str(folder))), RunFolder(folder).model
+    if config.model.pretrained is None or not left.is_dir():
+        return config
+    return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone
+
+
+def _read_signature(folder: Path, last: LastCheckpoint | None, group: Group) -> ModelSignature:
+    """Return what a model takes and gives: what its weights say, or the size of one in Hugging Face's files."""
+
+    def read() -> dict[str, Any]:
+        if last is None:
+            size = read_size(folder)
+            return {
+                "data": folder.name,
+                "sample_shape": [size.context],
+                "classes": size.vocabulary,
+                "stored": TOKENS,
+            }
+        assert last.checkpoint is not None  # on rank 0
+        file = last.checkpoint.model
+        values: dict[str, Any] = read_metadata(file.metadata, file.file)["signature"]
+        return values
+
+    return ModelSignature.from_json(on_root(group, read))
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run or a model; None where its samples were tokens to begin with."""
+    place = folder if (folder / WEIGHTS).is_file() else RunFolder(folder).tokenizer
+    return None if find_tokenizer(place) is None else load_tokenizer(place)

@@ -1,0 +1,142 @@
+"""What a run has left is used: loaded, evaluated and asked, under every layout with what training printed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.errors import CheckpointError, DataError, UsageError
+from nnmpi.train.cli import main as train
+from nnmpi.trained.evaluate import main as evaluate
+from nnmpi.trained.predict import main as predict
+
+TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No curves and no event files, which take longer than a small run."""
+    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """Return a data set of each kind: images of bytes, a table with names, a text."""
+    draw = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    x = (draw.integers(0, 60, (60, 8, 6)) + 90 * np.eye(3, 48)[y].reshape(60, 8, 6)).astype(np.uint8)
+    found = {name: folder / f"{name}" for name in ("images.npz", "table.csv", "text.txt")}
+    np.savez(found["images.npz"], x=x, y=y)
+    names = ("oak", "ash", "elm")
+    rows = [",".join(map(str, [*row, names[i % 3]])) for i, row in enumerate(TABLE)]
+    found["table.csv"].write_text("\n".join(["a,b,c,tree", *rows]) + "\n")
+    found["text.txt"].write_text("to be or not to be, that is the question\n" * 12)
+    return found
+
+
+def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """Return the folder of a short run, and its test accuracy and loss as they were printed."""
+    simulate(lambda group: train([*words.split(), "--epochs", "1", "--out", str(folder / "run")], group), 2)
+    (printed,) = re.findall(r"^test (accuracy.*?\))", capfd.readouterr().out, re.MULTILINE)
+    return folder / "run", printed
+
+
+def said(main: Any, words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return what a command prints."""
+    capfd.readouterr()
+    simulate(lambda group: main(words.split(), group), ranks)
+    return str(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("images.npz", "--model cnn --hidden 8"),
+        ("table.csv", "--model mlp --hidden 6 --dtype float64 --dropout 0.5"),
+        ("text.txt", "--model lstm --features 8 --text-samples sentences"),
+        ("text.txt", "--model gpt --features 8 --heads 2 --context 12 --layers 1"),
+    ],
+)
+def test_evaluate_says_what_training_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: str
+) -> None:
+    """On one rank and several, by their replicas, pipelines and shards."""
+    folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
+    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2")]
+    for ranks, layout in layouts[: 3 if "lstm" in options else 4]:
+        assert printed in said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd), layout
+
+
+def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
+    data = files(tmp_path)["table.csv"]
+    folder, printed = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    found = nnmpi.load(folder)
+    assert found.class_names == ("ash", "elm", "oak")
+    x = np.array(TABLE, np.float32)
+    logits = found.model(found.transform(x)).numpy()
+    assert abs(found.transform(x).mean()) < 0.3
+    probabilities = found.predict(x)
+    assert np.allclose(probabilities.sum(axis=1), 1)
+    assert (probabilities.argmax(1) == logits.argmax(1)).all()
+    lines = said(predict, f"{folder} {data}", 1, capfd).splitlines()
+    assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
+    assert [line.partition(",")[0] for line in lines[1:]] == [found.class_names[i] for i in logits.argmax(1)]
+    values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2, capfd))
+    assert np.allclose([row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6)
+    assert repr(found) == f"TrainedRun({str(folder)!r}: mlp on table, after {found.step} steps)"
+
+
+def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A picture of a sample's bytes gives what the sample gives; a larger one is resized, and what is none is named."""
+    images = pytest.importorskip("PIL.Image")
+    data = files(tmp_path)["images.npz"]
+    folder, _ = run(tmp_path, f"--dataset {data} --model cnn --hidden 8", capfd)
+    x = np.load(data)["x"]
+    images.fromarray(x[0]).save(tmp_path / "one.png")
+    images.fromarray(255 - x[0]).convert("RGB").save(tmp_path / "dark.png")
+    np.savez(tmp_path / "one.npz", x=x[:1])
+    first = said(predict, f"{folder} {tmp_path}/one.npz", 1, capfd)
+    assert said(predict, f"{folder} {tmp_path}/one.png", 2, capfd) == first
+    assert said(predict, f"{folder} {tmp_path}/dark.png --invert", 1, capfd) == first
+    (tmp_path / "no.png").write_text("no image")
+    with pytest.raises(DataError, match=r"no\.png cannot be read as an image"):
+        said(predict, f"{folder} {tmp_path}/no.png", 1, capfd)
+    with pytest.raises(DataError, match="do not fit a model that takes"):
+        said(predict, f"{folder} {files(tmp_path)['table.csv']}", 1, capfd)
+
+
+def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With --keep-best, whichever is the last; and the metadata says what they are."""
+    data = files(tmp_path)["table.csv"]
+    out = tmp_path / "run"
+    words = (
+        f"--dataset {data} --model mlp --hidden 6 --epochs 6 --lr 0.3 --save-every 3 --keep 1 --keep-best --out {out}"
+    )
+    simulate(lambda group: train(words.split(), group), 1)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    scores = {each["global_step"]: each["accuracy"] for each in records if each["kind"] == "eval"}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert (out / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
+    found = json.loads(said(evaluate, f"{out} --best --json", 1, capfd))
+    assert (found["step"], found["accuracy"]) == (best, scores[best])
+
+
+def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sentence each, on all ranks."""
+    data = files(tmp_path)
+    folder, _ = run(tmp_path, f"--dataset {data['table.csv']} --model mlp --hidden 6", capfd)
+    for main, words, kind, sentence in (
+        (evaluate, f"{folder} --best", CheckpointError, "keeps no best checkpoint; train with --keep-best"),
+        (evaluate, f"{folder} --dataset {data['images.npz']}", DataError, r"images has samples of shape \(8, 6, 1\)"),
+        (evaluate, "--best", UsageError, "give RUN first"),
+        (predict, f"{folder} {tmp_path}/gone.npz", UsageError, "there is no file"),
+        (evaluate, f"{tmp_path}", UsageError, "there is no run"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            said(main, words, 2, capfd)
