@@ -5,6 +5,7 @@
     evaluation      accuracy and loss over a data set, which samples are taken for what; pictures of that
     evaluate        the command: how well a run does on data
     predict         the command: of what class samples are
+    export          the command: weights for other programs
     options         what the commands have in common
 
 `nnmpi.generate` opens runs here, too.

@@ -21,6 +21,9 @@ class PlaceConfig:
 
     best: bool = False
     """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    weights: Path | None = None
+    """Take the weights of a state_dict of PyTorch's, a .safetensors with the names of python -m nnmpi.export, and not
+    the run's (default: the run's)."""
     dp: int | None = None
     """Replicas that share the samples (default: what is missing to the number of ranks)."""
     pp: int = 1
@@ -49,7 +52,7 @@ class PlaceConfig:
         node = group.node()
         backend = take_backend(self.backend, group, node.rank)
         node.free()
-        return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, check)
+        return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, self.weights, check)
 
 
 def take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.state import model_state
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
+from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
+from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.train.build import TOO_LARGE, build_model
 from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
 from nnmpi.train.cli import read_run
@@ -113,19 +117,21 @@ class TrainedRun:
         return f"TrainedRun({str(self.folder)!r}: {self.config.model.model} on {self.signature.data}{after})"
 
 
-def load(run: str | Path, best: bool = False) -> TrainedRun:
+def load(run: str | Path, best: bool = False, weights: str | Path | None = None) -> TrainedRun:
     """Return a run's model with its values, its classes, and what is done to samples before, on this process alone.
 
     Args:
         run: the folder of a run, or of a GPT-2 in Hugging Face's files.
         best: take the weights with the best evaluation, which `--keep-best` has kept, and not the last ones.
+        weights: take those of a state_dict of PyTorch's, a .safetensors with the names that `nnmpi.export` writes.
 
     Raises:
         UsageError: when there is no such run.
         CheckpointError: when it has no checkpoint, or a damaged one.
     """
     # one simulated rank needs no MPI, and what several ranks do is then written once
-    (found,) = simulate(lambda group: open_run(Path(run), group, best=best), 1)
+    file = None if weights is None else Path(weights)
+    (found,) = simulate(lambda group: open_run(Path(run), group, best=best, weights=file), 1)
     return found
 
 
@@ -135,6 +141,7 @@ def open_run(
     layout: Layout = ONE_RANK,
     backend: Backend | None = None,
     best: bool = False,
+    weights: Path | None = None,
     check: Callable[[Config], None] = lambda config: None,
 ) -> TrainedRun:
     """Return a run whose model lies on the ranks of a group as a layout says. Collective.
@@ -145,6 +152,7 @@ def open_run(
         layout: how the model lies on them, whatever the run's was.
         backend: where it computes; NumPy by default.
         best: take the weights with the best evaluation.
+        weights: a state_dict of PyTorch's, for other values than the run's.
         check: looks at the run's options before its weights are read, and raises what is wrong with them.
 
     Raises:
@@ -164,19 +172,47 @@ def open_run(
         with agreed(group):
             # dropout does nothing here, and what says how large it was may be gone
             model = replace(config.model, dropout=0.0) if config.model.pretrained is not None else config.model
-            built = build_model(model, signature.sample_shape, signature.classes)
+            build = partial(build_model, model, signature.sample_shape, signature.classes)
+            built = build()
         kind = np.int64 if signature.is_tokens else dtype
-        where = arrange(built, group, layout, np.zeros((1, *signature.sample_shape), kind), dtype, backend)
+        sample = np.zeros((1, *signature.sample_shape), kind)
+        where = arrange(built, group, layout, sample, dtype, backend)
         with agreed(group):
             where.model.initialize(dtype=dtype, backend=backend)
-            if last is None:
+            if last is None and weights is None:
                 load_pretrained(where.model, folder)
-        if last is not None:
+        if weights is not None:
+            _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
+        elif last is not None:
             load_weights(where.model, group, where, last)
     found: list[Tokenizer | None] = []  # on rank 0
     on_root(group, lambda: found.append(_read_tokenizer(folder)))
     step = None if last is None else last.values["step"]
     return TrainedRun(folder, config, signature, step, where, backend, found[0] if found else None)
+
+
+def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement) -> None:
+    """Give a model on the ranks the values of a state_dict of PyTorch's. Collective.
+
+    Args:
+        file: the state_dict, on rank 0.
+        build: makes the whole model, with any values.
+        sample: model input.
+        group: all ranks.
+        where: how the model lies on them.
+
+    Raises:
+        CheckpointError: on all ranks, when the file cannot be read, or does not fit.
+    """
+    found: dict[str, Array] = {}
+
+    def read() -> None:
+        whole = build()  # which lies on no ranks: how it computes says what is flattened
+        found.update(from_torch(torch_weights(whole, sample), read_torch(file), file))
+
+    on_root(group, read)
+    specs = {name: ArraySpec.of(array) for name, array in found.items()} if group.is_root else None
+    model_state(where.model, group, where).scatter(found.__getitem__, specs, file)
 
 
 def _read_config(folder: Path) -> Config:

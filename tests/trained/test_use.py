@@ -11,8 +11,10 @@ import pytest
 import nnmpi
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, DataError, UsageError
+from nnmpi.models.torch_weights import read_torch
 from nnmpi.train.cli import main as train
 from nnmpi.trained.evaluate import main as evaluate
+from nnmpi.trained.export import main as export
 from nnmpi.trained.predict import main as predict
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
@@ -140,3 +142,18 @@ def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     ):
         with pytest.raises(kind, match=sentence):
             said(main, words, 2, capfd)
+
+
+def test_weights_go_to_pytorch_and_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As a file, from which every layout reads; of another model it is refused."""
+    folder, printed = run(tmp_path, f"--dataset {files(tmp_path)['images.npz']} --model cnn --hidden 8", capfd)
+    assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2, capfd)
+    for ranks, layout in ((1, ""), (2, "--pp 2"), (2, "--tp 2")):
+        words = f"{folder} --weights {tmp_path}/there.safetensors --backend numpy {layout}"
+        assert printed in said(evaluate, words, ranks, capfd)
+    again = f"{folder} --weights {tmp_path}/there.safetensors --out {tmp_path}/again.safetensors"
+    said(export, again, 1, capfd)
+    there, back = (read_torch(tmp_path / f"{name}.safetensors") for name in ("there", "again"))
+    assert there.keys() == back.keys() and all((there[name] == back[name]).all() for name in there)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        said(evaluate, f"{folder} --weights {folder}/config.json", 2, capfd)

@@ -1,0 +1,8 @@
+"""`python -m nnmpi.export`: see `--help`."""
+
+import sys
+
+from nnmpi.trained.export import launch
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

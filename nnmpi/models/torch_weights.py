@@ -1,0 +1,208 @@
+"""PyTorch's names and layouts for the weights of any model, written and read: a state_dict as safetensors.
+
+    here                                   in PyTorch
+    Linear       (in, out)                 (out, in)
+    Conv2d       (kh, kw, in, out)         (out, in, kh, kw)
+    after Flatten: rows by (h, w, c)       columns by (c, h, w)
+    BatchNorm    running_variance          running_var, and num_batches_tracked
+    LSTM         layers.0.weight, gates i f o g, one bias     weight_ih_l0, gates i f g o, two biases
+    others       as they are
+
+A module's name is the path of attributes in both, so a PyTorch model of the same structure takes the file as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from nnmpi.backend.array import Array
+from nnmpi.errors import CheckpointError
+from nnmpi.nn.conv import Conv2d
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.lstm import LSTM
+from nnmpi.nn.mode import observed
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import Tensor
+
+TORCH_GATES = (0, 1, 3, 2)  # i f o g <-> i f g o
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """One array, here and there.
+
+    Attributes:
+        name: here.
+        theirs: its names in PyTorch, where it may be several arrays.
+        write: here -> there, an array for each name.
+        read: there -> here.
+    """
+
+    name: str
+    theirs: tuple[str, ...]
+    write: Callable[[Array], tuple[Array, ...]]
+    read: Callable[..., Array]
+
+
+def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
+    """Return how each parameter and buffer of a model stands in a state_dict of PyTorch's.
+
+    Args:
+        model: whole, with values.
+        sample: (1, *sample_shape), model input: it goes through the model once, to see which images are flattened.
+    """
+    images = flattened_images(model, sample)
+    found: dict[str, NamedWeight] = {}
+    for path, module in model.named_modules():
+        inside = f"{path}." if path else ""
+        for each in _of_module(module, images.get(path)):
+            if inside + each.name not in found:
+                named = (inside + each.name, tuple(inside + name for name in each.theirs))
+                found[inside + each.name] = NamedWeight(*named, each.write, each.read)
+    entries = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    return [found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries]
+
+
+def flattened_images(model: Module, sample: Array) -> dict[str, tuple[int, ...]]:
+    """Return the (height, width, channels) that were flattened before each linear layer which reads them, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    image: tuple[int, ...] = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
+
+    def observe(module: Any, result: Any) -> None:
+        nonlocal image
+        if isinstance(module, Linear):
+            if image and prod(image) == module.weight.shape[0] and image[0] * image[1] > 1:
+                found[module.path] = image
+            image = ()
+        elif isinstance(result, Tensor) and result.ndim == 4:
+            image = tuple(result.shape[1:])
+
+    with no_grad(), observed(observe):
+        model(Tensor(sample))
+    return found
+
+
+def to_torch(model: Module, sample: Array) -> dict[str, Array]:
+    """Return a model's values by PyTorch's names, in its layouts.
+
+    Args:
+        model, sample: see `torch_weights`.
+    """
+    state = model.state()
+    found: dict[str, Array] = {}
+    for each in torch_weights(model, sample):
+        for name, array in zip(each.theirs, each.write(state[each.name]), strict=True):
+            found[name] = np.ascontiguousarray(array).reshape(array.shape)
+    return found
+
+
+def from_torch(
+    weights: list[NamedWeight], state: Mapping[str, Array], source: object = "the state"
+) -> dict[str, Array]:
+    """Return arrays by the names that they have here.
+
+    Args:
+        weights: of the model, see `torch_weights`.
+        state: arrays by PyTorch's names.
+        source: where they come from, for the message.
+
+    Raises:
+        CheckpointError: for names that are missing, or unknown.
+    """
+    known = {name for each in weights for name in each.theirs}
+    counted = "num_batches_tracked"  # PyTorch counts; nothing here depends on it
+    missing = sorted(name for name in known - state.keys() if not name.endswith(counted))
+    unknown = sorted(state.keys() - known)
+    if missing or unknown:
+        raise CheckpointError(f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}")
+    return {
+        each.name: np.ascontiguousarray(
+            each.read(*(state[name] for name in each.theirs if not name.endswith(counted))),
+        )
+        for each in weights
+    }
+
+
+def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str, str] | None = None) -> int:
+    """Write a model's values as a state_dict of PyTorch's, and return how many arrays those are.
+
+    Args:
+        file: `safetensors.torch.load_file` reads it.
+        model, sample: see `torch_weights`.
+        metadata: texts by name, which the file holds too.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    arrays = to_torch(model, sample)
+    try:
+        save_file(arrays, file, {**(metadata or {}), "format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    return len(arrays)
+
+
+def read_torch(file: Path) -> dict[str, Array]:
+    """Return the arrays of a state_dict that was saved as safetensors.
+
+    Raises:
+        CheckpointError: when it cannot be read.
+    """
+    try:
+        with safe_open(file, "numpy") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+    except (OSError, SafetensorError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[NamedWeight]:
+    """Yield the arrays of a module that stand otherwise in PyTorch, by their names in the module."""
+    if isinstance(module, Linear):
+        yield NamedWeight("weight", ("weight",), partial(_linear, image), partial(_linear_back, image))
+    elif isinstance(module, Conv2d):
+        yield NamedWeight(
+            "weight", ("weight",), lambda x: (x.transpose(3, 2, 0, 1),), lambda x: x.transpose(2, 3, 1, 0)
+        )
+    elif isinstance(module, BatchNorm):
+        names = ("running_var", "num_batches_tracked")
+        yield NamedWeight("running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x)
+    elif isinstance(module, LSTM):
+        for number in range(len(module.layers)):
+            layer, reverse = divmod(number, module.directions)
+            end, ours = f"_l{layer}{'_reverse' * reverse}", f"layers.{number}."
+            for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
+                yield NamedWeight(ours + name, (theirs + end,), lambda x: (_gates(x.T),), lambda x: _gates(x).T)
+            names = (f"bias_ih{end}", f"bias_hh{end}")
+            yield NamedWeight(
+                ours + "bias", names, lambda x: (_gates(x), np.zeros_like(x)), lambda x, more: _gates(x + more)
+            )
+
+
+def _linear(image: tuple[int, ...] | None, x: Array) -> tuple[Array, ...]:
+    if image is None:
+        return (x.T,)
+    return (x.reshape(*image, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1),)
+
+
+def _linear_back(image: tuple[int, ...] | None, x: Array) -> Array:
+    if image is None:
+        return x.T
+    height, width, channels = image
+    return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(x.shape[1], -1)
+
+
+def _gates(x: Array) -> Array:
+    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself."""
+    parts = np.split(x, 4)
+    return np.concatenate([parts[number] for number in TORCH_GATES])

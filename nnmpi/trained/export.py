@@ -1,0 +1,98 @@
+"""The command `python -m nnmpi.export`: a run's weights as a file that other programs read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.errors import UsageError
+from nnmpi.models.torch_weights import write_torch
+from nnmpi.train.cli import start_ranks
+from nnmpi.train.config import to_json
+from nnmpi.train.log import Console
+from nnmpi.train.signature import to_metadata
+from nnmpi.trained.options import take_paths
+from nnmpi.trained.run import load
+
+PROGRAM = "python -m nnmpi.export"
+DESCRIPTION = """Write a run's weights for other programs: python -m nnmpi.export RUN [options].
+
+torch: a state_dict as safetensors, with PyTorch's names and layouts; safetensors.torch.load_file reads it. The way back
+is --weights FILE of python -m nnmpi.evaluate, predict and export. (A run of --model gpt has left its weights as Hugging
+Face's transformers reads them in RUN/model.)"""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is written."""
+
+    format: Literal["torch"] = "torch"
+    """Whose names and layouts."""
+    out: Path | None = None
+    """The file (default: RUN/torch.safetensors)."""
+    best: bool = False
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    weights: Path | None = None
+    """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
+
+
+def parse(words: Sequence[str]) -> tuple[Path, ExportConfig]:
+    """Return the run's folder, and what the words ask for.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and without a folder.
+    """
+    options = options_of(ExportConfig)
+    read_words([word for word in words if word in ("-h", "--help")], options, PROGRAM, DESCRIPTION)
+    (folder,), rest = take_paths(words, "RUN")
+    return folder, ExportConfig(**read_words(rest, options, PROGRAM, DESCRIPTION))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Write the file, on rank 0. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console = Console(quiet=not group.is_root)
+    with agreed(group):
+        try:
+            folder, options = parse(words)
+        except HelpAsked as asked:
+            return console.say(str(asked))
+    console.say(on_root(group, partial(export, folder, options)))
+    return None
+
+
+def export(folder: Path, options: ExportConfig) -> str:
+    """Write a run's weights, and return a sentence about them.
+
+    Raises:
+        UsageError: when there is no such run, or the file cannot be written.
+        CheckpointError: when the run has no checkpoint.
+    """
+    run = load(folder, options.best, options.weights)
+    file = options.out or folder / "torch.safetensors"
+    about = to_metadata(run.signature, to_json(run.config.model))
+    kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
+    try:
+        count = write_torch(file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about)
+    except OSError as error:
+        raise UsageError(f"--out {file} cannot be written ({error.strerror or error})") from None
+    return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
+
+
+def launch(words: Sequence[str]) -> None:
+    """Export on the ranks that MPI has started; the first one does it.
+
+    Raises:
+        NnmpiError: see `train.cli.start_ranks` and `main`.
+    """
+    start_ranks(words, main, lambda: {"ranks": 0})

@@ -1,0 +1,118 @@
+"""A model's values in PyTorch's names and layouts: the same logits there, and the same values back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn
+from nnmpi.errors import CheckpointError
+from nnmpi.models.torch_weights import from_torch, read_torch, to_torch, torch_weights, write_torch
+from nnmpi.nn.module import Module
+from nnmpi.tensor.function import no_grad
+
+IMAGES = np.random.default_rng(0).standard_normal((3, 8, 6, 2)).astype(np.float32)
+TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))
+
+
+def cases() -> dict[str, tuple[Module, Any]]:
+    """Return models of every kind of layer, with something that they take."""
+    bidirectional = nn.Sequential(nn.Embedding(7, 4), nn.LSTM(4, 5, layers=2, bidirectional=True), nn.Linear(10, 7))
+    return {
+        "cnn": (models.cnn((8, 6, 2), 10), IMAGES),
+        "mlp": (models.mlp((8, 6, 2), 10, (9,)), IMAGES),
+        "resnet": (models.resnet((8, 6, 2), 10), IMAGES),
+        "lstm": (bidirectional, TOKENS),
+        "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    """The same values, to the bit; another model's file is refused."""
+    model, x = cases()[name]
+    model.initialize(seed=1)
+    before = model.state()
+    write_torch(tmp_path / "torch.safetensors", model, x[:1])
+    model.initialize(seed=2)
+    found = from_torch(torch_weights(model, x[:1]), read_torch(tmp_path / "torch.safetensors"))
+    model.load_state(found)
+    assert {name: array.tolist() for name, array in model.state().items()} == {
+        name: array.tolist() for name, array in before.items()
+    }
+    other = models.mlp((8, 6, 2), 10, ()).initialize()
+    with pytest.raises(CheckpointError, match="does not fit the model: missing"):
+        from_torch(torch_weights(other, IMAGES[:1]), read_torch(tmp_path / "torch.safetensors"))
+
+
+def _torch_model(torch: Any, name: str) -> Any:
+    t = torch.nn
+    if name == "cnn":
+        conv = [t.Conv2d(2, 32, 3, padding=1), t.ReLU(), t.MaxPool2d(2), t.Conv2d(32, 64, 3, padding=1), t.ReLU()]
+        dense = [t.Linear(128, 128), t.ReLU(), t.Linear(128, 64), t.ReLU(), t.Linear(64, 10)]
+        return t.Sequential(*conv, t.MaxPool2d(2), t.Flatten(), *dense)
+    if name == "mlp":
+        return t.Sequential(t.Flatten(), t.Linear(96, 9), t.ReLU(), t.Linear(9, 10))
+    if name == "resnet":
+
+        class Residual(t.Module):  # type: ignore[name-defined,misc]
+            def __init__(self, body: Any, shortcut: Any) -> None:
+                super().__init__()
+                self.body, self.shortcut = body, shortcut
+
+            def forward(self, x: Any) -> Any:
+                return torch.relu(self.body(x) + (x if self.shortcut is None else self.shortcut(x)))
+
+        return _resnet(t, Residual)
+
+    class LSTM(t.LSTM):  # type: ignore[name-defined,misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)[0]
+
+    return t.Sequential(t.Embedding(7, 4), LSTM(4, 5, 2, bidirectional=True, batch_first=True), t.Linear(10, 7))
+
+
+def _resnet(t: Any, residual: Any) -> Any:
+    """Return PyTorch's twin of `models.resnet`, layer by layer."""
+
+    def twin(module: Any) -> Any:
+        if isinstance(module, nn.Sequential):
+            return t.Sequential(*(twin(each) for _, each in module.children()))
+        if isinstance(module, nn.Residual):
+            return residual(twin(module.body), None if module.shortcut is None else twin(module.shortcut))
+        if isinstance(module, nn.Conv2d):
+            (kh, kw, inputs, outputs), bias = module.weight.shape, module.bias is not None
+            return t.Conv2d(inputs, outputs, (kh, kw), module.stride, module.padding, bias=bias)
+        if isinstance(module, nn.BatchNorm):
+            return t.BatchNorm2d(module.weight.shape[0])
+        if isinstance(module, nn.Linear):
+            return t.Linear(*module.weight.shape)
+        return {"ReLU": t.ReLU(), "Flatten": t.Flatten(), "GlobalAvgPool2d": _mean(t)}[type(module).__name__]
+
+    return twin(models.resnet((8, 6, 2), 10))
+
+
+def _mean(t: Any) -> Any:
+    return t.Sequential(t.AdaptiveAvgPool2d(1), t.Flatten())
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm"])
+def test_pytorch_computes_the_same(name: str) -> None:
+    """Logits within 1e-6 of the largest, there and with what is trained there."""
+    torch = pytest.importorskip("torch")
+    model, x = cases()[name]
+    model.initialize(seed=1)
+    theirs = _torch_model(torch, name).eval()
+    theirs.load_state_dict({key: torch.from_numpy(value) for key, value in to_torch(model, x[:1]).items()})
+    given = torch.from_numpy(x.transpose(0, 3, 1, 2).copy() if x.ndim == 4 else x)
+    for _ in range(2):
+        with no_grad():
+            ours = model(x).numpy()
+        logits = theirs(given)
+        assert np.abs(ours - logits.detach().numpy()).max() <= 1e-6 * np.abs(ours).max()
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+        logits.square().mean().backward()
+        optimizer.step()
+        state = {key: value.numpy() for key, value in theirs.state_dict().items()}
+        model.load_state(from_torch(torch_weights(model, x[:1]), state))
