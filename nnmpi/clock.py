@@ -35,6 +35,12 @@ def now() -> float:
     return time.perf_counter() if clock is None else clock.now()
 
 
+def calendar() -> float:
+    """Return the seconds since the beginning of 1970; by a simulated clock, since the beginning of its run."""
+    clock = _clock.get()
+    return time.time() if clock is None else clock.now()
+
+
 def sleep(seconds: float) -> None:
     """Return when so many seconds have passed."""
     clock = _clock.get()

@@ -138,7 +138,9 @@ def main(words: Sequence[str], group: Group) -> None:
     console = Console(quiet=not group.is_root)
     config = read_options(words, group, console)
     if config is not None:
-        run(config, group, console)
+        if config.run.quiet:
+            console.silence()
+        run(config, group, console, words)
 
 
 def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:
@@ -216,7 +218,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
     values = check(flat, str(file))
-    left_out = {"out", "resume", "config", *SIMULATION}
+    left_out = {"out", "resume", "config", "quiet", *SIMULATION}
     return {name: value for name, value in values.items() if name not in left_out}
 
 

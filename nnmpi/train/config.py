@@ -550,6 +550,8 @@ class RunConfig:
     """TOML file with options, as on the command line without the dashes; the command line is stronger."""
     log_every: int = 10
     """Steps between two lines of training metrics in metrics.jsonl."""
+    quiet: bool = False
+    """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
     print_every: float = 5.0
     """Seconds between two printed lines of progress inside an epoch; 0: one per line of metrics."""
     eval_every: int = 1

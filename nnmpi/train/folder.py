@@ -1,8 +1,11 @@
 """The folder of a run: what lies where, who may write into it, and how files are written so that a kill costs nothing.
 
+runs/latest           a link to the newest run there
 runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
+  console.txt         what was printed
+  starts.jsonl        a line for each start of the run: its command, when, where, with which versions
   times.json          what forward, backward and update took in each stage, for --pace of another run
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
@@ -14,18 +17,22 @@ runs/digits-cnn-20260101-120000/
 import hashlib
 import json
 import os
+import platform
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from numpy import __version__ as numpy_version
 
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, flatten
 from nnmpi.train.custom_model import short_name
+from nnmpi.version import VERSION
 
 
 def write_durably(file: Path, content: bytes) -> None:
@@ -73,6 +80,7 @@ def sha256(file: Path) -> str:
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
 TIMES_FILE = "times.json"
 POLL_S = 0.1
 
@@ -153,6 +161,16 @@ class RunFolder:
     def times(self) -> Path:
         """Return the file with what computing took."""
         return self.path / TIMES_FILE
+
+    @property
+    def console(self) -> Path:
+        """Return the file with what was printed."""
+        return self.path / "console.txt"
+
+    @property
+    def starts(self) -> Path:
+        """Return the file with the commands."""
+        return self.path / "starts.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -236,6 +254,31 @@ class RunFolder:
         with self._written():
             replace_durably(self.config, text.encode() + b"\n")
 
+    def note_start(self, words: Sequence[str], ranks: int, library: str) -> None:
+        """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
+
+        Args:
+            words: of the command line.
+            ranks: how many there are.
+            library: the MPI.
+        """
+        versions = {"nnmpi": VERSION, "python": platform.python_version(), "numpy": numpy_version, "mpi": library}
+        start = {
+            "command": ["python", "-m", "nnmpi.train", *words],
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": platform.node(),
+            "folder": str(Path.cwd()),
+            "ranks": ranks,
+            "versions": versions,
+        }
+        with suppress(OSError):
+            with self.starts.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(start) + "\n")
+            if self.path.parent == RUNS and not self.path.is_symlink():
+                temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
+                temporary.symlink_to(self.path.name)
+                temporary.replace(RUNS / LATEST_RUN)
+
     @contextmanager
     def _written(self) -> Iterator[None]:
         """Turn the system's refusals into a sentence."""
@@ -268,7 +311,7 @@ def find_model(pretrained: Path) -> Path:
     return pretrained
 
 
-def default_folder(config: Config, runs: Path = Path("runs")) -> Path:
+def default_folder(config: Config, runs: Path = RUNS) -> Path:
     """Return a name for the run that is not taken: runs/DATASET-MODEL-TIME, with a number if need be.
 
     Raises:

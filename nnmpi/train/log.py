@@ -10,8 +10,9 @@ write it in `Reporter.steps` and explain it in metrics.py.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO
 
 from nnmpi import clock
@@ -32,9 +33,31 @@ class Console:
         """Print to `stream` (standard output when None) unless `quiet`."""
         self._stream = sys.stdout if stream is None else stream
         self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
+        self._copy: TextIO | None = None
+
+    def silence(self) -> None:
+        """Print nothing from now on; what is said goes into the copy alone."""
+        self._quiet = True
+
+    @contextlib.contextmanager
+    def copied(self, file: Path) -> Iterator[None]:
+        """Append what is said in the body to a file, too, as long as the disk takes it."""
+        with contextlib.suppress(OSError):
+            self._copy = file.open("a", encoding="utf-8")
+        try:
+            yield
+        finally:
+            if self._copy is not None:
+                with contextlib.suppress(OSError):
+                    self._copy.close()
+            self._copy = None
 
     def say(self, *lines: str) -> None:
         """Print the lines at once."""
+        if self._copy is not None:
+            with contextlib.suppress(OSError):
+                self._copy.write("".join(f"{printable(line)}\n" for line in lines))
+                self._copy.flush()
         if self._quiet:
             return
         try:

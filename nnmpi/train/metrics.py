@@ -39,6 +39,8 @@ to the loss, and "tokens_per_second"; padding is no token.
 
 On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
 
+Every record ends with "time", when it was written, in seconds since the beginning of 1970.
+
 `elapsed_s` are the seconds of the run so far, without those between its parts if it was resumed. On simulated ranks all
 times are simulated ones.
 """
@@ -55,6 +57,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nnmpi import clock
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.reading import parse_json
 from nnmpi.synchrony.staleness import Staleness
@@ -225,7 +228,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def write(self, record: dict[str, Any]) -> None:
         """Write one record into every file; the docstring above explains its keys."""
         if self._metrics is not None:
-            self._metrics.write(record)
+            self._metrics.write({**record, "time": clock.calendar()})
         if self._events is not None:
             with suppress(OSError):  # they are a picture of the metrics
                 self._events.write(record)

@@ -1,6 +1,7 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,13 +28,14 @@ from nnmpi.train.metrics import MetricsRecorder, cut_metrics
 from nnmpi.train.run_state import RunState
 
 
-def run(config: Config, group: Group, console: Console) -> None:
+def run(config: Config, group: Group, console: Console, words: Sequence[str] = ()) -> None:
     """Train with this configuration, in the folder `config.run.out`. Collective.
 
     Args:
         config: every option, the same on every rank.
         group: all ranks of the run.
         console: prints on rank 0.
+        words: of the command line, to be written down.
 
     Raises:
         UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
@@ -56,7 +58,7 @@ def run(config: Config, group: Group, console: Console) -> None:
     compiled = jit() if config.run.jit else nullcontext()  # a device has kernels of its own
     convolution = use_convolution(config.run.convolution)
     with explained(backend), np.errstate(all="ignore"), compiled, convolution, FolderLock(config.run.out) as lock:
-        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank)
+        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words)
 
 
 def _run(
@@ -67,6 +69,7 @@ def _run(
     lock: FolderLock,
     backend: Backend,
     local_rank: int,
+    words: Sequence[str],
 ) -> None:
     resuming = config.run.resume is not None
     on_root(group, lock.take if resuming else folder.check_free)
@@ -85,10 +88,28 @@ def _run(
             folder.check_free()  # once more: another job may have come first
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
+        folder.note_start(words, group.size, group.comm.world.library)
         cut_metrics(folder.metrics, state.step)
 
     on_root(group, take_folder)
-    console.say(*lines, *restored)
+    if state.step >= context.extent.steps:
+        restored = [*restored, f"the run is finished, {_how_to_go_on(context)}"]
+    with console.copied(folder.console) if group.is_root else nullcontext():
+        console.say(*lines, *restored)
+        _train(context, state, console)
+
+
+def _how_to_go_on(context: RunContext) -> str:
+    """Return what is done, and what would do more."""
+    options, extent = context.config.optimization, context.extent
+    if options.max_steps is not None and extent.steps == options.max_steps:
+        return f"all {extent.steps} steps are done; a larger --max-steps goes on"
+    return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
+
+
+def _train(context: RunContext, state: RunState, console: Console) -> None:
+    """Train from a state to the end, and leave everything behind that a run leaves. Collective."""
+    folder, group, backend, config = context.folder, context.group, context.backend, context.config
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
         reporter = Reporter(context.extent, console, recorder, config.run.print_every, tokens)

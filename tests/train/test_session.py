@@ -70,7 +70,7 @@ def test_metrics_have_their_keys(train: Train) -> None:
     assert [each["global_step"] for each in records] == [2, 2, 4, 4, 6, 6, 6]
     for record in records:
         trained = TRAIN_KEYS + ["device_peak_bytes"] * on_device()
-        assert list(record) == (trained if record["kind"] == "train" else EVAL_KEYS)
+        assert list(record) == [*(trained if record["kind"] == "train" else EVAL_KEYS), "time"]
         assert all(value is not None for value in record.values())
     assert records[-1]["accuracy"] == records[-2]["accuracy"]
     assert [each["epoch"] for each in records[:3]] == [1.0, 1.0, 2.0]
@@ -79,7 +79,9 @@ def test_metrics_have_their_keys(train: Train) -> None:
 def test_the_folder_holds_everything(train: Train) -> None:
     run = train("--epochs 5 --save-every 1 --keep 2")
     times = [] if on_device() else ["times.json"]
-    assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", *times]
+    assert sorted(each.name for each in run.iterdir()) == sorted(
+        ["checkpoints", "config.json", "console.txt", "metrics.jsonl", "starts.jsonl", *times]
+    )
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000010"]
     config = json.loads((run / "config.json").read_text())
     assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
@@ -308,10 +310,10 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
 ) -> None:
     real = CheckpointWriter.finish
 
-    def full(self: CheckpointWriter, state: Any, keep: int) -> str:
+    def full(self: CheckpointWriter, state: Any, keep: int, best: bool) -> str:
         if state["step"] > 4:
             raise OSError(28, "No space left on device")
-        return real(self, state, keep)
+        return real(self, state, keep, best)
 
     monkeypatch.setattr(CheckpointWriter, "finish", full)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):

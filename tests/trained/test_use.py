@@ -157,3 +157,23 @@ def test_weights_go_to_pytorch_and_come_back(tmp_path: Path, capfd: pytest.Captu
     assert there.keys() == back.keys() and all((there[name] == back[name]).all() for name in there)
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         said(evaluate, f"{folder} --weights {folder}/config.json", 2, capfd)
+
+
+def test_the_folder_says_how_it_came_about(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands, what was printed, and where the newest run is; one that is finished says what would go on."""
+    data = files(tmp_path)["table.csv"]
+    monkeypatch.chdir(tmp_path)
+    words = f"--dataset {data} --model mlp --hidden 6 --epochs 1"
+    printed = said(train, words, 2, capfd)
+    latest = Path("runs/latest")
+    assert (latest / "console.txt").read_text() == printed
+    assert "" == said(train, f"--resume {latest} --quiet", 1, capfd)
+    assert "finished, all 1 epochs are done; more --epochs, such as 2, go on" in (latest / "console.txt").read_text()
+    starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]
+    assert [(each["ranks"], each["command"][3:]) for each in starts] == [
+        (2, words.split()),
+        (1, ["--resume", "runs/latest", "--quiet"]),
+    ]
+    assert re.search("test accuracy", said(evaluate, "runs/latest", 1, capfd))
