@@ -33,6 +33,7 @@ from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
+from nnmpi.own import is_own, load_own
 
 
 def main(words: Sequence[str]) -> str:
@@ -169,7 +170,7 @@ def _parser() -> Parser:
     for name, command in _COMMANDS.items():
         one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         if name in _OF_ONE:
-            one.add_argument("algorithm", help="such as ring, tree, ps")
+            one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
@@ -228,6 +229,9 @@ def _by_number(text: str) -> tuple[int, float]:
 def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
     """Return what is asked for; a name that only another operation has means that one."""
     operation, name = arguments.operation, arguments.algorithm
+    if is_own(name):
+        arguments.operation = operation or ALL_REDUCE.name
+        return find_collective(arguments.operation, load_own(name, "the algorithm", "(rank, size)"))
     if operation is None:
         having = [what for what, how in COLLECTIVES if how == name]
         operation = having[0] if len(having) == 1 else ALL_REDUCE.name

@@ -80,6 +80,19 @@ class Collective:
         return tuple(step for phase in self.phases for step in phase.steps(rank, size))
 
 
+def as_collective(algorithm: Collective | Algorithm, contract: Contract | None = None) -> Collective:
+    """Return an algorithm as a collective with its name.
+
+    Args:
+        algorithm: a collective, or a bare function of (rank, size) that returns that rank's steps.
+        contract: what such a function promises; an all-reduce by default.
+    """
+    if isinstance(algorithm, Collective):
+        return algorithm
+    name = getattr(algorithm, "__name__", type(algorithm).__name__)
+    return Collective(name, contract or ALL_REDUCE, (Phase(algorithm),))
+
+
 def part(rank: int, times: int = 1) -> int:
     """Return the parts that hold this rank's, so many times, and no other's."""
     return times << DIGIT_BITS * rank

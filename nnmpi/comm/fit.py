@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_algorithm
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_algorithm
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import NnmpiError, UsageError
@@ -57,7 +57,7 @@ class Fit:
         """The number of ranks that it holds for."""
         return int(self.facts["ranks"])
 
-    def predict(self, algorithm: str, nbytes: int, started: bool = False) -> float:
+    def predict(self, algorithm: How, nbytes: int, started: bool = False) -> float:
         """Return the seconds that an all-reduce of float32 will take.
 
         Args:

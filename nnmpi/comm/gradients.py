@@ -26,11 +26,12 @@ from typing import TypeAlias
 import nnmpi.shard as shard
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, DEVICE_NAMES, IPC, NAMES, NATIVE, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, DEVICE_NAMES, IPC, NAMES, NATIVE, SHARED, How, find_algorithm, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device
 from nnmpi.comm.choose import Choice
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.group import Group
+from nnmpi.comm.prove import check_proof
 from nnmpi.errors import CommError, DeviceError, UsageError
 
 # Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen
@@ -132,7 +133,7 @@ class BucketExchange:
         group: Group,
         buffers: Sequence[Buffer],
         spans: Sequence[Span],
-        algorithm: str | Sequence[str] = AUTO,
+        algorithm: How | Sequence[How] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
@@ -141,8 +142,9 @@ class BucketExchange:
         with agreed(group):
             itemsizes = [check_any(buffer).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_limit(bucket_bytes, self.overlap))
-            names = [algorithm] * len(self.buckets) if isinstance(algorithm, str) else list(algorithm)
-            _check_names([algorithm] if isinstance(algorithm, str) else names, len(names), len(self.buckets))
+            one = isinstance(algorithm, str) or callable(algorithm)
+            names: list[How] = [algorithm] * len(self.buckets) if one else list(algorithm)  # type: ignore[list-item,arg-type]
+            _check_names(names[:1] if one else names, len(names), len(self.buckets), group.size)
         require_equal(
             group,
             [[[bucket.start, bucket.stop, buffers[bucket.buffer].dtype.name] for bucket in self.buckets]],
@@ -247,15 +249,15 @@ class BucketExchange:
             self._left = None
         return now
 
-    def _bind(self, part: Buffer, name: str, tag: int) -> tuple[Pending, Choice]:
+    def _bind(self, part: Buffer, name: How, tag: int) -> tuple[Pending, Choice]:
         """Return a bucket's sum, ready to be started, and what it is; collective."""
         group = self._group
         if name == AUTO:
             choice = group.choose(part, started=self.overlap)
         else:
-            choice = Choice(name, "asked for", predict(group, name, part.nbytes, self.overlap))
+            choice = Choice(name_of(name), "asked for", predict(group, name, part.nbytes, self.overlap))
         try:
-            return group.bind(part, choice.algorithm, tag), choice
+            return group.bind(part, choice.algorithm if isinstance(name, str) else name, tag), choice
         except DeviceError as error:
             if choice.algorithm not in (SHARED, IPC):
                 raise
@@ -354,7 +356,7 @@ def bucket_limit(bucket_bytes: int | None, overlap: bool) -> int:
     return bucket_bytes
 
 
-def predict(group: Group, algorithm: str, nbytes: int, started: bool = False) -> float | None:
+def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) -> float | None:
     """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it does not know.
 
     Args:
@@ -382,11 +384,13 @@ def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
     return Traffic(spent_s, 0.0, nbytes, 1, nan if predicted_s is None else predicted_s)
 
 
-def _check_names(names: Sequence[str], given: int, buckets: int) -> None:
+def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> None:
     for name in names:
-        if name not in (*NAMES, *DEVICE_NAMES):
-            names = ", ".join((*NAMES, *DEVICE_NAMES))
-            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {names}")
+        if not isinstance(name, str):
+            check_proof(find_algorithm(name), size)
+        elif name not in (*NAMES, *DEVICE_NAMES):
+            known = ", ".join((*NAMES, *DEVICE_NAMES))
+            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {known}")
     if given != buckets:
         raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 

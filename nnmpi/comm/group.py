@@ -13,7 +13,7 @@ from nnmpi import timeline
 from nnmpi.backend.array import is_array
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm.agreement import require_equal
-from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, find_algorithm, find_collective
+from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, How, find_algorithm, find_collective
 from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_contiguous, is_device, pieces
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
@@ -22,6 +22,7 @@ from nnmpi.comm.device.coroutine import Widened
 from nnmpi.comm.device.transport import Devices
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
 from nnmpi.comm.fit import Fit
+from nnmpi.comm.prove import check_proof
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum
 from nnmpi.comm.world import Comm
@@ -91,7 +92,7 @@ class Group(Communicator):
 
     # ---- sums ----
 
-    def all_reduce(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
+    def all_reduce(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
         Args:
@@ -100,7 +101,7 @@ class Group(Communicator):
                 float16 and bfloat16 are added up in float32. It may be a device's: the result is there for what is
                 given to the current stream afterwards.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; for device arrays also "ipc" and
-                "nccl".
+                "nccl"; or a function of one's own, (rank, size) -> steps, which is proved before it runs first.
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
                 differ may wait for ever.
 
@@ -109,10 +110,11 @@ class Group(Communicator):
             DtypeError: for another dtype.
             CommError: with `check`, on all ranks, when one of them has another array.
             UsageError: for an unknown algorithm.
+            ScheduleError: on all ranks, for one of one's own that is no all-reduce; it names the fault.
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
-    def reduce_scatter(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
+    def reduce_scatter(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
         """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold anything then.
 
         Args:
@@ -125,7 +127,7 @@ class Group(Communicator):
         """
         self._run(array, algorithm, REDUCE_SCATTER.name, check)
 
-    def all_gather(self, array: Buffer, algorithm: str = NATIVE, check: bool = True) -> None:
+    def all_gather(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
         """Replace every other rank's chunk of the array by what that rank has in it.
 
         Args:
@@ -156,7 +158,7 @@ class Group(Communicator):
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
 
-    def start_all_reduce(self, array: Buffer, algorithm: str = NATIVE, tag: int | None = None) -> Pending:
+    def start_all_reduce(self, array: Buffer, algorithm: How = NATIVE, tag: int | None = None) -> Pending:
         """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
 
         Several may be in flight, if all ranks start them in the same order. With tags of their own (see `bind`) those
@@ -188,7 +190,7 @@ class Group(Communicator):
         pending.start()
         return pending
 
-    def bind(self, array: Buffer, algorithm: str = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name) -> Pending:
+    def bind(self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name) -> Pending:
         """Return a collective that works on this array in place, ready to be started any number of times.
 
         Args:
@@ -207,7 +209,7 @@ class Group(Communicator):
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
         return self._bind(array, algorithm, tag, operation, persistent=True)
 
-    def _run(self, array: Buffer, algorithm: str, operation: str, check: bool) -> None:
+    def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
         """Do a collective once, after a look whether all ranks have the same array."""
         with timeline.span(operation, "collective", timeline.REDUCE):
             if check:
@@ -220,7 +222,7 @@ class Group(Communicator):
     def _bind(
         self,
         array: Buffer,
-        algorithm: str,
+        algorithm: How,
         tag: int,
         operation: str = ALL_REDUCE.name,
         persistent: bool = False,
@@ -243,7 +245,7 @@ class Group(Communicator):
         return self._bind_one(array, algorithm, tag, operation, persistent)
 
     def _bind_one(
-        self, array: Buffer, algorithm: str, tag: int, operation: str, persistent: bool, on_device: bool = False
+        self, array: Buffer, algorithm: How, tag: int, operation: str, persistent: bool, on_device: bool = False
     ) -> Pending:
         """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
         if algorithm == NATIVE:
@@ -254,6 +256,8 @@ class Group(Communicator):
             collective = find_collective(operation, algorithm)
         else:
             collective = find_algorithm(algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
+        if not isinstance(algorithm, str):
+            check_proof(collective, self.size)
         steps = collective(self.rank, self.size)
         return Execution(steps, array, self.comm, tag, persistent=persistent, on_device=on_device)
 

@@ -7,6 +7,7 @@ an all-reduce every rank's part exactly once), with no message left over.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 from nnmpi.comm.agreement import name_ranks
@@ -53,6 +54,23 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
     if contract is None:
         contract = algorithm.contract if isinstance(algorithm, Collective) else ALL_REDUCE
     return prove_steps([algorithm(rank, size) for rank in range(size)], contract)
+
+
+@cache
+def check_proof(collective: Collective, size: int) -> None:
+    """Prove a collective, once for each number of ranks: what is to run on real ranks must not hang there.
+
+    Raises:
+        ScheduleError: see `prove`; for what gives no steps, too.
+    """
+    steps = [collective(rank, size) for rank in range(size)]
+    wrong = [each for own in steps for each in own if not isinstance(each, Step)]
+    if wrong:
+        raise ScheduleError(f"{collective.name} gives a {type(wrong[0]).__name__}; give a tuple of Step for each rank")
+    try:
+        prove_steps(steps, collective.contract)
+    except ScheduleError as error:
+        raise ScheduleError(f"{collective.name} with {size} ranks is no {collective.contract.name}: {error}") from None
 
 
 def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:

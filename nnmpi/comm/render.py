@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from nnmpi.comm.collective import Collective
+from nnmpi.comm.collective import Collective, as_collective
 from nnmpi.comm.simulation.engine import finish
-from nnmpi.comm.steps import Chunks, Step, runs
+from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
 from nnmpi.errors import UsageError
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
 
 
-def render(collective: Collective, size: int) -> str:
+def render(collective: Collective | Algorithm, size: int) -> str:
     """Return a picture of a collective on `size` ranks, when every message takes one round.
 
         all-reduce by tree, 4 ranks
@@ -33,6 +33,7 @@ def render(collective: Collective, size: int) -> str:
     """
     if size < 1:
         raise UsageError(f"there is no picture of {size} ranks; give at least 1")
+    collective = as_collective(collective)
     picture = _Picture(size)
     finish([collective(rank, size) for rank in range(size)], [0] * size, picture)
     lines = [["", *(f"rank {rank}" for rank in range(size))]]

@@ -32,12 +32,13 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.comm.collective import Collective, Phase
+from nnmpi.comm.collective import Collective, Phase, as_collective
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulation.costs import ChunkBytes, Costs, Transfer
 from nnmpi.comm.simulation.engine import finish
 from nnmpi.comm.simulation.links import INSTANT_S, Links
 from nnmpi.comm.simulation.rounds import Rounds, in_rounds
+from nnmpi.comm.steps import Algorithm
 from nnmpi.errors import UsageError
 
 
@@ -64,7 +65,9 @@ class CollectiveTimes:
         return float(self.finish_s.max())
 
 
-def simulate(collective: Collective, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> CollectiveTimes:
+def simulate(
+    collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4
+) -> CollectiveTimes:
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`.
 
     Args:
@@ -78,7 +81,7 @@ def simulate(collective: Collective, size: int, nbytes: int, machine: Machine, i
         UsageError: for no ranks, or a machine with another number of them.
         ScheduleError: when the ranks wait for one another for ever.
     """
-    return simulate_phases(collective.phases, size, nbytes, machine, itemsize)
+    return simulate_phases(as_collective(collective).phases, size, nbytes, machine, itemsize)
 
 
 def simulate_phases(
@@ -127,7 +130,7 @@ class Price:
     messages: int
 
 
-def price(collective: Collective, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Price:
+def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Price:
     """Return what the time of a collective is spent on; errors are those of `simulate`.
 
     The price is exact for the machine's curves, for unequal chunks, and for slow and late ranks. It leaves out what

@@ -38,6 +38,7 @@ from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.units import STAGES, predict_bytes
 from nnmpi.schedule.partition import partition
+from nnmpi.schedule.registry import name_of
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED
@@ -294,7 +295,7 @@ def _shared_parameters(
     shared = {name: numbers for name, numbers in found.items() if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
-        asked = f"the pipeline schedule {layout.schedule}"
+        asked = f"the pipeline schedule {name_of(layout.schedule)}"
         raise LayoutError(
             f"{name} stands in the stages {', '.join(map(str, numbers))}, which does not go with {asked}; cut the "
             f"model so that all layers that have it share a stage, or leave {asked} out"

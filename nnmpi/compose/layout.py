@@ -10,7 +10,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
 from nnmpi.parallel.zero.units import STAGES
-from nnmpi.schedule.registry import SCHEDULES
+from nnmpi.schedule.registry import SCHEDULES, Generator, name_of
 
 AUTO = "auto"
 FAST, FIXED = "fast", "fixed"
@@ -27,7 +27,8 @@ class Layout:
 
     Attributes:
         dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; one that is None is derived from the world.
-        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble" or "pipedream".
+        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble" or "pipedream"; or a function
+            of one's own, (rank, ranks, microbatches) -> what the rank computes, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved".
         split: "auto" balances measured times; or the number of links (see `nn.chain`) in each stage.
         recompute: "never", "always", or "except-last" microbatch: keep only each stage's input between forward and
@@ -51,7 +52,7 @@ class Layout:
     dp: int | None = None
     pp: int | None = None
     tp: int | None = None
-    schedule: str = "1f1b"
+    schedule: Generator = "1f1b"
     virtual_stages: int = 1
     split: Split = "auto"
     recompute: str = NEVER
@@ -66,7 +67,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
-        _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
+        if isinstance(self.schedule, str):
+            _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         _one_of("recompute", self.recompute, (NEVER, ALWAYS, EXCEPT_LAST))
         _one_of("reduction", self.reduction, (FAST, FIXED))
         _one_of("sp attention", self.sp_attention, WAYS)
@@ -75,7 +77,7 @@ class Layout:
         if self.virtual_stages > 1 and self.schedule != "interleaved":
             raise UsageError(
                 f"{self.virtual_stages} virtual stages belong to the pipeline schedule interleaved; "
-                f"{self.schedule} has one per rank"
+                f"{name_of(self.schedule)} has one per rank"
             )
         if self.split != AUTO and not _are_counts(self.split):
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of links such as (5, 4, 3)")

@@ -10,7 +10,7 @@ import numpy as np
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import require_equal
-from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
@@ -26,8 +26,8 @@ class GradientExchange:
         Worker(model, optimizer, group, exchange=GradientExchange(allreduce="ring", overlap=False))
 
     Attributes:
-        allreduce: the algorithm for every bucket, or one name for each bucket in order; "auto" chooses by predicted
-            time. See `parallel.data.DataParallel`, also for the next two.
+        allreduce: the algorithm for every bucket, a name or a function of one's own; or one for each bucket in order;
+            "auto" chooses by predicted time. See `parallel.data.DataParallel`, also for the next two.
         bucket_bytes: how large a bucket of gradients may become; None for what suits the algorithm.
         overlap: whether buckets are summed while backward goes on; None for what pays.
         fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
@@ -38,7 +38,7 @@ class GradientExchange:
         check: compare the ranks' weights after every step, by hash.
     """
 
-    allreduce: str | Sequence[str] = AUTO
+    allreduce: How | Sequence[How] = AUTO
     bucket_bytes: int | None = None
     overlap: bool | None = None
     fused_update: bool | None = None

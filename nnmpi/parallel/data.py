@@ -20,7 +20,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import perform
 from nnmpi.comm.agreement import require_equal
-from nnmpi.comm.algorithms.registry import AUTO, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, SHARED, How
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.choose import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
@@ -85,7 +85,7 @@ class DataParallel:
         self,
         model: Module,
         group: Group,
-        allreduce: str | Sequence[str] = AUTO,
+        allreduce: How | Sequence[How] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         backend: Backend | None = None,
@@ -265,13 +265,13 @@ class DataParallel:
                 "loss.backward(), or parallel.release() first"
             )
 
-    def _share_gradients(self, allreduce: str | Sequence[str]) -> list[Array]:
+    def _share_gradients(self, allreduce: How | Sequence[How]) -> list[Array]:
         """Move the gradients to shared memory and return its arrays; none if that would be of no use.
 
         With "auto" they are moved although another algorithm may be chosen later: it can choose shared memory only if
         the gradients are there.
         """
-        names = {allreduce} if isinstance(allreduce, str) else set(allreduce)
+        names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
         long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
         if any(is_device(grad) for grad in self.storage.grads):  # staging takes buffers in shared memory by itself
             return []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
+from nnmpi.own import is_own, load_own
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
@@ -30,7 +31,9 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     virtual = given.virtual_stages or (2 if given.schedule == INTERLEAVED else 1)
-    schedule = lower(make(given.schedule, given.stages, given.microbatches, virtual))
+    own = is_own(given.schedule)
+    name = load_own(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
+    schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
     found = simulate(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
@@ -98,7 +101,7 @@ def _parser() -> Parser:
     parser = Parser(
         "python -m nnmpi.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
     parser.add_argument("--stages", type=_count, required=True, help="stages of the pipeline, one on each rank")
     parser.add_argument("--microbatches", type=_count, required=True, help="microbatches in a step")
     parser.add_argument("--virtual-stages", type=_count, help="stages on each rank instead (interleaved: 2)")

@@ -1,7 +1,8 @@
 """The schedules by the names that the command line knows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeAlias
 
 from nnmpi.errors import UsageError
 from nnmpi.schedule.gpipe import gpipe
@@ -34,11 +35,20 @@ SCHEDULES = ("naive", "gpipe", "1f1b", INTERLEAVED, "zero-bubble", INFERENCE, "p
 """All names."""
 
 
-def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
+"""A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a user wrote."""
+
+
+def name_of(schedule: Generator) -> str:
+    """Return the name of a schedule; of a user's own that of the function."""
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
+
+
+def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Return the schedule of this name, computation only; `lower` adds messages, reductions and updates.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `SCHEDULES`, or a function of one's own, for one stage on each rank.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
         virtual: stages per rank; only "interleaved" and "inference" can have more than one.
@@ -46,15 +56,16 @@ def make(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule
     Raises:
         UsageError: for another name, or numbers that the schedule cannot have.
     """
-    if name not in SCHEDULES:
+    if isinstance(name, str) and name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
-    if name in _VIRTUAL:
+    if isinstance(name, str) and name in _VIRTUAL:
         programs = tuple(_VIRTUAL[name](rank, ranks, microbatches, virtual) for rank in range(ranks))
     elif virtual > 1:
-        raise UsageError(f"{name} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
+        raise UsageError(f"{name_of(name)} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
     else:
-        programs = tuple(_PLAIN[name](rank, ranks, microbatches) for rank in range(ranks))
-    return Schedule(name, ranks, ranks * virtual, microbatches, programs)
+        plain = _PLAIN[name] if isinstance(name, str) else name
+        programs = tuple(tuple(plain(rank, ranks, microbatches)) for rank in range(ranks))
+    return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs)

@@ -13,7 +13,7 @@ import numpy as np
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
@@ -39,13 +39,22 @@ from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.own import call_own, is_own, load_own
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
 from nnmpi.schedule.simulate import InstructionCosts
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
-from nnmpi.train.config import SEQUENCE_MODELS, Config, ModelConfig, OptimizationConfig, ParallelConfig, decided
-from nnmpi.train.custom_model import build_custom_model, is_custom
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    decided,
+    require,
+)
+from nnmpi.train.custom_model import build_custom_model
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
@@ -92,7 +101,7 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     Raises:
         UsageError: when the model does not take such samples, or the user's own cannot be built.
     """
-    if is_custom(config.model):
+    if is_own(config.model):
         return build_custom_model(config.model, sample_shape, classes)
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, dropout_of(config))
@@ -145,7 +154,7 @@ def check_samples(model: str, samples: Samples) -> None:
     Raises:
         UsageError: naming both.
     """
-    if is_custom(model) or samples.is_tokens == (model in SEQUENCE_MODELS):
+    if is_own(model) or samples.is_tokens == (model in SEQUENCE_MODELS):
         return
     what, others = ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
     raise UsageError(
@@ -194,11 +203,22 @@ def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) 
         after = StepDecay(lr, every, config.step_factor)
     elif config.schedule == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
+    elif is_own(config.schedule):
+        wanted = "(step, steps, lr)"
+        first = call_own(config.schedule, "--schedule", wanted, 0, extent.steps, lr)
+        require(isinstance(first, int | float), f"--schedule {config.schedule} gave {first!r}; return a number")
+        rate = load_own(config.schedule, "--schedule", wanted)
+        after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
     return Warmup(warmup, after) if warmup else after
 
 
 def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimizer:
     """Return the optimizer over a model's storage."""
+    if is_own(config.optimizer):
+        made = call_own(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
+        if not isinstance(made, Optimizer):
+            raise UsageError(f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an optim.Optimizer")
+        return made
     sgd = config.optimizer == "sgd"
     return names.build(
         config.optimizer,
@@ -208,6 +228,11 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimiz
         nesterov=config.nesterov if sgd else None,
         weight_decay=config.weight_decay,
     )
+
+
+def own_or_name(name: str, option: str, wanted: str) -> Any:
+    """Return the user's function of this name; of other names the name itself. See `own.load_own`."""
+    return load_own(name, option, wanted) if is_own(name) else name
 
 
 def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: float = 0.0) -> Layout:
@@ -224,7 +249,7 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         dp,
         pp,
         tp,
-        schedule=config.pipeline,
+        schedule=own_or_name(config.pipeline, "--pipeline", "(rank, ranks, microbatches)"),
         virtual_stages=config.virtual_stages,
         split=config.links,
         recompute=config.recompute,
@@ -280,8 +305,7 @@ def build_trainer(
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage)
     common: dict[str, Any] = {
-        "loss": sum_cross_entropy(where, options.label_smoothing),
-        "evaluation_loss": sum_cross_entropy(where),
+        **build_losses(options, where),
         "numerics": Numerics(config.run.precision, options.clip),
         "seed": config.run.seed,
         "backend": backend,
@@ -293,6 +317,24 @@ def build_trainer(
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     exchange = build_exchange(config.parallel, group, where, model.storage, algorithms)
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
+
+
+def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[str, Any]:
+    """Return the losses of training and of evaluation, as a trainer takes them.
+
+    Args:
+        config: the options.
+        where: how the model lies on the ranks.
+
+    Raises:
+        UsageError: for a loss of the user's that is not there.
+    """
+    if is_own(config.loss):
+        return {"loss": load_own(config.loss, "--loss", "(logits, labels)")}
+    return {
+        "loss": sum_cross_entropy(where, config.label_smoothing),
+        "evaluation_loss": sum_cross_entropy(where),
+    }
 
 
 def _read_pace(file: Path | None, group: Group, where: Arrangement | None) -> Pace:
@@ -337,7 +379,7 @@ def build_exchange(
     """
     fused, overlap = decided(config.fused_update) if group.size > 1 else False, decided(config.overlap)
     bucket_bytes = bucket_bytes_of(config)
-    allreduce: str | Sequence[str] = config.allreduce
+    allreduce: How | Sequence[How] = own_or_name(config.allreduce, "--allreduce", "(rank, size)")
     if algorithms and allreduce == AUTO and not fused:
         replicas = group if where is None else where.mesh.replicas
         limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)

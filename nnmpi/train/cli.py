@@ -56,7 +56,7 @@ FIXED = (
         "normalize",
         "partition",
     ),
-    *("batch_size", "optimizer", "dtype", "seed"),
+    *("batch_size", "optimizer", "loss", "dtype", "seed"),
 )
 
 # In which world a run goes on is said anew: it may begin in one and go on in the other.

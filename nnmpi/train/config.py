@@ -19,9 +19,10 @@ from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.units import parse_bytes
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.errors import UsageError
+from nnmpi.own import Own, is_own
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
-from nnmpi.train.custom_model import MODELS, is_custom
+from nnmpi.train.custom_model import MODELS
 
 LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
 
@@ -93,8 +94,9 @@ class ParallelConfig:
     sp_attention: Literal["ulysses", "ring"] = "ulysses"
     """How attention sees the positions of --sp other ranks: ulysses gives each rank all positions of some heads, by an
     exchange before and after it (least is sent; at least as many heads as ranks); ring passes keys and values round."""
-    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = "1f1b"
-    """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date."""
+    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] | Own = "1f1b"
+    """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date; or a
+    function (rank, ranks, microbatches) of your own, FILE.py:NAME."""
     virtual_stages: int = 1
     """For --pipeline interleaved: stages on each rank."""
     microbatches: int | None = None
@@ -113,12 +115,14 @@ class ParallelConfig:
     memory_limit: str | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
     everything there."""
-    allreduce: Literal[
-        "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"
-    ] = "auto"
+    allreduce: (
+        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
+        | Own
+    ) = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
     fitted model predicts to be fastest, or what suits the size. With a CUDA device: ipc reads the device memory of a
-    node's other ranks, nccl is NVIDIA's library, with one rank for each GPU."""
+    node's other ranks, nccl is NVIDIA's library, with one rank for each GPU. Or a function (rank, size) of your own,
+    FILE.py:NAME, which is proved before it runs."""
     fit: str = "kept"
     """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
     if there is one, or "none"."""
@@ -370,7 +374,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
         known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
-        require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
+        require(self.model in MODELS or is_own(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         if self.dropout is not None:
@@ -378,7 +382,7 @@ class ModelConfig:
         plain = {each.name: each.default for each in fields(self)}
         for name, models in MODELS_WITH.items():
             known, given = " or ".join(models), getattr(self, name) != plain[name]
-            knows = self.model in models or (name == "context" and is_custom(self.model))
+            knows = self.model in models or (name == "context" and is_own(self.model))
             require(
                 not given or knows,
                 f"--{name} is for --model {known}, not for {self.model}; leave it out",
@@ -413,7 +417,8 @@ class DataConfig:
 
     dataset: str = "digits"
     """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder; for language
-    models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns."""
+    models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns; or a function
+    () of your own, FILE.py:NAME, that returns a training and a test Dataset."""
     tokenizer: str | None = None
     """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or GPT-2's vocab.json
     and merges.txt, which need pip install nnmpi[text] (default: characters; with --pretrained, what lies there)."""
@@ -463,8 +468,10 @@ class OptimizationConfig:
     """Stop after this many updates, if the epochs are not over before."""
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
-    """Rule of the update."""
+    optimizer: Literal["sgd", "adam", "adamw"] | Own = "adam"
+    """Rule of the update; or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
+    loss: Literal["cross-entropy"] | Own = "cross-entropy"
+    """What is minimized; or a function (logits, labels) of your own, FILE.py:NAME: the sum of the labels' losses."""
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
@@ -473,8 +480,9 @@ class OptimizationConfig:
     """Nesterov's form of the momentum."""
     weight_decay: float | None = None
     """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
-    """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step."""
+    schedule: Literal["constant", "step", "cosine"] | Own = "cosine"
+    """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step; or a function (step, steps,
+    lr) of your own, FILE.py:NAME."""
     step_epochs: float = 10.0
     """For --schedule step: epochs between two drops."""
     step_factor: float = 0.1
@@ -510,6 +518,10 @@ class OptimizationConfig:
         if self.clip is not None:
             positive("--clip", self.clip)
         self._check_schedule()
+        plain = not is_own(self.loss) or not self.label_smoothing
+        require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
+        fixed = not is_own(self.optimizer) or self.weight_decay is None
+        require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
         sgd = self.optimizer == "sgd"
         require(sgd or not self.momentum, f"--momentum belongs to --optimizer sgd, not to {self.optimizer}")
         require(not self.nesterov or self.momentum > 0, "--nesterov needs --momentum above 0 and --optimizer sgd")

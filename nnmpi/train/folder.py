@@ -30,8 +30,8 @@ from numpy import __version__ as numpy_version
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import CONFIG
+from nnmpi.own import short_name
 from nnmpi.train.config import Config, flatten
-from nnmpi.train.custom_model import short_name
 from nnmpi.version import VERSION
 
 
@@ -317,7 +317,8 @@ def default_folder(config: Config, runs: Path = RUNS) -> Path:
     Raises:
         UsageError: when the system does not say which names are taken.
     """
-    stem = f"{Path(config.data.dataset).stem}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    data = Path(short_name(config.data.dataset)).stem
+    stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
     try:
         return next(name for name in names if not name.exists())

@@ -11,6 +11,7 @@ from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Samples
 from nnmpi.data.text import Text, TextBlocks
+from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
@@ -157,7 +158,7 @@ def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
     recompute = "" if where.layout.recompute == "never" else f", recomputing {where.layout.recompute}"
     samples = -(-inputs.batch_size // microbatches)
     return [
-        f"pipeline: {where.layout.schedule}, {count(len(where.cuts), 'stage')}, "
+        f"pipeline: {name_of(where.layout.schedule)}, {count(len(where.cuts), 'stage')}, "
         f"{count(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}",
         *describe_stages(where),
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.data.dataset import Dataset, Samples, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.partition import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
@@ -22,8 +22,8 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError
 from nnmpi.models.pretrained import read_size
+from nnmpi.own import call_own, is_own, own_file
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
-from nnmpi.train.custom_model import custom_file
 from nnmpi.train.signature import ModelSignature
 
 MICROBATCHES_PER_STAGE = 4
@@ -79,7 +79,9 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
         if source is not None:
             if local_rank == 0:
                 prepare_tokens(source)
-        elif local_rank == 0 or not downloads:  # without a download it only checks the options, which all ranks may do
+        elif not is_own(data.dataset) and (
+            local_rank == 0 or not downloads
+        ):  # without a download it only checks the options, which all ranks may do
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
@@ -166,12 +168,19 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     """Return the versions, a hash of the program's files, the data's sizes, and a hash of the data."""
-    program, folder, custom = hashlib.sha256(), Path(__file__).parents[1], custom_file(config.model.model)
-    for file in [*sorted(folder.rglob("*.py")), *([] if custom is None else [custom])]:
+    program, folder, custom = hashlib.sha256(), Path(__file__).parents[1], _own_files(config)
+    for file in [*sorted(folder.rglob("*.py")), *custom]:
         program.update(file.read_bytes())
     versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [versions, program.hexdigest(), sizes, f"{train.identity} {test.identity}"]
+
+
+def _own_files(config: Config) -> list[Path]:
+    """Return the files that the user wrote and that this run computes with."""
+    sections = (config.model.model, config.data.dataset, config.parallel.allreduce, config.parallel.pipeline)
+    more = (config.optimization.optimizer, config.optimization.loss, config.optimization.schedule)
+    return sorted({file for name in (*sections, *more) if (file := own_file(name)) is not None})
 
 
 def text_source(config: Config) -> TextSource | None:
@@ -181,7 +190,7 @@ def text_source(config: Config) -> TextSource | None:
         UsageError: for a text that is not there, and options for texts without one.
     """
     data, model = config.data, config.model
-    path = find_text(data.dataset, data.columns)
+    path = None if is_own(data.dataset) else find_text(data.dataset, data.columns)
     if path is None:
         for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
             if given:
@@ -213,6 +222,12 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
+    if is_own(data.dataset):
+        pair = call_own(data.dataset, "--dataset", "()")
+        fits = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(each, Dataset) for each in pair)
+        if not fits:
+            raise UsageError("the function must return two nnmpi.data.Dataset, for training and for the test")
+        return check_pair(*pair)
     if source is None:
         return load(data.dataset, data.data_dir, seed=seed, test_fraction=data.test_fraction)
     context = config.model.context

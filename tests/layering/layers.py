@@ -2,7 +2,7 @@
 
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "reading", "version"}),
+    frozenset({"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "own", "reading", "version"}),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),

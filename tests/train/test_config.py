@@ -7,6 +7,7 @@ import pytest
 from nnmpi.comm.algorithms.registry import DEVICE_NAMES, NAMES
 from nnmpi.errors import UsageError
 from nnmpi.optim.names import NAMES as OPTIMIZERS
+from nnmpi.own import Own
 from nnmpi.schedule.registry import INFERENCE, SCHEDULES
 from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
 
@@ -21,7 +22,8 @@ from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConf
 )
 def test_everything_of_a_registry_may_be_asked_for(section: type, option: str, names: tuple[str, ...]) -> None:
     """The option's type is written out, for type checkers; it has the names of the registry."""
-    assert get_args(get_type_hints(section)[option]) == names
+    literal, own = get_args(get_type_hints(section)[option])
+    assert (get_args(literal), own) == (names, Own)
 
 
 WRONG: list[tuple[type, dict[str, Any], str]] = [

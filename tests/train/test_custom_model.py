@@ -6,9 +6,10 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
+from nnmpi.own import is_own, short_name
 from nnmpi.train.cli import main
 from nnmpi.train.config import assemble
-from nnmpi.train.custom_model import build_custom_model, is_custom, short_name
+from nnmpi.train.custom_model import build_custom_model
 from nnmpi.train.folder import default_folder
 from tests.data.locked import lock
 
@@ -90,10 +91,10 @@ def test_a_fault_inside_the_function_is_not_hidden(file: Path) -> None:
 
 
 def test_names() -> None:
-    assert is_custom("a/b.py:net")
-    assert not is_custom("cnn")
-    assert not is_custom(":net")
-    assert not is_custom("a.py:")
+    assert is_own("a/b.py:net")
+    assert not is_own("cnn")
+    assert not is_own(":net")
+    assert not is_own("a.py:")
     assert short_name("a/mine.py:build") == "mine-build"
     assert short_name("nets.mine:build") == "mine-build"
     assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), Path("r")).name

@@ -13,7 +13,7 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 NAMES = """
 model hidden activation dropout layers features heads context tied pretrained
 dataset tokenizer text_columns text_samples data_dir test_fraction augment shift_pixels partition normalize
-epochs max_steps batch_size optimizer lr momentum nesterov weight_decay schedule step_epochs step_factor
+epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 dp pp tp sp sp_attention pipeline virtual_stages microbatches split recompute reduction zero memory_limit
 allreduce fit bucket_mb overlap fused_update check_weights
@@ -54,7 +54,7 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"overlap": 1}, "x: overlap is 1; it must be one of auto, on, off"),
         ({"hidden": 3}, "x: hidden is 3; it must be a list of whole numbers"),
         ({"hidden": [3, "4"]}, "x: hidden is [3, '4']; it must be a list of whole numbers"),
-        ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw"),
+        ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw or FILE.py:NAME"),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": 3}, "x: out is 3; it must be a path"),
         ({"clip": "no"}, "x: clip is 'no'; it must be a number"),

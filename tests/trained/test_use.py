@@ -169,7 +169,7 @@ def test_the_folder_says_how_it_came_about(
     printed = said(train, words, 2, capfd)
     latest = Path("runs/latest")
     assert (latest / "console.txt").read_text() == printed
-    assert "" == said(train, f"--resume {latest} --quiet", 1, capfd)
+    assert said(train, f"--resume {latest} --quiet", 1, capfd) == ""
     assert "finished, all 1 epochs are done; more --epochs, such as 2, go on" in (latest / "console.txt").read_text()
     starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]
     assert [(each["ranks"], each["command"][3:]) for each in starts] == [

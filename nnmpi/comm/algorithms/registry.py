@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
@@ -19,8 +20,11 @@ from nnmpi.comm.collective import (
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
     Collective,
+    Contract,
     Phase,
+    as_collective,
 )
+from nnmpi.comm.steps import Algorithm
 from nnmpi.errors import UsageError
 
 _RING_SCATTER, _RING_GATHER = Phase(ring_reduce_scatter, symmetric=True), Phase(ring_all_gather, symmetric=True)
@@ -58,15 +62,27 @@ NCCL = "nccl"  # device arrays: NVIDIA's library
 DEVICE_NAMES = (IPC, NCCL)
 
 
-def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
-    """Return the all-reduce of this name.
+How: TypeAlias = str | Algorithm
+"""How a collective is done: a name, or a function of (rank, size) that a user wrote."""
+
+
+def name_of(how: How) -> str:
+    """Return the name of an algorithm; of a user's own that of the function."""
+    return how if isinstance(how, str) else as_collective(how).name
+
+
+def find_algorithm(name: How, nodes: Sequence[int] | None = None) -> Collective:
+    """Return the all-reduce of this name, or one's own as a collective.
 
     Args:
+        name: a name, or a function of (rank, size).
         nodes: the node of each rank, for those that look at it.
 
     Raises:
         UsageError: for a name that is not one of `ALGORITHMS`.
     """
+    if not isinstance(name, str):
+        return _own(name, ALL_REDUCE)
     if name in DEVICE_NAMES:
         raise UsageError(
             f"the all-reduce algorithm {name!r} sums device arrays, and this one is NumPy's; compute with "
@@ -79,14 +95,33 @@ def find_algorithm(name: str, nodes: Sequence[int] | None = None) -> Collective:
     return ALGORITHMS[name]
 
 
-def find_collective(operation: str, name: str) -> Collective:
+def _own(algorithm: Algorithm, contract: Contract) -> Collective:
+    """Return a user's algorithm as a collective.
+
+    Raises:
+        UsageError: for a collective that promises something else.
+    """
+    found = as_collective(algorithm, contract)
+    if found.contract.name != contract.name:
+        raise UsageError(f"{found.name} is a collective for {found.contract.name}, not for {contract.name}")
+    return found
+
+
+def find_collective(operation: str, name: How) -> Collective:
     """Return the collective that does this operation in this way.
+
+    Args:
+        operation: such as "all-reduce".
+        name: a name, or a function of (rank, size).
 
     Raises:
         UsageError: for an operation that there is not, or a way in which it cannot be done.
     """
-    if (operation, name) in COLLECTIVES:
+    if isinstance(name, str) and (operation, name) in COLLECTIVES:
         return COLLECTIVES[operation, name]
+    contracts = {found.contract.name: found.contract for found in _ALL}
+    if not isinstance(name, str) and operation in contracts:
+        return _own(name, contracts[operation])
     operations = list(dict.fromkeys(what for what, _ in COLLECTIVES))
     if operation not in operations:
         raise UsageError(f"there is no collective {operation!r}; there are {', '.join(operations)}")

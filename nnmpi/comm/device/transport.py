@@ -15,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import is_low
-from nnmpi.comm.algorithms.registry import AUTO, IPC, NATIVE, NCCL, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, IPC, NATIVE, NCCL, SHARED, How
 from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, ROOT
@@ -89,7 +89,7 @@ class Devices:
         return choose(min(array.size * width, PIECE_BYTES), group.size, fit, shared, started)
 
     def bind(
-        self, array: Array, algorithm: str, tag: int, operation: str, persistent: bool, host: Host, direct: Host
+        self, array: Array, algorithm: How, tag: int, operation: str, persistent: bool, host: Host, direct: Host
     ) -> Pending:
         """Return a collective on a device array.
 

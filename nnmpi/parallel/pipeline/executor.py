@@ -27,7 +27,7 @@ from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import make
+from nnmpi.schedule.registry import Generator, make
 from nnmpi.schedule.schedule import Schedule
 
 INFERENCE = "inference"
@@ -89,7 +89,7 @@ class Pipeline:
         group: the ranks of the pipeline; stage s is on rank s % size.
         stages: this rank's, by number.
         count: the number of stages altogether.
-        schedule: one of `schedule.registry.SCHEDULES`, for training.
+        schedule: one of `schedule.registry.SCHEDULES`, for training, or one's own.
         sink: takes the gradients.
         backend: where the arrays live.
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
@@ -105,7 +105,7 @@ class Pipeline:
         group: Group,
         stages: Mapping[int, Stage],
         count: int,
-        schedule: str,
+        schedule: Generator,
         sink: GradientSink,
         backend: Backend,
         synchronous_sends: bool = False,
@@ -116,7 +116,7 @@ class Pipeline:
         self.sink, self.backend, self.label = sink, backend, label
         self.pace = Pace() if pace is None else pace
         self.messages = Messages(group, synchronous_sends)
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._schedules: dict[tuple[Generator, int], Schedule] = {}
         self._passes = 0
         boundaries = (
             {s for stage in stages for s in (stage - 1, stage) if 0 <= s < count - 1} if group.size > 1 else set()

@@ -1,0 +1,115 @@
+"""What users write themselves, by its name on the command line: FILE.py:NAME or package.module:NAME.
+
+Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it takes such a
+name, too; in the library the function itself stands in its place.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nnmpi.errors import UsageError
+
+
+class Own(str):
+    """FILE.py:NAME or package.module:NAME, as the value of an option.
+
+    Raises:
+        ValueError: for other words.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> "Own":
+        """Return the name, if it is one of these."""
+        if not is_own(name):
+            raise ValueError(name)
+        return super().__new__(cls, name)
+
+
+def is_own(name: object) -> bool:
+    """Return whether this is the name of something that a user wrote."""
+    source, colon, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    return bool(colon and source) and function.isidentifier()
+
+
+def short_name(name: str) -> str:
+    """Return a name that can be part of a folder's: "nets/mine.py:build" -> "mine-build"."""
+    if not is_own(name):
+        return name
+    source, _, function = name.rpartition(":")
+    stem = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
+    return f"{stem}-{function}"
+
+
+def own_file(name: str) -> Path | None:
+    """Return the file that the name is in; None for other names, and for one in an installed module."""
+    source = Path(name.rpartition(":")[0])
+    return source if is_own(name) and source.suffix == ".py" and source.is_file() else None
+
+
+def load_own(name: str, option: str, wanted: str) -> Callable[..., Any]:
+    """Return the function (or class) of this name.
+
+    Args:
+        name: FILE.py:NAME or package.module:NAME.
+        option: for which it was given, such as "--model", for messages.
+        wanted: its arguments, such as "(sample_shape, classes)", for messages.
+
+    Raises:
+        UsageError: when there is no such file, module or function, or the file cannot be read.
+    """
+    source, _, function = name.rpartition(":")
+    given = f"{option} {name}"
+    module = _load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if not callable(found):
+        raise UsageError(f"{given}: {source} has no function {function!r}; define {function}{wanted}")
+    return found
+
+
+def call_own(name: str, option: str, wanted: str, *values: Any) -> Any:
+    """Return what the function of this name makes of these values.
+
+    Args:
+        name, option, wanted: see `load_own`.
+
+    Raises:
+        UsageError: as `load_own`, and for a function that takes other arguments.
+    """
+    function = load_own(name, option, wanted)
+    try:
+        return function(*values)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from within the function
+        raise UsageError(f"{option} {name}: {error}; define {name.rpartition(':')[2]}{wanted}") from None
+
+
+def _load_file(file: Path, given: str) -> Any:
+    try:
+        if not file.is_file():
+            raise UsageError(f"{given}: there is no file {file}")
+        file.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"{given}: {file} cannot be read ({error.strerror or error})") from None
+    title = f"nnmpi_own_{file.stem}"
+    spec = importlib.util.spec_from_file_location(title, file)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module  # where classes that the file defines look for themselves
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(source: str, given: str) -> Any:
+    try:
+        found = importlib.util.find_spec(source)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"{given}: there is no module {source}; give FILE.py:NAME, or set PYTHONPATH")
+    return importlib.import_module(source)

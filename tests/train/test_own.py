@@ -1,0 +1,157 @@
+"""What a user writes stands wherever a name does: in the library and on the command line, proved before it runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import models, optim
+from nnmpi.comm.__main__ import main as comm
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.render import render
+from nnmpi.comm.simulate import price
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.steps import Step
+from nnmpi.data.catalogue import load
+from nnmpi.data.loader import Loader
+from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.schedule.__main__ import main as schedule
+from nnmpi.schedule.instruction import Kind
+from nnmpi.train.cli import main as train
+from nnmpi.train.metrics import read_metrics
+
+OWN = '''
+"""All that a student writes."""
+import numpy as np
+from nnmpi import ops, optim
+from nnmpi.comm.steps import Step
+from nnmpi.data import Dataset
+from nnmpi.schedule.instruction import Kind
+
+
+def relay(rank, size):
+    """Add up along the line of ranks; the sum comes back."""
+    steps, everything = [], range(size)
+    if rank > 0:
+        steps.append(Step(from_=rank - 1, recv=everything, reduce=True))
+    if rank < size - 1:
+        steps.append(Step(to=rank + 1, send=everything))
+        steps.append(Step(from_=rank + 1, recv=everything))
+    if rank > 0:
+        steps.append(Step(to=rank - 1, send=everything))
+    return tuple(steps)
+
+
+def no_sum(rank, size):
+    return relay(rank, size)[:-1]
+
+
+def one_by_one(rank, ranks, microbatches):
+    return [kind.at(rank, number) for number in range(microbatches) for kind in (Kind.F, Kind.B)]
+
+
+def backward_first(rank, ranks, microbatches):
+    return [kind.at(rank, number) for number in range(microbatches) for kind in (Kind.B, Kind.F)]
+
+
+def loss(logits, labels):
+    return ops.cross_entropy(logits, labels, reduction="sum")
+
+
+class Plain(optim.SGD):
+    pass
+
+
+def falling(step, steps, lr):
+    return lr * (1 - step / steps)
+
+
+def data():
+    x = np.arange(120, dtype=np.float32).reshape(60, 2) % 7
+    parts = [Dataset("sevens", x[i::2], (x[i::2, 0] > 3).astype(np.int64), 2) for i in (0, 1)]
+    return tuple(parts)
+'''
+
+
+@pytest.fixture(autouse=True)
+def student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+
+
+def run(words: str, ranks: int) -> list[float]:
+    """Return the losses of a short run."""
+    folder = Path(f"run{len(list(Path().iterdir()))}")
+    words = f"--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1 {words}"
+    simulate(lambda group: train([*words.split(), "--out", str(folder)], group), ranks)
+    return [each["loss"] for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "train"]
+
+
+def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
+    """The same losses, with everything of one's own at once, on ranks and on stages."""
+    plain = run("--optimizer sgd --lr 0.1 --schedule constant --reduction fixed --microbatches 4", 1)
+    names = "--optimizer own.py:Plain --loss own.py:loss --lr 0.1 --schedule constant"
+    assert np.allclose(run(f"{names} --allreduce own.py:relay", 3), plain, rtol=1e-11)
+    assert np.allclose(run(f"{names} --pipeline own.py:one_by_one --pp 2", 2), plain, rtol=1e-11)
+    rates = run("--schedule own.py:falling --warmup-epochs 0 --optimizer sgd --lr 0.1", 1)
+    assert rates[0] == pytest.approx(plain[0])
+    assert comm(["render", "own.py:relay", "--ranks", "3"]).startswith("all-reduce by relay, 3 ranks")
+    assert "one_by_one: 3 ranks, 4 microbatches" in schedule(
+        ["--schedule", "own.py:one_by_one", "--stages", "3", "--microbatches", "4"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--allreduce own.py:no_sum", "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1"),
+        ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* does not stand behind"),
+        ("--allreduce own.py:gone", "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)"),
+        ("--optimizer own.py:data", "--optimizer own.py:data: .*; define data(storage, lr)"),
+        ("--schedule own.py:loss", "define loss(step, steps, lr)"),
+        ("--dataset own.py:falling", "define falling()"),
+        ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
+        ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
+    ],
+)
+def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None:
+    """With the fault; nobody hangs."""
+    sentence = sentence.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises((UsageError, ScheduleError), match=sentence):
+        run(words, 3)
+
+
+def doubling(rank: int, size: int) -> tuple[Step, ...]:
+    """Exchange everything with the rank at distance 1, 2, 4 ..."""
+    everything, partners = range(size), [rank ^ 1 << i for i in range(size.bit_length() - 1)]
+    return tuple(Step(to=p, send=everything, from_=p, recv=everything, reduce=True) for p in partners)
+
+
+def one_by_one(rank: int, ranks: int, microbatches: int) -> list[object]:
+    """Each microbatch forward and back before the next."""
+    return [kind.at(rank, number) for number in range(microbatches) for kind in (Kind.F, Kind.B)]
+
+
+def test_functions_stand_in_the_place_of_names_in_the_library() -> None:
+    """Recursive doubling, outside of the package: drawn, priced, summed with, trained with; not on 3 ranks."""
+    assert render(doubling, 4).startswith("all-reduce by doubling, 4 ranks")
+    assert price(doubling, 4, 2**20, Machine.uniform(1e-5, 1e-9)).rounds == 2
+    nnmpi.Layout(pp=2, schedule=one_by_one)  # type: ignore[arg-type]
+
+    def main(group: Group) -> tuple[float, float]:
+        array = np.arange(5.0) + group.rank
+        group.all_reduce(array, doubling)
+        dataset = load("iris")[0]
+        model = models.mlp(dataset.sample_shape, dataset.classes, (6,)).initialize(seed=0, dtype="float64")
+        how = nnmpi.GradientExchange(doubling if group.size > 1 else "native")
+        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=how)
+        batches = Loader(dataset, 12, rank=group.rank, world=group.size, dtype="float64")
+        return float(array[0]), [worker.step(batch).loss for batch in batches.epoch(0)][-1]
+
+    (alone,), four = simulate(main, 1), simulate(main, 4)
+    assert [first for first, _ in four] == [6.0] * 4
+    assert four[0][1] == pytest.approx(alone[1], rel=1e-11)
+    with pytest.raises(ScheduleError, match="doubling with 3 ranks is no all-reduce"):
+        simulate(main, 3)
