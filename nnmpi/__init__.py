@@ -91,6 +91,11 @@ _WHEN_USED = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return what is meant to be used, and nothing else."""
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
     if name in _WHEN_USED:
         return getattr(import_module(_WHEN_USED[name]), name)

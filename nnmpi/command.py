@@ -35,11 +35,29 @@ from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origi
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.own import Own, is_own
+from nnmpi.version import VERSION
 
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
 HELP_INDENT = 26  # where the explanations begin
+
+
+# What other programs call what nnmpi's commands call otherwise.
+OTHERS_WORDS = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "n_epochs": "epochs",
+    "batch": "batch_size",
+    "data": "dataset",
+    "data_path": "data_dir",
+    "lr_scheduler": "schedule",
+    "optim": "optimizer",
+    "workers": "dp",
+    "out_dir": "out",
+    "output_dir": "out",
+    "device": "backend",
+}
 
 
 class HelpAsked(Exception):
@@ -109,6 +127,7 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
     """
     parser = Parser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", dest="-h", action="store_true")
+    parser.add_argument("--version", dest="-v", action="store_true")
     by_name = {option.name: option for option in options}
     for option in options:
         spellings = [option.flag] if option.negation is None else [option.flag, option.negation]
@@ -119,8 +138,11 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
         )
     found, unknown = parser.parse_known_args(list(words))
     taken: dict[str, Any] = vars(found)
+    shows_version = taken.pop("-v")
     if taken.pop("-h"):
         raise HelpAsked(_format_help(options, program, description))
+    if shows_version:
+        raise HelpAsked(f"nnmpi {VERSION}")
     if unknown:
         raise UsageError(_unknown(unknown[0], options))
     return {name: _read(by_name[name], written, values) for name, (written, values) in taken.items()}
@@ -173,7 +195,8 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
         known: the names that there are, with underscores.
         dashes: what stands before a name where it was written: "--", or nothing in a file.
     """
-    near = difflib.get_close_matches(name, list(known), n=3)
+    meant = OTHERS_WORDS.get(name)
+    near = [meant] if meant in {*known} else difflib.get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
 
 
@@ -298,7 +321,14 @@ def _match(value: Any, kind: Any) -> tuple[bool, Any]:
 
 def _format_help(options: Sequence[Option], program: str, description: str) -> str:
     """Return the help: every option with its form, explanation and default, in the groups of its dataclasses."""
-    lines = [f"usage: {program} [-h] [OPTIONS]", "", description, "", *_entry("-h, --help", "Print this.")]
+    lines = [
+        f"usage: {program} [-h] [OPTIONS]",
+        "",
+        description,
+        "",
+        *_entry("-h, --help", "Print this."),
+        *_entry("--version", "Print which nnmpi this is."),
+    ]
     for section in dict.fromkeys(option.section for option in options):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
         texts = _field_docstrings(section)

@@ -97,6 +97,7 @@ def test_help_has_forms_explanations_and_defaults() -> None:
         read("--batch 4 --help")
     assert str(caught.value).splitlines()[4:] == [
         "  -h, --help              Print this.",
+        "  --version               Print which nnmpi this is.",
         "",
         "What is read here:",
         "  --batch-size INT        Rows. (default: 3)",

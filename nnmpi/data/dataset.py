@@ -126,6 +126,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __repr__(self) -> str:
+        """Say what is in it, without the numbers."""
+        shape = " x ".join(map(str, self.sample_shape))
+        return f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype}, {self.classes} classes)"
+
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Return the shape of one sample: (features,) or (height, width, channels)."""

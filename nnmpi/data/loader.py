@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -72,6 +73,11 @@ class Batch:
             each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             rows = split(self.global_rows, self.microbatches)
             object.__setattr__(self, "targets", tuple(each * len(part) for part in rows))
+
+    def __iter__(self) -> Iterator[Array]:
+        """Yield x and y, for loops that want nothing else."""
+        yield self.x
+        yield self.y
 
     @property
     def global_targets(self) -> int:
@@ -162,6 +168,19 @@ class Loader:
         self._own: dict[tuple[int, int], NDArray[np.int64]] = {}  # by part and parts: who has which samples
         if partition != "none":
             self._owned(rank, world)
+
+    def __repr__(self) -> str:
+        """Say which part of how large batches it gives."""
+        whose = f"rank {self.rank} of {self.world}"
+        return f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size}, part of {whose})"
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: the order of samples depends on the epoch.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("a loader goes epoch by epoch: for x, y in loader.epoch(number)")
 
     @property
     def batches_per_epoch(self) -> int:

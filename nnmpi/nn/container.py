@@ -22,6 +22,8 @@ class Sequential(Module):
     """
 
     def __init__(self, *layers: Module) -> None:
+        if layers and isinstance(layers[0], list | tuple):
+            raise UsageError("Sequential takes the modules themselves: Sequential(*layers), not a list of them")
         self.layers = list(layers)
         self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
 

@@ -20,6 +20,7 @@ Lists may hold parameters too. A full name is the path of attributes: "first.wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any, Self
 
 import numpy as np
@@ -35,6 +36,18 @@ from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
+
+# What other libraries have here, and what stands in its place.
+ELSEWHERE = {
+    "train": "training is a block: with nn.training(seed, step)",
+    "eval": "outside of nn.training() models evaluate; leave it out",
+    "to": "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)",
+    "cuda": "the backend is chosen once, by initialize(backend=...)",
+    "cpu": "state() gives arrays in host memory",
+    "state_dict": "state() gives the arrays by name",
+    "load_state_dict": "load_state(arrays) takes them",
+    "modules": "named_modules() yields them with their names",
+}
 
 
 class _Draws(Mapping[str, Array]):
@@ -107,7 +120,20 @@ class Module:
         # reached only for what is not there
         if name == "storage":
             raise UninitializedError("this model has no storage yet; call model.initialize(seed=0) first")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        instead = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
+
+    def __repr__(self) -> str:
+        """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how many parameters.
+
+        Sequential               26 parameters
+        |  0  Linear             20   weight (4, 4), bias (4,)
+        |  1  ReLU
+        """
+        rows = [_describe(path, module) for path, module in self.named_modules()]
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        lines = [f"{tree:<{first}}  {count:>{second}}  {shapes}".rstrip() for tree, count, shapes in rows]
+        return "\n".join([f"{lines[0]} parameters" if rows[0][1] and not rows[0][2] else lines[0], *lines[1:]])
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules directly below this one, with their names here."""
@@ -224,6 +250,9 @@ class Module:
                 Nothing is changed then.
         """
         self._check_whole()
+        if "storage" not in vars(self) and isinstance(state, Mapping) and state:
+            dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
+            self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")  # the state brings all values
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
         entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -292,6 +321,16 @@ class Module:
             value[int(number)] = module
         else:
             raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+
+
+def _describe(path: str, module: Module) -> tuple[str, str, str]:
+    """Return a line of the tree in three parts: place and kind, how many parameters, shapes of those of its own."""
+    own = [*module._members(Parameter), *module._members(Buffer)]
+    shapes = [f"{name} {leaf.declared if isinstance(leaf, Parameter) else leaf.shape}" for name, leaf in own]
+    count = sum(prod(parameter.declared) for _, parameter in module.named_parameters())
+    depth, name = path.count(".") + 1 if path else 0, path.rpartition(".")[2]
+    tree = f"{'|  ' * depth}{name}{'  ' if name else ''}{type(module).__name__}"
+    return tree, f"{count:,}" if count else "", ", ".join(shapes)
 
 
 def _input(x: Any) -> Any:

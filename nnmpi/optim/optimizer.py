@@ -49,6 +49,8 @@ class Optimizer(ABC):
                 that names a group the storage has not.
             ShapeError, DtypeError: see `storage.check`.
         """
+        if isinstance(storage, list | tuple):
+            raise UsageError("an optimizer works on a model's storage: give model.storage, not its parameters")
         check(storage)
         self.lr = non_negative("lr", lr)
         self.steps = 0
@@ -60,6 +62,11 @@ class Optimizer(ABC):
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves: int = getattr(storage, "moves", 0)
         self._blocks = self.cut()
+
+    def __repr__(self) -> str:
+        """Say which rule it is, with which rate, over how many numbers."""
+        elements: int = getattr(self.storage, "size", sum(data.size for data in self.storage.data))  # without gaps
+        return f"{type(self).__name__}(lr={self.lr:g}, {elements:,} parameters, after {self.steps} steps)"
 
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.

@@ -185,6 +185,13 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
     return Extent(config.epochs, steps, train_batches, inputs.test_loader.batches_per_epoch)
 
 
+def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
+    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of the run."""
+    if config.warmup_epochs is None:
+        return min(extent.train_batches, extent.steps // 10)
+    return round(config.warmup_epochs * extent.train_batches)
+
+
 def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) -> Schedule:
     """Return the learning rate as a function of the step.
 
@@ -196,7 +203,7 @@ def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) 
         batch_size: rows of a global batch, for linear scaling.
     """
     lr = linear_scaling(config.lr, batch_size, config.base_batch) if config.lr_scaling == "linear" else config.lr
-    warmup = round(config.warmup_epochs * extent.train_batches)
+    warmup = warmup_steps(config, extent)
     after: Schedule = ConstantRate(lr)
     if config.schedule == "step":
         every = max(1, round(config.step_epochs * extent.train_batches))

@@ -487,8 +487,9 @@ class OptimizationConfig:
     """For --schedule step: epochs between two drops."""
     step_factor: float = 0.1
     """For --schedule step: what each drop multiplies the rate by."""
-    warmup_epochs: float = 1.0
-    """Epochs over which the learning rate first rises linearly from near 0."""
+    warmup_epochs: float | None = None
+    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of the
+    run)."""
     lr_scaling: Literal["none", "linear"] = "none"
     """linear: multiply --lr by batch size / --base-batch (Goyal et al. 2017)."""
     base_batch: int = 32
@@ -512,7 +513,7 @@ class OptimizationConfig:
         positive("--lr", self.lr)
         fraction("--momentum", self.momentum)
         fraction("--label-smoothing", self.label_smoothing)
-        not_negative("--warmup-epochs", self.warmup_epochs, LONG)
+        not_negative("--warmup-epochs", self.warmup_epochs or 0.0, LONG)
         if self.weight_decay is not None:
             not_negative("--weight-decay", self.weight_decay)
         if self.clip is not None:

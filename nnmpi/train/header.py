@@ -12,10 +12,11 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Samples
 from nnmpi.data.text import Text, TextBlocks
 from nnmpi.schedule.registry import name_of
-from nnmpi.train.build import RunContext
+from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
+from nnmpi.train.run_state import Extent
 
 
 def header(context: RunContext) -> list[str]:
@@ -37,7 +38,7 @@ def header(context: RunContext) -> list[str]:
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
-        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options)}",
+        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options, extent)}",
         *_communication(group, trainer),
         f"run folder: {config.run.out}",
     ]
@@ -172,13 +173,13 @@ def _parameters(trainer: Trainer) -> str:
     return f"{where.elements:,} parameters, {own:,} of them on rank 0"
 
 
-def _optimizer(options: OptimizationConfig) -> str:
+def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
     """Return the optimizer and what changes its learning rate, in words."""
     words = [f"{options.optimizer}, learning rate {options.lr:g}"]
     if options.schedule != "constant":
         words.append(options.schedule)
-    if options.warmup_epochs:
-        words.append(f"warm-up of {options.warmup_epochs:g} epoch{'' if options.warmup_epochs == 1 else 's'}")
+    if warmup := warmup_steps(options, extent):
+        words.append(f"warm-up of {count(warmup, 'step')}")
     return ", ".join(words)
 
 

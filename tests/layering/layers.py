@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compose", "plan"}),
     frozenset({"train"}),
     frozenset({"trained", "verify"}),
-    frozenset({"generate", "evaluate", "predict", "export"}),
+    frozenset({"generate", "evaluate", "predict", "export", "__main__"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

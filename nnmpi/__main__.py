@@ -1,0 +1,26 @@
+"""`python -m nnmpi` lists the commands."""
+
+import sys
+
+from nnmpi.version import VERSION
+
+COMMANDS = {
+    "train": "train a network: mpirun -n 4 python -m nnmpi.train",
+    "evaluate": "how well a run does on data",
+    "predict": "of what class samples and images are",
+    "generate": "write on with a language model",
+    "export": "a run's weights with PyTorch's names and layouts",
+    "verify": "is a layout equal to the serial run?",
+    "comm": "prove, price, draw and simulate collectives; fit a cost model",
+    "schedule": "draw and simulate pipeline schedules",
+}
+
+
+def main() -> str:
+    """Return the version, and the commands with what they do."""
+    lines = [f"  python -m nnmpi.{name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([f"nnmpi {VERSION}", "", *lines, "", "Each has --help."])
+
+
+if __name__ == "__main__":
+    print(f"nnmpi {VERSION}" if "--version" in sys.argv else main())
