@@ -35,6 +35,7 @@ from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.exchanged import exchanged_elements
 from nnmpi.compose.norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
@@ -106,11 +107,13 @@ class Meter:
     Attributes:
         needed: as given.
         traffic: of the last body that ran.
+        shape: of the whole samples that it was about; None before.
     """
 
     def __init__(self, needed: bool) -> None:
         self.traffic = Traffic()
         self.needed = needed
+        self.shape: tuple[int, ...] | None = None
 
     def running(self) -> AbstractContextManager[None]:
         """Count what the body exchanges; where a trace is recorded, its events serve."""
@@ -349,6 +352,8 @@ class Worker(Trainer):
         self.group.comm.world.step = step
         with self._deterministic(), self._meter.running():
             outcome = self.runner.run(batch, step, factor)
+        if self._meter.needed:
+            self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
         (loss_sum, correct, targets), norm, traffic = self._meet(outcome)
         norm /= factor
         if targets != batch.global_targets:
@@ -499,8 +504,22 @@ class Worker(Trainer):
         return ", ".join([*words, self.notice] if self.notice else words)
 
     def summary(self) -> list[str]:
-        """Return lines about the passes through the pipeline, if there is one."""
-        return self.runner.summary()
+        """Return lines about the passes through the pipeline, and the exchanges of sharded layers, if there are any."""
+        return [*self.runner.summary(), *self._exchanges()]
+
+    def _exchanges(self) -> list[str]:
+        """Return what ranks that share layers or positions exchanged in the last step, beside what the formulas say."""
+        shape, where, traffic = self._meter.shape, self.arrangement, self._meter.traffic
+        if shape is None or where is None:
+            return []
+        elements = exchanged_elements(self.model, where, *shape) if len(shape) == 2 else None
+        formula = "no formula for this model"
+        if elements is not None and self.precision == "float32":  # then all is in the dtype of the weights
+            formula = f"by the formulas {elements * self.model.storage.grads[0].dtype.itemsize:,}"
+        return [
+            f"layers and positions that ranks share: {traffic.calls} exchanges in the last step, {traffic.bytes:,} "
+            f"bytes of rank {self.group.rank}; {formula}"
+        ]
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""

@@ -55,7 +55,7 @@ class CausalSelfAttention(Module):
             )
         if not 0 <= dropout < 1:
             raise UsageError(f"attention's dropout is a probability in [0, 1), not {dropout}")
-        self.heads, self.dropout = heads, dropout
+        self.features, self.heads, self.dropout = features, heads, dropout
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
         self.qkv = Linear(features, 3 * features, bias, init, bias_init)
         self.proj = Linear(features, features, bias, proj_init or init, bias_init)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -287,6 +288,34 @@ def test_the_report_of_a_step_counts_them() -> None:
         keys, theirs = TIME - lengths[1 - rank], TIME - lengths[rank]
         layer = 8 * 2 * 6 * 10 * (keys + keys + theirs)
         assert found == gradients + 3 * 8 + 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, Layout(tp=2)),
+        (3, Layout(tp=3)),
+        (2, Layout(sp=2, sp_attention=RING)),
+        (4, Layout(tp=2, sp=2, sp_attention=ULYSSES)),
+        (4, Layout(tp=2, sp=2, sp_attention=RING)),
+        (4, Layout(pp=2, tp=2)),
+    ],
+)
+def test_a_step_exchanges_what_the_formulas_say(ranks: int, layout: Layout) -> None:
+    """Positions and heads that divide nothing; the summary has both numbers."""
+
+    def main(group: Group) -> None:
+        where = arrange(models.gpt(10, 7, 20, 2, 5), group, layout, np.zeros((1, 7), np.int64))
+        where.model.initialize(seed=0, dtype="float64")
+        optimizer, exchange = optim.SGD(where.model.storage, lr=0.1), GradientExchange(fused_update=False)
+        worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
+        tokens = np.random.default_rng(0).integers(0, 10, (6, 8))
+        data = Dataset("tokens", tokens[:, :-1], tokens[:, 1:], 10)
+        worker.step(next(Loader(data, 6, dtype="float64").epoch(0)))
+        words = worker.summary()[-1].replace(",", "")
+        assert re.search(r" (\d+) bytes of rank \d; by the formulas \1$", words), words
+
+    simulate(main, ranks)
 
 
 def test_a_zigzag_balances_causal_work() -> None:

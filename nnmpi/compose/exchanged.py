@@ -1,0 +1,76 @@
+"""What ranks that share the layers (tp) or the positions (sp) of a GPT exchange in a step, by the formulas.
+
+A rank of a tensor group that has t of T positions of B rows, F features and L blocks puts into all-reduces, elements:
+
+    forward     2 L B t F behind attentions and mlps, B t F behind the table of tokens
+    backward    2 L B t F before them, B t F before the output, which is the table
+    loss        3 B t: of each position the largest logit, the sum of the powers and the target's logit
+
+What attention sends where positions are shared stands in `parallel.sequence.ulysses` and `parallel.sequence.ring`; the
+features there are those of this rank's heads.
+"""
+
+from __future__ import annotations
+
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.models.gpt import GPTEmbedding
+from nnmpi.nn.attention import CausalSelfAttention
+from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.linear import TiedLinear
+from nnmpi.nn.module import Module
+from nnmpi.nn.norm import LayerNorm
+from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.parallel.sequence.group import RING
+from nnmpi.shard import split
+
+LINKS = (GPTEmbedding, Dropout, TransformerBlock, LayerNorm, TiedLinear)
+
+
+def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) -> int | None:
+    """Return how many elements this rank exchanges with those that share its layers or positions, in a step.
+
+    Args:
+        model: this rank's links.
+        where: how they lie on the ranks.
+        rows: of this rank's part of a batch.
+        time: positions of the whole sequences.
+
+    Returns:
+        None for a model of other links, or one whose activations are computed again, for which nothing is known here.
+    """
+    links = [link for name, link in model.named_modules() if name and "." not in name]
+    if where.layout.recompute != "never" or not all(isinstance(link, LINKS) for link in links):
+        return None
+    found = 0
+    attentions = [each for _, each in model.named_modules() if isinstance(each, CausalSelfAttention)]
+    if where.sequence is not None:
+        found += sum(_attention(each, where, rows, time) for each in attentions)
+        placement = where.sequence.placement(time)
+        time = sum(map(len, placement.ranges(where.mesh.sp.size, where.mesh.sp.rank)))
+    if where.mesh.tp.size > 1:
+        tables = [link for link in links if isinstance(link, GPTEmbedding | TiedLinear)]
+        features = _features(model)
+        found += rows * time * features * (4 * len(attentions) + len(tables))
+        found += 3 * rows * time * any(isinstance(link, TiedLinear) for link in links)
+    return found
+
+
+def _features(model: Module) -> int:
+    """Return the width of the model, of which every link has a norm or a table."""
+    norms = [each for _, each in model.named_modules() if isinstance(each, LayerNorm)]
+    tables = [each.positions for _, each in model.named_modules() if isinstance(each, GPTEmbedding)]
+    weights = [each.weight for each in (*norms, *tables)]
+    return int(weights[0].shape[-1]) if weights else 0
+
+
+def _attention(attention: CausalSelfAttention, where: Arrangement, rows: int, time: int) -> int:
+    """Return what a rank sends for one attention, forward and backward."""
+    mesh, sequence = where.mesh, where.sequence
+    assert sequence is not None
+    size, rank, heads = mesh.sp.size, mesh.sp.rank, len(split(attention.heads, mesh.tp.size)[mesh.tp.rank])
+    placement, width = sequence.placement(time), attention.features // attention.heads
+    lengths = [sum(map(len, placement.ranges(size, each))) for each in range(size)]
+    if sequence.way == RING:
+        return 2 * rows * heads * width * (3 * time - 2 * lengths[(rank + 1) % size] - lengths[rank])
+    own = len(split(heads, size)[rank])
+    return 4 * rows * width * (lengths[rank] * (heads - own) + own * (time - lengths[rank]))
