@@ -45,22 +45,34 @@ class AllocationCount:
 
     def __init__(self) -> None:
         self.used = self.peak = 0
-        self._sizes: dict[int, int] = {}
 
     def reset_peak(self) -> None:
         """Look for the peak from now on."""
         self.peak = self.used
 
-    def add(self, address: int, size: int) -> None:
-        """Count an array in."""
-        if size >= LEAST_BYTES and address:
-            self._sizes[address] = size
-            self.used += size
-            self.peak = max(self.peak, self.used)
+    def add(self, size: int) -> None:
+        """Count an array in, or out."""
+        self.used += size
+        self.peak = max(self.peak, self.used)
 
-    def remove(self, address: int) -> None:
+
+class _Owners:
+    """Which count each array is in, by its address: another thread may be the one that frees it."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[AllocationCount, int]] = {}
+
+    def add(self, address: int | None, size: int, count: AllocationCount | None) -> None:
+        """Count an array in."""
+        if count is not None and address and size >= LEAST_BYTES:
+            self._counts[address] = count, size
+            count.add(size)
+
+    def remove(self, address: int | None) -> None:
         """Count an array out, if it was counted in."""
-        self.used -= self._sizes.pop(address, 0)
+        if address in self._counts:
+            count, size = self._counts.pop(address)
+            count.add(-size)
 
 
 @contextmanager
@@ -81,6 +93,7 @@ def counting(backend: Backend) -> Iterator[AllocationCount]:
 
 def _hook(backend: Backend, count: AllocationCount) -> Any:
     """Return CuPy's hook that counts."""
+    owners = _Owners()
 
     class Hook(backend.xp.cuda.MemoryHook):  # type: ignore[misc,name-defined]
         """Counts what is asked of the pool and given back; its pieces of 512 bytes may be longer."""
@@ -89,11 +102,11 @@ def _hook(backend: Backend, count: AllocationCount) -> Any:
 
         def malloc_postprocess(self, **call: Any) -> None:
             """Count an array in."""
-            count.add(call["mem_ptr"], call["size"])
+            owners.add(call["mem_ptr"], call["size"], count)
 
         def free_postprocess(self, **call: Any) -> None:
             """Count it out."""
-            count.remove(call["mem_ptr"])
+            owners.remove(call["mem_ptr"])
 
     return Hook()
 
@@ -112,27 +125,28 @@ class _Handler:
     """NumPy's way to memory, past the thread's count. It is never freed: arrays that came this way go this way."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None)
+        library, owners = ctypes.CDLL(None), _Owners()
         for name in ("malloc", "calloc", "realloc"):
             getattr(library, name).restype = _POINTER
 
         def malloc(_: Any, size: int) -> Any:
             address = library.malloc(_SIZE(size))
-            _note(None, address, size)
+            owners.add(address, size, _counting.get())
             return address
 
         def calloc(_: Any, elements: int, size: int) -> Any:
             address = library.calloc(_SIZE(elements), _SIZE(size))
-            _note(None, address, elements * size)
+            owners.add(address, elements * size, _counting.get())
             return address
 
         def realloc(_: Any, old: Any, size: int) -> Any:
             address = library.realloc(_POINTER(old), _SIZE(size))
-            _note(old, address, size)
+            owners.remove(old)
+            owners.add(address, size, _counting.get())
             return address
 
         def free(_: Any, address: Any, __: int) -> None:
-            _note(address, None, 0)
+            owners.remove(address)
             library.free(_POINTER(address))
 
         allocator = _Allocator(None, _MALLOC(malloc), _CALLOC(calloc), _REALLOC(realloc), _FREE(free))
@@ -140,15 +154,6 @@ class _Handler:
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (_POINTER, ctypes.c_char_p, _POINTER)
         self.capsule = new(ctypes.addressof(self._record), self._name, None)
-
-
-def _note(old: int | None, new: int | None, size: int) -> None:
-    count = _counting.get()
-    if count is not None:
-        if old:
-            count.remove(old)
-        if new:
-            count.add(new, size)
 
 
 @cache

@@ -158,6 +158,11 @@ def arrange(
     """
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
+    if mesh.pp > 1 and layout.activation_memory is not None:
+        raise LayoutError(
+            f"activations' memory is limited on ranks that have all layers, unlike those of {mesh}; give pp 1, or "
+            "recompute always, which keeps each stage's input alone"
+        )
     bound = mesh.bind(group)
     parameters = tuple(name for name, _ in model.named_parameters())
     order = (*parameters, *(name for name, _ in model.named_buffers()))

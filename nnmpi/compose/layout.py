@@ -39,6 +39,8 @@ class Layout:
         memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of them), gradients and
             optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
+        activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
+            again (see `memory.run`); None for any. Without a pipeline.
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
@@ -64,6 +66,7 @@ class Layout:
     sp_attention: str = ULYSSES
     zero: int = 0
     unit_bytes: int | None = None
+    activation_memory: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
@@ -110,6 +113,11 @@ class Layout:
             raise UsageError(
                 f"ZeRO {self.zero} would sum and gather for each of a pipeline's microbatches, whose stages hold their "
                 f"gradients over the whole pass; take zero 1 with pp {self.pp}, or pp 1 with zero {self.zero}"
+            )
+        if self.zero > 1 and self.activation_memory is not None:
+            raise UsageError(
+                f"ZeRO {self.zero} has a unit's weights for one forward and one backward, and a limit of the activations' "
+                "memory goes forward again in between; take zero 1, or leave the limit out"
             )
         if self.fixed:
             raise UsageError(

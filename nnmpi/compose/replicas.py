@@ -42,6 +42,8 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Totals
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
+from nnmpi.memory.plan import Plan
+from nnmpi.memory.run import RecomputedModel
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -124,6 +126,10 @@ class ForwardBackward:
         self._sequence = None if where is None else where.sequence
         self.counts = where is None or where.mesh.place.t == 0
         self.scalars = DeferredScalars(backend)
+        self._budget = None if where is None else where.layout.activation_memory
+        self._world = None if where is None else where.mesh.world
+        self._planned: RecomputedModel | None = None
+        self._told: Plan = ()  # the plan that was told of last
 
     def microbatches(self, batch: Batch, step: int) -> Iterator[tuple[Cut, Tensor]]:
         """Yield each microbatch with its loss; the caller takes it backward before it asks for the next.
@@ -140,17 +146,17 @@ class ForwardBackward:
                 self.fixed.microbatch = cut.number
             with timeline.span(f"F{step if self._alone else cut.number}", "forward"):
                 begin = clock.now()
-                loss, logits = self._forward(device_batch, cut, step)
+                loss, hits = self._forward(device_batch, cut, step, batch)
                 self.pace.finish(Kind.F, 0, begin)
             yield cut, loss
             self.scalars.add(LOSS if self.fixed is None else cut.number, loss.data)
-            self.scalars.add(CORRECT, self._correct(logits, device_batch.rows(slice(cut.start, cut.stop))))
+            self.scalars.add(CORRECT, hits)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add LOSS and CORRECT of a batch, in evaluation mode; return whether they count."""
         device_batch = to_device(batch, self.model, self.backend)
         with no_grad(), evaluation():
-            logits = self._logits(device_batch)
+            logits = self._leave(self.model(self._enter(device_batch)), device_batch)
             self._check_evaluation(device_batch, 0, logits)
             loss_sum = self._evaluation_loss(logits, device_batch.y).data
             hits = self._correct(logits, device_batch)
@@ -170,25 +176,55 @@ class ForwardBackward:
         """
         device_batch = to_device(batch, self.model, self.backend)
         parts = [device_batch.x[cut.start : cut.stop] for cut in batch.cuts]
-        tries = list(zip(parts, (partial(self._compute, device_batch, cut, step) for cut in batch.cuts), strict=True))
+        tries = list(
+            zip(parts, (partial(self._compute, device_batch, cut, step, batch) for cut in batch.cuts), strict=True)
+        )
         return next((each for each in tries if not is_finite(each[1]().item())), tries[-1])
 
-    def _compute(self, device_batch: DeviceBatch, cut: Cut, step: int) -> Tensor:
-        return self._forward(device_batch, cut, step)[0]
+    def _compute(self, device_batch: DeviceBatch, cut: Cut, step: int, batch: Batch) -> Tensor:
+        return self._forward(device_batch, cut, step, batch)[0]
 
-    def _forward(self, device_batch: DeviceBatch, cut: Cut, step: int) -> tuple[Tensor, Tensor]:
-        """Return the loss of a microbatch and its logits."""
-        with training(self.seed, step, cut.first_row):
-            part = device_batch.rows(slice(cut.start, cut.stop))
-            logits = self._logits(part)
+    def _forward(self, device_batch: DeviceBatch, cut: Cut, step: int, batch: Batch) -> tuple[Tensor, Array | float]:
+        """Return the loss of a microbatch, and how many answers are right. The logits do not outlive it."""
+        part = device_batch.rows(slice(cut.start, cut.stop))
+        hits: Array | float = 0.0
+
+        def head(logits: Tensor) -> Tensor:
+            nonlocal hits
+            logits = self._leave(logits, part)
             self._check(part, cut.start, logits)  # before the loss, which on a device would read out of range silently
-            return self._loss(logits, part.y), logits
+            hits = self._correct(logits, part)
+            return self._loss(logits, part.y)
 
-    def _logits(self, part: DeviceBatch) -> Tensor:
+        with training(self.seed, step, cut.first_row):
+            if self._budget is None:
+                loss = head(self.model(self._enter(part)))
+            else:
+                loss = self._recomputed(batch)(self._enter(part), head, batch.global_rows)
+        return loss, hits
+
+    def _recomputed(self, batch: Batch) -> RecomputedModel:
+        """Return the model as it runs within its budget."""
+        if self._planned is None:
+            several = batch.microbatches > 1
+            self._planned = RecomputedModel(self.model, self._budget, self.backend, several, self._world)
+        return self._planned
+
+    def summary(self) -> list[str]:
+        """Say what the plan takes that is run since the last call."""
+        planned = self._planned
+        if planned is None or planned.plan == self._told:
+            return []
+        self._told = planned.plan
+        return [planned.describe()]
+
+    def _enter(self, part: DeviceBatch) -> Tensor:
         if self._sequence is None or part.length is None:
-            logits: Tensor = self.model(Tensor(part.x))
-            return logits
-        return self._sequence.leave(self.model(self._sequence.enter(Tensor(part.x), part.length)), part.length)
+            return Tensor(part.x)
+        return self._sequence.enter(Tensor(part.x), part.length)
+
+    def _leave(self, logits: Tensor, part: DeviceBatch) -> Tensor:
+        return logits if self._sequence is None or part.length is None else self._sequence.leave(logits, part.length)
 
 
 @dataclass(frozen=True)
@@ -426,8 +462,8 @@ class Replicas:
         return all(map(isfinite, self.world.sum_floats([value])))
 
     def summary(self) -> list[str]:
-        """See `Runner.summary`: there is nothing to tell."""
-        return []
+        """Say what is computed again, once for each plan; see `Runner.summary`."""
+        return self._passes.summary()
 
     def release(self) -> None:
         """See `Runner.release`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -144,29 +145,31 @@ def again() -> Iterator[None]:
         restore(mode)
 
 
-def find_links(model: Module, value: Value) -> tuple[Module, ...]:
-    """Return a model's links, given what comes to it.
+def find_links(model: Module, value: Value) -> list[int]:
+    """Return how many pieces of a model go into each of its links, given what comes to it.
 
     Raises:
         UsageError: when the model's result is no single tensor.
     """
-    found: list[Module] = []
-    waiting: list[Module] = []
+    counts, count = list[int](), 0
     x: Any = value.tensor()
     start = x
     with again(), no_grad():
         for piece in _pieces(model):
-            waiting.append(piece)
-            x = piece(x)
+            x, count = piece(x), count + 1
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(start.data, x.data):
-                found.append(_one(waiting))
-                waiting, start = [], x
+                counts.append(count)
+                start, count = x, 0
     if not isinstance(x, Tensor):
         raise UsageError(f"recomputation needs a model that returns one tensor, not a {type(x).__name__}")
-    if waiting:
-        found.append(_one([*found[-1:], *waiting]))
-        del found[-2:-1]
-    return tuple(found)
+    return [*counts[:-1], sum(counts[-1:]) + count]
+
+
+def links_of(model: Module, counts: Sequence[int]) -> tuple[Module, ...]:
+    """Return a model's links of so many pieces each."""
+    pieces = _pieces(model)
+    found = [tuple(islice(pieces, count)) for count in counts]
+    return tuple(each[0] if len(each) == 1 else Sequential(*each) for each in found)
 
 
 def _pieces(model: Module) -> Iterator[Module]:
@@ -185,10 +188,6 @@ def _pieces(model: Module) -> Iterator[Module]:
         else:
             yield model.slice(start, stop)
         start = stop
-
-
-def _one(pieces: Sequence[Module]) -> Module:
-    return pieces[0] if len(pieces) == 1 else Sequential(*pieces)
 
 
 @contextmanager
@@ -321,7 +320,8 @@ def _sizes(links: Sequence[Link], value: Value, needed: bool, count: AllocationC
         peaks = (forward_peak, keep_peak, peak, count.peak - before + seed_bytes)
         del graph
         found.append((result, grad_bytes, made - result, keeps_input, keeps_result, *peaks))
-    return found[::-1]
+    # Less than nothing is what another thread had of this one's: simulated ranks' messages.
+    return [tuple(max(each, 0) for each in sizes) for sizes in reversed(found)]
 
 
 def _mark(count: AllocationCount) -> int:

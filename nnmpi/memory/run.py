@@ -15,13 +15,18 @@ they do otherwise. What the operations do is the plan:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple
 from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.errors import GraphError
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.group import Group
+from nnmpi.comm.units import format_bytes
+from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.chain import (
     Link,
     LinkGraph,
@@ -29,13 +34,14 @@ from nnmpi.memory.chain import (
     again,
     find_links,
     forward,
+    links_of,
     measure,
     parameters_of,
     plain,
     unwatched,
 )
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, ChainLinkCost, Plan, PlanPrice, simulate
+from nnmpi.memory.plan import Act, ChainLinkCost, Plan, PlanPrice, costs_from_json, costs_to_json, keep_all, simulate
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
@@ -147,7 +153,7 @@ class RecomputedModel:
         budget: in bytes; None for what an ordinary pass takes.
         backend: where it lives; NumPy by default.
         accumulates: whether gradients are added to those of earlier passes, which takes room.
-        agree: what makes one list of costs of those that the ranks have measured, where they must compute alike.
+        group: the ranks that compute along, which must do the same; None where that is no matter.
 
     Attributes:
         plans: those of the last measurement.
@@ -160,10 +166,10 @@ class RecomputedModel:
         budget: int | None,
         backend: Backend | None = None,
         accumulates: bool = False,
-        agree: Callable[[list[ChainLinkCost]], list[ChainLinkCost]] = lambda costs: costs,
+        group: Group | None = None,
     ) -> None:
         self.model, self.budget, self.accumulates = model, budget, accumulates
-        self._backend, self._agree = numpy_backend() if backend is None else backend, agree
+        self._backend, self._group = numpy_backend() if backend is None else backend, group
         self._links: tuple[Module, ...] = ()
         self._size = 0
         self.plans: OptimalPlans | None = None
@@ -174,6 +180,16 @@ class RecomputedModel:
         """What the plan takes."""
         assert self.plans is not None
         return simulate(self.plans.costs, self.plan)
+
+    def describe(self) -> str:
+        """Return what the plan takes, beside an ordinary pass, in a sentence."""
+        assert self.plans is not None
+        price, ordinary = self.price, simulate(self.plans.costs, keep_all(self.plans.costs))
+        return (
+            f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if all were kept; "
+            f"{price.again} of {len(self._links)} links are computed again, "
+            f"predicted {price.seconds / ordinary.seconds:.2f} of the time"
+        )
 
     def __call__(self, x: Any, head: Head | None = None, size: int | None = None) -> Tensor:
         """Return head(model(x)), whose backward pass is the plan's.
@@ -206,13 +222,28 @@ class RecomputedModel:
         """Measure the links with this value, and choose the plan. Collective where layers are.
 
         Raises:
-            UsageError: for a budget that is too small.
+            UsageError: for a budget that is too small, or a model that a strategy runs.
         """
-        self._links = find_links(self.model, value)
+        group = self._group
+        if "forward" in vars(self.model):
+            raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); recompute without it")
+        counts = find_links(self.model, value)
+        if group is not None:
+            counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
+        self._links = links_of(self.model, counts)
         names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
-        costs = self._agree(measure([*self._links, head], names, value, needed, self._backend, self.accumulates))
+        costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates)
+        if group is not None:
+            costs = _most(group.gather(costs_to_json(costs)))
         self.plans = OptimalPlans(costs)
-        self.plan = self.plans.plan(self.plans.all if self.budget is None else self.budget)
+        with nullcontext() if group is None else agreed(group):
+            self.plan = self.plans.plan(self.plans.all if self.budget is None else self.budget)
+
+
+def _most(measured: Sequence[Any]) -> list[ChainLinkCost]:
+    """Return what each link takes on the rank where it is most."""
+    links = zip(*map(costs_from_json, measured), strict=True)
+    return [ChainLinkCost(*(max(each) for each in zip(*map(astuple, link), strict=True))) for link in links]
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -267,6 +267,7 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         sp_attention=config.sp_attention,
         zero=config.zero,
         unit_bytes=bucket_bytes_of(config) if config.zero else None,
+        activation_memory=config.activation_memory_bytes,
     )
 
 
@@ -441,7 +442,9 @@ def check_sync(config: Config, group: Group) -> None:
 
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
-    return max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.fixed or layout.zero > 0 or layout.memory_limit is not None
+    limits = (layout.memory_limit, layout.activation_memory)
+    is_split = max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.zero > 0
+    return is_split or layout.fixed or limits != (None, None)
 
 
 def settle(context: RunContext) -> Config:

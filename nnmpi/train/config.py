@@ -115,6 +115,9 @@ class ParallelConfig:
     memory_limit: str | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
     everything there."""
+    activation_memory: str | None = None
+    """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
+    pass, whatever costs least time; without --pp."""
     allreduce: (
         Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
         | Own
@@ -146,7 +149,11 @@ class ParallelConfig:
         at_least_one("--virtual-stages", self.virtual_stages)
         if self.microbatches is not None:
             at_least_one("--microbatches", self.microbatches)
-        _ = (self.links, self.memory_limit_bytes)  # each raises for words that it cannot read
+        _ = (
+            self.links,
+            self.memory_limit_bytes,
+            self.activation_memory_bytes,
+        )  # each raises for words that it cannot read
         require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
         if self.bucket_mb is not None:
             positive("--bucket-mb", self.bucket_mb, LONG)
@@ -183,16 +190,12 @@ class ParallelConfig:
     @property
     def memory_limit_bytes(self) -> int | None:
         """The memory limit as a number."""
-        if self.memory_limit is None:
-            return None
-        try:
-            nbytes = parse_bytes(self.memory_limit)
-        except UsageError as error:
-            raise UsageError(f"--memory-limit: {error}") from None
-        except OverflowError:
-            raise UsageError("--memory-limit has too many digits; give a number of bytes such as 512MiB") from None
-        require(nbytes >= 1, f"--memory-limit is {self.memory_limit}; give at least 1 byte, such as 512MiB")
-        return nbytes
+        return _bytes("--memory-limit", self.memory_limit)
+
+    @property
+    def activation_memory_bytes(self) -> int | None:
+        """The activations' limit as a number."""
+        return _bytes("--activation-memory", self.activation_memory)
 
     def describe_idle(self) -> str | None:
         """Return the first given option that means something in a pipeline alone; None if there is none."""
@@ -203,6 +206,20 @@ class ParallelConfig:
             "--recompute": self.recompute != "never",
         }
         return next((option for option, is_given in given.items() if is_given), None)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    """Return the bytes that an option names, None where it is left out."""
+    if text is None:
+        return None
+    try:
+        nbytes = parse_bytes(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+    except OverflowError:
+        raise UsageError(f"{option} has too many digits; give a number of bytes such as 512MiB") from None
+    require(nbytes >= 1, f"{option} is {text}; give at least 1 byte, such as 512MiB")
+    return nbytes
 
 
 MOST_SIMULATED_RANKS = 1024
@@ -318,6 +335,11 @@ class SyncConfig:
             ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
             ("--zero", parallel.zero > 0, "every worker has the whole model"),
             ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
+            (
+                "--activation-memory",
+                parallel.activation_memory is not None,
+                "ranks that do not meet cannot plan together",
+            ),
             ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),

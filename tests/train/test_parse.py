@@ -79,6 +79,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--virtual-stages 0", "--virtual-stages is 0; give a whole number, 1 or more"),
         ("--microbatches 0", "--microbatches is 0; give a whole number, 1 or more"),
         ("--memory-limit much", "--memory-limit: 'much' is not a number of bytes"),
+        ("--activation-memory much", "--activation-memory: 'much' is not a number of bytes"),
+        ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
         ("--trace-steps 3", "--trace-steps belongs to --trace"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),

@@ -1,0 +1,53 @@
+"""A limit of the activations' memory in every layout without a pipeline: the run without it, bit for bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nnmpi import models
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.parallel.sequence.group import RING
+from tests.parallel.test_sequence import train
+
+LAYOUTS = (
+    Layout(pp=1),
+    Layout(pp=1, dp=3),
+    Layout(pp=1, tp=2),
+    Layout(pp=1, tp=2, sp=2),
+    Layout(pp=1, sp=3, sp_attention=RING),
+)
+
+
+@pytest.mark.host_only("the same strategies run on the double in tests/parallel")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp {layout.dp} tp {layout.tp} sp {layout.sp}")
+def test_every_layout_gives_its_own_bits(layout, monkeypatch):
+    """By the plan of least memory; the budget is made to fit, as simulated messages are counted with their sender."""
+    quickest = OptimalPlans.plan
+    monkeypatch.setattr(OptimalPlans, "plan", lambda plans, budget: quickest(plans, plans.least))
+    ranks = (layout.dp or 1) * (layout.tp or 1) * layout.sp
+    plain = simulate(lambda group: train(group, layout), ranks)
+    found = simulate(lambda group: train(group, replace(layout, activation_memory=1)), ranks)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+@pytest.mark.simulated
+def test_a_limit_that_is_too_low_is_refused_on_all_ranks(group):
+    """With the least that would do."""
+    with pytest.raises(UsageError, match="give at least [1-9]"):
+        train(group, Layout(pp=1, dp=group.size, activation_memory=1))
+
+
+@pytest.mark.simulated
+def test_a_pipeline_is_refused(group):
+    """It has a way of its own."""
+    if group.size > 1:
+        with pytest.raises(LayoutError, match="activations' memory is limited on ranks that have all layers"):
+            arrange(models.mlp((8,), 3), group, Layout(pp=group.size, split=(1,), activation_memory=1000))
