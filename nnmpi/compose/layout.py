@@ -116,8 +116,8 @@ class Layout:
             )
         if self.zero > 1 and self.activation_memory is not None:
             raise UsageError(
-                f"ZeRO {self.zero} has a unit's weights for one forward and one backward, and a limit of the activations' "
-                "memory goes forward again in between; take zero 1, or leave the limit out"
+                f"ZeRO {self.zero} has a unit's weights for one forward and one backward, and a limit of the "
+                "activations' memory goes forward again in between; take zero 1, or leave the limit out"
             )
         if self.fixed:
             raise UsageError(

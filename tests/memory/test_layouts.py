@@ -11,6 +11,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.run import RecomputedModel
 from nnmpi.parallel.sequence.group import RING
 from tests.parallel.test_sequence import train
 
@@ -51,3 +52,13 @@ def test_a_pipeline_is_refused(group):
     if group.size > 1:
         with pytest.raises(LayoutError, match="activations' memory is limited on ranks that have all layers"):
             arrange(models.mlp((8,), 3), group, Layout(pp=group.size, split=(1,), activation_memory=1000))
+
+
+def test_shared_out_weights_are_refused():
+    """In stages 2 and 3 of ZeRO they come for one forward; as a layout, and where a strategy runs the model."""
+    with pytest.raises(UsageError, match="take zero 1"):
+        Layout(zero=3, activation_memory=1000)
+    model = models.mlp((8,), 3).initialize(seed=0)
+    model.forward = model.forward
+    with pytest.raises(UsageError, match="a strategy has taken over"):
+        RecomputedModel(model, None)(np.ones((2, 8), "float32"))
