@@ -42,6 +42,7 @@ HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for
 # Tests of the double itself, of scripts and of benchmarks, and those without arrays: the same with and without
 # --backend fake.
 SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
+SAME += ("backend/test_kernels.py", "compose/test_seeds.py", "compose/test_simulated_times.py")
 SAME += tuple(f"comm/test_{name}.py" for name in ("prove", "simulate", "price", "render", "choose", "start", "cost"))
 SAME += tuple(f"comm/test_{name}.py" for name in ("units", "machine", "library", "fit", "fit_report", "comm_main"))
 SAME += tuple(f"data/test_{name}.py" for name in ("cifar", "csvfile", "download", "files", "idx", "npz", "tokenizer"))
