@@ -137,7 +137,7 @@ def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureF
         "--weight-decay 0.1",
         "--schedule constant",
         "--schedule step --step-epochs 0.5",
-        "--warmup-epochs 0",
+        "--warmup-epochs 1",
         "--lr-scaling linear",
         "--clip 0.01",
         "--label-smoothing 0.1",
