@@ -11,6 +11,7 @@ training.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +155,11 @@ class _Handler:
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (_POINTER, ctypes.c_char_p, _POINTER)
         self.capsule = new(ctypes.addressof(self._record), self._name, None)
+        # When Python ends, arrays of this handler go after all that could give them back has gone: then nothing is to
+        # be done (any function of C's that looks at nothing will do), and the handler is to stay where it is.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        nothing = ctypes.cast(library.getpid, _POINTER).value
+        atexit.register(setattr, self._record.allocator, "free", _FREE(nothing or 0))
 
 
 @cache

@@ -1,6 +1,8 @@
 """Models that run by a plan: the bits of an ordinary pass, and the bytes that were predicted."""
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -139,3 +141,15 @@ def test_what_cannot_be_is_refused():
 
     with pytest.raises(UsageError, match="returns one tensor, not a tuple"):
         RecomputedModel(Pair(), None)(np.ones((2, 2), "float32"))
+
+
+def test_arrays_that_stay_until_python_ends_do_not_crash_it() -> None:
+    """They go when nothing of Python's is left that could give them back."""
+    program = (
+        "import sys, numpy as np\n"
+        "from nnmpi.backend.allocations import counting\n"
+        "from nnmpi.backend.record import numpy_backend\n"
+        "with counting(numpy_backend()):\n"
+        "    sys.modules['numpy'].kept = [np.zeros(100000) for _ in range(50)]\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
