@@ -26,7 +26,7 @@ from nnmpi.tensor import Tensor, no_grad  # noqa: E402
 from nnmpi.version import VERSION  # noqa: E402
 
 if TYPE_CHECKING:
-    from nnmpi import comm, parallel
+    from nnmpi import comm, memory, parallel
     from nnmpi.comm.group import Group
     from nnmpi.comm.simulated.world import simulate
     from nnmpi.comm.start import start
@@ -60,6 +60,7 @@ __all__ = [
     "compile",
     "data",
     "jit",
+    "memory",
     "load",
     "models",
     "nn",
@@ -99,6 +100,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _WHEN_USED:
         return getattr(import_module(_WHEN_USED[name]), name)
-    if name in ("comm", "parallel"):
+    if name in ("comm", "memory", "parallel"):
         return import_module(f"nnmpi.{name}")
     raise AttributeError(f"module 'nnmpi' has no attribute {name!r}")

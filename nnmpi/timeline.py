@@ -159,6 +159,9 @@ def span(name: str, category: str, track: str = COMPUTE, args: Args | None = Non
 # ---- Chrome's format ----
 
 
+COUNTER = "counter"  # the category of events that say how much of something there is, in their args
+
+
 def to_chrome(
     processes: Mapping[int, Sequence[TraceEvent]],
     names: Mapping[int, str] | None = None,
@@ -185,7 +188,9 @@ def to_chrome(
     for rank in sorted(processes):
         name = (names or {}).get(rank, f"rank {rank}")
         rows += [_about("process_name", rank, 0, name=name), _about("process_sort_index", rank, 0, sort_index=rank)]
-        spans = [_place(event, first_s + offsets_s.get(rank, 0.0)) for event in processes[rank]]
+        places = [_place(event, first_s + offsets_s.get(rank, 0.0)) for event in processes[rank]]
+        rows += [_amounts(each, rank) for each in places if each.event.category == COUNTER]
+        spans = [each for each in places if each.event.category != COUNTER]
         for thread, (track, lane) in enumerate(_lanes(spans)):
             rows += [_about("thread_name", rank, thread, name=track)]
             rows += [_about("thread_sort_index", rank, thread, sort_index=thread)]
@@ -286,6 +291,12 @@ def _rows(placed: _Placed, rank: int, thread: int, messages: _Messages) -> Itera
         # An arrow ends in the event around its time, and one that ended at that very moment is around no more.
         inside_ns = max(begin_ns, end_ns - 1)
         yield {"ph": "f", "bp": "e", "id": taken, "name": "message", "cat": "message", "ts": inside_ns / 1000, **where}
+
+
+def _amounts(placed: _Placed, rank: int) -> dict[str, Any]:
+    """Return how much of something there is from a moment on: a viewer draws these as a curve."""
+    at = {"pid": rank, "ts": placed.begin_ns / 1000}
+    return {"ph": "C", "name": placed.event.name, "args": dict(placed.event.args or {}), **at}
 
 
 def _about(what: str, rank: int, thread: int, **args: str | int) -> dict[str, Any]:

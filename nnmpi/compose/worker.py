@@ -34,6 +34,7 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchanged import exchanged_elements
 from nnmpi.compose.norm import gradient_norm, note_squares, read_norm
@@ -64,6 +65,16 @@ from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Tra
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import CheckpointError, DeviceError, NnmpiError, UsageError
+from nnmpi.memory.ledger import (
+    ACTIVATIONS,
+    BATCHES,
+    COMMUNICATION,
+    GRADIENTS,
+    MEASURED_STEP,
+    PARAMETERS,
+    STATE,
+    MemoryLedger,
+)
 from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -72,9 +83,11 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
 from nnmpi.parallel.replication import check_free, check_replicas, check_same_model
 from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.parallel.zero.units import predict_bytes
 from nnmpi.tensor.flat import FlatStorage
-from nnmpi.timeline import Timeline, current, recording
+from nnmpi.timeline import COUNTER, Timeline, current, recording
 
 
 def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> None:
@@ -268,6 +281,8 @@ class Worker(Trainer):
             self._detach()
             raise
         self.parallel = self.runner.parallel
+        self.ledger, self._steps_here = MemoryLedger(self.backend, self._predict_memory()), 0
+        self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group, SIGNALS_S)
 
@@ -350,7 +365,8 @@ class Worker(Trainer):
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
-        with self._deterministic(), self._meter.running():
+        self._note_memory({BATCHES: sum(array.nbytes for array in (batch.x, batch.y))})
+        with self._deterministic(), self._meter.running(), self._measuring():
             outcome = self.runner.run(batch, step, factor)
         if self._meter.needed:
             self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
@@ -381,6 +397,47 @@ class Worker(Trainer):
             self._check_equal()
         report = self._report(batch, outcome, loss_sum, correct, norm, traffic, clock.now() - begin)
         return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
+
+    def _held_memory(self) -> dict[str, int]:
+        """Return what this rank holds between steps; of what stands once per node, its part."""
+        storage, shares = self.model.storage, self._shared.memory.size if self._shared is not None else 1
+        parameters, gradients, rest = storage.held_bytes()
+        state = sum(array.nbytes for arrays in self.optimizer.slots().values() for array in arrays)
+        return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state // shares, COMMUNICATION: rest}
+
+    def _predict_memory(self) -> dict[str, int]:
+        """Return what formulas say of it; nothing where parameters stand once per node by a fused update."""
+        where, storage = self.arrangement, self.model.storage
+        if self._shared is not None or len(set(storage.groups)) > 1 or not storage.data:
+            return {}
+        ranks, stage = (self.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
+        once = isinstance(storage, ShardedStorage) and storage.stands_once
+        unit_bytes = None if where is None else where.layout.unit_bytes
+        found = predict_bytes(
+            *(self.model, stage, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
+            *(len(self.optimizer.slots()), unit_bytes, once),
+        )
+        return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Count what a step allocates, if it is the one in which that is done, or a trace is recorded."""
+        self._steps_here += 1
+        if self._steps_here != MEASURED_STEP + 1 and current() is None:
+            yield
+            return
+        with self.ledger.measuring():
+            yield
+        self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
+
+    def _note_memory(self, held: Mapping[str, int], activations: int = 0) -> None:
+        """Note what is held, and draw it where a trace is recorded."""
+        self.ledger.note(held)
+        timeline = current()
+        if timeline is not None:
+            now = timeline.clock()
+            amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
+            timeline.add("memory", COUNTER, COUNTER, now, now, amounts)
 
     def _meet(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
         """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
@@ -458,6 +515,9 @@ class Worker(Trainer):
     def _more(self, report: StepReport) -> dict[str, Any]:
         """Return what is to be told of a step besides its sums."""
         more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
+        memory = self.ledger.report()
+        more |= {f"memory_{kind.split()[0]}": nbytes for kind, nbytes in memory.peaks.items()}
+        more["memory_peak"] = memory.peak
         if self.scaling is not None:
             more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
         return more
@@ -504,8 +564,8 @@ class Worker(Trainer):
         return ", ".join([*words, self.notice] if self.notice else words)
 
     def summary(self) -> list[str]:
-        """Return lines about the passes through the pipeline, and the exchanges of sharded layers, if there are any."""
-        return [*self.runner.summary(), *self._exchanges()]
+        """Return lines about the pipeline's passes and sharded layers' exchanges, if there are any, and memory."""
+        return [*self.runner.summary(), *self._exchanges(), *self._memory_lines()]
 
     def _exchanges(self) -> list[str]:
         """Return what ranks that share layers or positions exchanged in the last step, beside what the formulas say."""
@@ -519,6 +579,17 @@ class Worker(Trainer):
         return [
             f"layers and positions that ranks share: {traffic.calls} exchanges in the last step, {traffic.bytes:,} "
             f"bytes of rank {self.group.rank}; {formula}"
+        ]
+
+    def _memory_lines(self) -> list[str]:
+        """Return the most memory of each kind on rank 0, and of all on any rank. Collective."""
+        found = self.ledger.report()
+        peaks = [int(peak) for peak in self.group.gather(found.peak)]
+        kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes)
+        wrong = [kind for kind, nbytes in found.predicted.items() if nbytes != found.peaks[kind]]
+        agrees = f"; predicted otherwise: {', '.join(wrong)}" if wrong else ", as predicted" if found.predicted else ""
+        return [
+            f"memory at the peak {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; here: {kinds}{agrees}"
         ]
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -4,12 +4,14 @@ plan        a plan is a list of actions: forward, keep, backward, drop; it is ch
 optimal     the plan of least time under a budget of bytes, by dynamic programming
 chain       a model as links that run one by one, and what each one takes, measured
 run         a model that runs by a plan
+ledger      what of a rank's memory is for what: `nnmpi.memory.report()`
 
     forward = nnmpi.memory.RecomputedModel(model, budget=64 * 2**20)
 
 Begin with plan; `python -m nnmpi.memory plan` shows some.
 """
 
+from nnmpi.memory.ledger import MemoryReport, report
 from nnmpi.memory.run import RecomputedModel
 
-__all__ = ["RecomputedModel"]
+__all__ = ["MemoryReport", "RecomputedModel", "report"]

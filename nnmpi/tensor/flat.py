@@ -153,6 +153,10 @@ class FlatStorage:
         """The number of parameters' elements, gaps not counted."""
         return sum(span.stop - span.start for span in self.spans)
 
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes of parameters, gradients, and what else it takes to compute with them, on this rank."""
+        return sum(array.nbytes for array in self.data), sum(array.nbytes for array in self.grads), 0
+
     def zero_grad(self) -> None:
         """Forget all gradients: the next backward pass overwrites them."""
         recorder = active()

@@ -2,7 +2,9 @@
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
      "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ...,
-     "wait_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...}
+     "wait_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
+     "memory_parameters": ..., "memory_gradients": ..., "memory_optimizer": ..., "memory_activations": ...,
+     "memory_communication": ..., "memory_batches": ..., "memory_peak": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
      "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
         after the epochs of --eval-every, and the steps of --eval-steps
@@ -16,6 +18,9 @@ Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as wel
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
 `predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for other stages. `epoch` counts
 passes over the data, with its fraction.
+
+The bytes that rank 0 has had at most for each purpose, and for all together, begin with "memory" (see `memory.ledger`);
+activations are 0 before they are measured, in the second step.
 
 A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
 staleness is the number of updates that its weights have seen between being read and being updated with it; with local

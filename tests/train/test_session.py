@@ -30,6 +30,13 @@ TRAIN_KEYS += [
     "comm_bytes",
     "comm_calls",
     "predicted_sync_s",
+    "memory_parameters",
+    "memory_gradients",
+    "memory_optimizer",
+    "memory_activations",
+    "memory_communication",
+    "memory_batches",
+    "memory_peak",
 ]
 EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "elapsed_s", "runtime"]
 EVAL_KEYS += ["samples_per_second", "steps_per_second"]

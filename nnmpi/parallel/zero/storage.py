@@ -112,6 +112,7 @@ class ShardedStorage(FlatStorage):
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
     ) -> tuple[list[Array], list[Array]]:
+        self._rooms: list[Array] = []  # slots and scratch
         self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
@@ -138,6 +139,7 @@ class ShardedStorage(FlatStorage):
         for slot in range(slots):
             numbers = range(slot, len(self.units), slots)
             rooms |= dict.fromkeys(numbers, allocate(max((totals[number] for number in numbers), default=0), dtype))
+        self._rooms += list({id(room): room for room in rooms.values()}.values())
         found: dict[int, Array] = {}
         for number, pieces in self._pieces.items():
             start = 0
@@ -182,6 +184,11 @@ class ShardedStorage(FlatStorage):
             yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
 
     @property
+    def stands_once(self) -> bool:
+        """Whether the parameters stand once in memory that all ranks share."""
+        return self.stage == 3 and self._window is not None
+
+    @property
     def is_whole(self) -> bool:
         """Whether the parameters are all here, whenever one looks."""
         return self.stage < 3
@@ -198,6 +205,12 @@ class ShardedStorage(FlatStorage):
         """See `FlatStorage.frozen`; of this rank's parts."""
         frozen = [span for span in self.spans if not span.parameter.requires_grad]
         return [self.data[span.buffer][self._part(span)[0]] for span in frozen]
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """See `FlatStorage.held_bytes`; what else it takes are slots, scratch, and where sums arrive."""
+        parameters = sum(array.nbytes for array in (self.data if self.stage == 3 else self._data))
+        gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
+        return parameters, gradients, sum(room.nbytes for room in self._rooms) + self.communication_bytes
 
     # ---- gradients ----
 
@@ -312,6 +325,7 @@ class ShardedStorage(FlatStorage):
     def _share(self, window: NodeArrays) -> None:
         """Move what others read to memory that the ranks share; collective."""
         lengths, dtype = [len(whole) for whole in self._data], self.data[0].dtype if self.data else np.dtype("f4")
+        self._rooms = []
         grads = self._lay_out(lengths, dtype, window.memory.allocate, self.stage >= 2)
         if self.stage == 3:
             data = window.memory.common_all([(length, dtype) for length in lengths])
@@ -444,6 +458,7 @@ class ShardedStorage(FlatStorage):
         self._gathers, self._sums = [], []
         window, self._window = self._window, None
         if window is not None:
+            self._rooms = []
             grads = self._lay_out([len(whole) for whole in self._grads], self.data[0].dtype, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = [own.copy() for own in self.data]

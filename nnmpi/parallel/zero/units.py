@@ -95,7 +95,14 @@ class StateBytes:
 
 
 def predict_bytes(
-    model: Module, stage: int, rank: int, size: int, itemsize: int, state_arrays: int, unit_bytes: int | None = None
+    model: Module,
+    stage: int,
+    rank: int,
+    size: int,
+    itemsize: int,
+    state_arrays: int,
+    unit_bytes: int | None = None,
+    stands_once: bool = False,
 ) -> StateBytes:
     """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
 
@@ -106,6 +113,7 @@ def predict_bytes(
         itemsize: bytes of an element.
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
+        stands_once: whether the parameters of stage 3 stand once in memory that all ranks share.
     """
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
@@ -113,7 +121,7 @@ def predict_bytes(
     whole = _length(model.parameters(), itemsize) * itemsize
     own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
-    slots = sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+    slots = 0 if stands_once else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
     return StateBytes(
         own if stage == 3 else whole,
         own if stage >= 2 else whole,

@@ -1,0 +1,103 @@
+"""The ledger: what of a rank's memory is for what, now and at most, beside what was predicted.
+
+    parameters              the arrays that the model computes with, or this rank's part of them
+    gradients               as many, or this rank's part
+    optimizer state         the arrays of the optimizer's slots
+    activations             what a step allocates and lets go of: results, what is kept for backward, what is on its way
+    communication buffers   where arrays are gathered to, or wait to be summed
+    batches                 samples and labels of the step
+
+Nothing is estimated. What stays is asked of those who hold it, whenever it may have changed. What comes and goes is
+counted allocation by allocation (`backend.allocations`). That takes 2 us for each array, so it is done in one step, or
+where a trace is recorded, and holds for the others. It is the second step: the first makes what is made once, too.
+
+    nnmpi.memory.report().held["gradients"]        bytes, of the worker that was made last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from nnmpi.backend.allocations import counting
+from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.errors import UsageError
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, COMMUNICATION, BATCHES)
+MEASURED_STEP = 1  # the second one
+
+_ledger: ContextVar[MemoryLedger | None] = ContextVar("nnmpi_ledger", default=None)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank by kind.
+
+    Attributes:
+        held: now; between two steps there are no activations.
+        peaks: the most of each kind.
+        peak: the most of all kinds together.
+        predicted: what formulas said before, of the kinds that they know.
+    """
+
+    held: Mapping[str, int]
+    peaks: Mapping[str, int]
+    peak: int
+    predicted: Mapping[str, int]
+
+
+class MemoryLedger:
+    """The account of one rank's arrays, for `report`.
+
+    Args:
+        backend: whose arrays are counted; NumPy by default.
+        predicted: bytes by kind.
+    """
+
+    def __init__(self, backend: Backend | None = None, predicted: Mapping[str, int] | None = None) -> None:
+        self._backend = numpy_backend() if backend is None else backend
+        self._predicted = dict(predicted or {})
+        self._held, self._peaks, self._peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0), 0
+        _ledger.set(self)
+
+    def note(self, held: Mapping[str, int]) -> None:
+        """Say how many bytes of some kinds there are now.
+
+        Raises:
+            UsageError: for a kind that there is not.
+        """
+        unknown = held.keys() - self._held.keys()
+        if unknown:
+            raise UsageError(f"memory has no kind {min(unknown)!r}; the kinds are {', '.join(KINDS)}")
+        self._held |= held
+        for kind, nbytes in held.items():
+            self._peaks[kind] = max(self._peaks[kind], nbytes)
+        self._peak = max(self._peak, sum(self._held.values()))
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Count what the block allocates and lets go of as activations."""
+        with counting(self._backend) as count:
+            yield
+        self.note({ACTIVATIONS: count.peak})
+        self._held[ACTIVATIONS] = 0
+
+    def report(self) -> MemoryReport:
+        """Return what there is, was at most, and was predicted."""
+        return MemoryReport(dict(self._held), dict(self._peaks), self._peak, dict(self._predicted))
+
+
+def report() -> MemoryReport:
+    """Return the memory of the worker that was made last here, of this rank.
+
+    Raises:
+        UsageError: where there is none.
+    """
+    ledger = _ledger.get()
+    if ledger is None:
+        raise UsageError("no worker was made here, so there is no memory to report; make an nnmpi.Worker first")
+    return ledger.report()

@@ -1,0 +1,74 @@
+"""The ledger: bytes by kind, predicted and measured alike, and where they can be seen."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import models, optim
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.errors import UsageError
+from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, KINDS, MemoryLedger, MemoryReport
+from nnmpi.timeline import Timeline, recording, to_chrome
+
+HIDDEN = (30, 20, 40)
+
+
+def train(group: Group, zero: int, allreduce: str = "native", trace: bool = False) -> tuple[MemoryReport, str, Any]:
+    data = Dataset("numbers", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
+    where = arrange(models.mlp((6,), 3, HIDDEN), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1))
+    where.model.initialize(storage=where.storage)
+    optimizer, exchange = optim.Adam(where.model.storage), GradientExchange(allreduce, fused_update=False)
+    worker, timeline = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange), Timeline()
+    for batch in Loader(data, 8, rank=group.rank, world=group.size, workers=0).epoch(0):
+        if trace:
+            with recording(timeline):
+                worker.step(batch)
+        else:
+            worker.step(batch)
+    found, line = nnmpi.memory.report(), worker.summary()[-1]
+    worker.release()
+    return found, line, to_chrome({group.rank: timeline.events})["traceEvents"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
+    """Of the kinds that formulas know; batches and activations are counted, too."""
+    for allreduce in ("native", "shared"):
+        for found, line, _ in simulate(lambda group, way=allreduce: train(group, zero, way), 3):  # type: ignore[misc]
+            assert tuple(found.peaks) == KINDS
+            assert found.predicted == {kind: found.peaks[kind] for kind in found.predicted}
+            assert len(found.predicted) == 3
+            assert found.peaks[BATCHES] >= 2 * (6 * 4 + 8)  # 2 or 3 of 8 samples with their labels
+            assert found.peaks[ACTIVATIONS] >= 2 * sum(HIDDEN) * 4
+            assert found.held[ACTIVATIONS] == 0
+            assert found.peak <= sum(found.peaks.values())
+            assert (found.peaks[COMMUNICATION] > 0) == (zero > 0)
+            assert "as predicted" in line
+
+
+def test_it_is_drawn_where_a_trace_is_recorded() -> None:
+    """As amounts by kind, at the beginning of a step and after its passes."""
+    (_, _, rows), *_ = simulate(lambda group: train(group, 2, trace=True), 2)
+    curve = [row["args"] for row in rows if row["ph"] == "C"]
+    assert len(curve) == 6
+    assert all(set(each) == set(KINDS) for each in curve)
+    assert [each[ACTIVATIONS] > 0 for each in curve] == [False, True] * 3
+
+
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(UsageError, match="make an nnmpi.Worker first"):
+        contextvars.Context().run(nnmpi.memory.report)
+    with pytest.raises(UsageError, match="the kinds are parameters"):
+        MemoryLedger().note({"weights": 1})
