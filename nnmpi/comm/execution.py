@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from nnmpi.backend.array import namespace
+from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, is_device, pieces
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
 from nnmpi.comm.steps import Chunks, Step, runs
@@ -136,6 +137,12 @@ class Execution:
         while self._at < len(self._bound):
             self._comm.wait_all(self._requests)
             self._next()
+
+    def waits_for(self) -> str:
+        """Return what it waits for, in words."""
+        at = min(self._at, len(self._bound) - 1)
+        partners = [rank for _, rank in (*self._bound[at].receives, *self._bound[at].sends)]
+        return f"a collective of {len(self._bound)} steps (tag {self._tag}), for {name_ranks(partners)}"
 
     def run(self) -> None:
         """Start and wait."""

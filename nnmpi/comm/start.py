@@ -18,6 +18,7 @@ import threadpoolctl
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.library import load_mpi
 from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit
+from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import read_launch
@@ -68,7 +69,12 @@ def _start() -> tuple[Group, Shutdown]:
         threading.excepthook = shutdown.on_thread_exception
         watch_exit(shutdown.on_exit)
         atexit.register(shutdown.on_end)
-    return Group(world.comm), shutdown
+    group = Group(world.comm)
+    if world.comm.size > 1:
+        launch = read_launch(os.environ)
+        alone = launch is not None and launch.local_size == world.comm.size
+        world.watchdog = Watchdog(group, world.operations, lambda: world.step, alone)
+    return group, shutdown
 
 
 def read_limit(environ: Mapping[str, str]) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
@@ -76,6 +77,15 @@ class World(Protocol):
         """Return what `make()` returns; for ranks that share a process, one object for all that give the same key.
 
         Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
+        """
+
+    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+        """Say for how long a wait for other ranks may last. A simulated world notices by itself when nobody goes on.
+
+        Args:
+            warning_s: then it is told which rank is missing, and in what every other one waits.
+            limit_s: then the job is ended, with a status of its own; 0 for never.
+            folder: of the run, where each rank leaves a record then; None for none.
         """
 
     def cuda_support(self) -> tuple[bool, str]:

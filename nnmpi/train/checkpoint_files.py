@@ -157,6 +157,11 @@ def steps(folder: Path) -> list[Path]:
     return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
 
 
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint's folder; there must be one."""
+    return steps(folder)[0]
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Return the folders to try: what `latest` names first, then from the newest on."""
     found, named = steps(folder), _named(folder, LATEST_FILE)

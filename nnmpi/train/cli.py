@@ -19,6 +19,7 @@ from typing import Any
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
@@ -112,7 +113,7 @@ def start_ranks(
         LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
     """
     if not any(word.partition("=")[0] == "--simulate" for word in words):
-        return program(words, start())
+        return program(words, _started())
     watch_alone()
     started = read_launch(os.environ)
     try:
@@ -120,12 +121,19 @@ def start_ranks(
     except HelpAsked as asked:
         return Console(quiet=started is not None and started.rank > 0).say(str(asked))
     if not options["ranks"]:
-        return program(words, start())
+        return program(words, _started())
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
     with around():
         simulate(partial(program, words), **options)
     return None
+
+
+def _started() -> Group:
+    """Return the group of all ranks, none of which waits for ever from now on. Collective."""
+    group = start()
+    group.comm.world.watch(WARNING_S, LIMIT_S)
+    return group
 
 
 def main(words: Sequence[str], group: Group) -> None:

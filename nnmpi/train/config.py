@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
+from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.units import parse_bytes
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.errors import UsageError
@@ -606,11 +607,21 @@ class RunConfig:
     """How many checkpoints stay on disk; older ones are removed."""
     keep_best: bool = False
     """Save after an evaluation that is better than all before, and keep that checkpoint, too."""
+    stall_warning: float = WARNING_S
+    """Seconds that a rank waits for others before it is told which one is missing; twice the longest wait so far, if
+    that is more."""
+    stall_limit: float = LIMIT_S
+    """Seconds after which a job that stands still is ended, with status 75, and each rank leaves a record in flight/ of
+    the run's folder; ten times as long while the missing rank does something. 0: never."""
 
     def __post_init__(self) -> None:
         """Check the values and combinations; the folders are looked at when the run starts."""
         at_least_one("--log-every", self.log_every)
         at_least_one("--keep", self.keep)
+        positive("--stall-warning", self.stall_warning)
+        not_negative("--stall-limit", self.stall_limit)
+        in_order = not self.stall_limit or self.stall_limit >= self.stall_warning
+        require(in_order, f"--stall-limit {self.stall_limit:g} is less than --stall-warning {self.stall_warning:g}")
         self._check_products()
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or not self.jit, "--jit compiles for float32 on the CPU alone; leave it out otherwise")

@@ -6,6 +6,7 @@ runs/digits-cnn-20260101-120000/
   metrics.jsonl       see metrics.py
   console.txt         what was printed
   starts.jsonl        a line for each start of the run: its command, when, where, with which versions
+  finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   times.json          what forward, backward and update took in each stage, for --pace of another run
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
@@ -82,6 +83,7 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
 TIMES_FILE = "times.json"
+FINISHED_FILE = "finished.json"
 POLL_S = 0.1
 
 
@@ -171,6 +173,11 @@ class RunFolder:
     def starts(self) -> Path:
         """Return the file with the commands."""
         return self.path / "starts.jsonl"
+
+    @property
+    def finished(self) -> Path:
+        """Return the file that proves that the run has come to its end."""
+        return self.path / FINISHED_FILE
 
     @property
     def checkpoints(self) -> Path:

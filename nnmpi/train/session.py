@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from math import isfinite
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
+from nnmpi.reading import read_json
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
+from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
 from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
@@ -45,6 +48,7 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
     """
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
     assert config.run.out is not None
+    group.comm.world.watch(config.run.stall_warning, config.run.stall_limit, config.run.out)
     with agreed(group):
         if config.run.jit:
             load()
@@ -80,6 +84,8 @@ def _run(
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
     state.check(context.extent, folder.path)
+    if resuming and group.is_root and not folder.finished.exists():
+        restored.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
 
     def take_folder() -> None:
         if not resuming:
@@ -89,6 +95,7 @@ def _run(
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
         folder.note_start(words, group.size, group.comm.world.library)
+        folder.finished.unlink(missing_ok=True)
         cut_metrics(folder.metrics, state.step)
 
     on_root(group, take_folder)
@@ -118,6 +125,7 @@ def _train(context: RunContext, state: RunState, console: Console) -> None:
     _write_model(context)
     if not backend.is_device:  # there the host only starts what is computed
         _write_times(folder, context.trainer.throttle.pace, group)
+    _prove_end(context, loop.state, report)
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, reporter, report, loop.state, folder, backend)
     if group.is_root:
@@ -138,6 +146,27 @@ def _write_model(context: RunContext) -> None:
         save_pretrained(context.folder.model, weights, heads, dropout_of(options), end)
         if tokenizer is not None:
             tokenizer.save(context.folder.model)
+
+    on_root(context.group, write)
+
+
+def _prove_end(context: RunContext, state: RunState, report: EvalReport) -> None:
+    """Write that the run is finished, when each rank has said so. Collective.
+
+    A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.
+    """
+    folder, last_steps = context.folder, context.group.gather(state.step)
+
+    def write() -> None:
+        stored = read_json(newest(folder.checkpoints) / STATE_FILE)
+        values = {
+            "step": state.step,
+            "ranks": len(last_steps),
+            "loss": report.loss if isfinite(report.loss) else None,
+            "accuracy": report.accuracy if isfinite(report.accuracy) else None,
+            "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
+        }
+        replace_durably(folder.finished, json.dumps(values, indent=1).encode() + b"\n")
 
     on_root(context.group, write)
 

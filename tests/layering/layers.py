@@ -59,7 +59,7 @@ LATE_IMPORTS = {
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset({"command", "evaluate", "export", "generate", "predict", "train", "trained", "verify"})
-LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/start.py"})
+LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/mpi/watchdog.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.

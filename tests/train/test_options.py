@@ -21,7 +21,7 @@ sync staleness local_steps servers dedicated_servers backup neighbours staleness
 straggler pace_ms pace network simulate simulation_seed
 backend dtype precision convolution jit seed out resume config log_every quiet print_every eval_every eval_steps
 save_every save_steps
-trace trace_steps keep keep_best
+trace trace_steps keep keep_best stall_warning stall_limit
 """
 
 

@@ -13,6 +13,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
 from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.cli import main
+from nnmpi.train.folder import sha256
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 
@@ -86,12 +87,29 @@ def test_metrics_have_their_keys(train: Train) -> None:
 def test_the_folder_holds_everything(train: Train) -> None:
     run = train("--epochs 5 --save-every 1 --keep 2")
     times = [] if on_device() else ["times.json"]
-    assert sorted(each.name for each in run.iterdir()) == sorted(
-        ["checkpoints", "config.json", "console.txt", "metrics.jsonl", "starts.jsonl", *times]
-    )
+    wanted = ["checkpoints", "config.json", "console.txt", "finished.json", "metrics.jsonl", "starts.jsonl", *times]
+    assert sorted(each.name for each in run.iterdir()) == sorted(wanted)
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000010"]
     config = json.loads((run / "config.json").read_text())
     assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
+
+
+def test_the_end_of_a_run_is_proved(train: Train, group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """A status of 0 alone is none: MPICH gives it where one rank has left early."""
+    run = train("--epochs 1")
+    proof = json.loads((run / "finished.json").read_text())
+    assert proof["weights_sha256"] == sha256(run / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert (proof["step"], proof["ranks"]) == (2, group.size)
+    assert proof["accuracy"] == read_metrics(run / "metrics.jsonl")[-1]["accuracy"]
+    group.barrier()
+    if group.is_root:
+        (run / "finished.json").unlink()
+    group.barrier()
+    main(["--resume", str(run), "--epochs", "2"], group)
+    assert (f"{run} had not come to its end: it has no finished.json" in capsys.readouterr().out) == group.is_root
+    main(["--resume", str(run), "--epochs", "3"], group)
+    assert "had not come to its end" not in capsys.readouterr().out
+    assert json.loads((run / "finished.json").read_text())["step"] == 6
 
 
 def test_curves_and_events_are_made_where_their_libraries_are(

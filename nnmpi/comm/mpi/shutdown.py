@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -109,6 +110,10 @@ class Shutdown:
         if rank == min(same):
             self._print(text, same)
 
+    def waits_for(self) -> str:
+        """Return what it waits for, in words."""
+        return "the end of the others' programs"
+
     def _turn_s(self) -> float:
         """Return how much longer than rank 0 this rank waits before it aborts.
 
@@ -151,12 +156,22 @@ class Shutdown:
 
     def _abort(self, status: int) -> NoReturn:
         time.sleep(DRAIN_S)
+        _forget_memory()
         self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)  # for an MPI whose Abort returns
 
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
         return os.getpid() != self._process
+
+
+def _forget_memory() -> None:
+    """Remove the names of MPICH's shared memory, which it leaves behind after an abort; who has it mapped keeps it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for name in {line.split()[-1] for line in lines if "/dev/shm/mpich_shm_" in line}:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 def describe_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> tuple[int, str]:

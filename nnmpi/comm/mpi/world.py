@@ -20,16 +20,19 @@ from __future__ import annotations
 import functools
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from mpi4py import MPI
 
 from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi import cuda
+from nnmpi.comm.mpi.watchdog import OPERATIONS, Operations, Watchdog
 from nnmpi.comm.mpi.window import SHM, Window, find_folder
 from nnmpi.comm.world import Comm, World
 
@@ -49,19 +52,27 @@ class MpiComm:
 
     start_all = staticmethod(MPI.Prequest.Startall)
     test_all = staticmethod(MPI.Request.Testall)
-    wait_all = staticmethod(MPI.Request.Waitall)
 
-    def __init__(self, mpi: MPI.Comm, world: World) -> None:
-        self.mpi, self.world = mpi, world
+    def __init__(self, mpi: MPI.Comm, world: MpiWorld) -> None:
+        self.mpi, self.world, self._world = mpi, cast(World, world), world
+        named = partial(_named, world.operations, mpi.Get_size())
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._folder: Path | None = SHM  # of the windows
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
         self.send_init, self.recv_init = mpi.Send_init, mpi.Recv_init
-        self.barrier, self.allgather = mpi.Barrier, mpi.Allgather
-        self.allreduce = functools.partial(mpi.Allreduce, MPI.IN_PLACE)
-        self.iallreduce = functools.partial(mpi.Iallreduce, MPI.IN_PLACE)
-        self.broadcast, self.ibroadcast = mpi.Bcast, mpi.Ibcast
-        self.reduce_scatter, self.ireduce_scatter = mpi.Reduce_scatter, mpi.Ireduce_scatter
+        self.wait_all = named("messages", MPI.Request.Waitall)
+        self.barrier, self.allgather = named("a barrier", mpi.Barrier), named("an all-gather", mpi.Allgather)
+        self.allreduce = named("an all-reduce", partial(mpi.Allreduce, MPI.IN_PLACE))
+        self.iallreduce = partial(mpi.Iallreduce, MPI.IN_PLACE)
+        self.broadcast, self.ibroadcast = named("a broadcast", mpi.Bcast), mpi.Ibcast
+        self.reduce_scatter, self.ireduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter), mpi.Ireduce_scatter
+        self._allgatherv, self._alltoallv = (
+            named("an all-gather", mpi.Allgatherv),
+            named("an all-to-all", mpi.Alltoallv),
+        )
+        self._split = named("making a communicator", mpi.Split)
+        self._split_type = named("making a communicator", mpi.Split_type)
+        self._dup = named("making a communicator", mpi.Dup)
         self.free = mpi.Free
 
     # ---- what was started ----
@@ -84,11 +95,11 @@ class MpiComm:
 
     def allreduce_max(self, array: Buffer) -> None:
         """Replace the array everywhere by the largest of each element."""
-        self.mpi.Allreduce(MPI.IN_PLACE, array, MPI.MAX)
+        self.allreduce(array, MPI.MAX)
 
     def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
         """Gather arrays of any lengths."""
-        self.mpi.Allgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
+        self._allgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
 
     def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> MPI.Request:
         """Start it."""
@@ -96,21 +107,21 @@ class MpiComm:
 
     def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
         """Send every rank its part."""
-        self.mpi.Alltoallv([data, list(counts)], [into, list(came)])
+        self._alltoallv([data, list(counts)], [into, list(came)])
 
     # ---- other communicators ----
 
     def duplicate(self) -> MpiComm:
         """Return another one of the same ranks."""
-        return MpiComm(self.mpi.Dup(), self.world)
+        return MpiComm(self._dup(), self._world)
 
     def split(self, color: int, key: int) -> MpiComm:
         """Return one of the ranks that gave the same color."""
-        return MpiComm(self.mpi.Split(color, key), self.world)
+        return MpiComm(self._split(color, key), self._world)
 
     def split_by_node(self, key: int) -> MpiComm:
         """Return one of the ranks that share this one's memory."""
-        return MpiComm(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key), self.world)
+        return MpiComm(self._split_type(MPI.COMM_TYPE_SHARED, key), self._world)
 
     def share_pages(self, own_bytes: int) -> Window:
         """Return memory that all ranks see."""
@@ -126,6 +137,8 @@ class MpiWorld:
     simulated = False
 
     def __init__(self) -> None:
+        self.operations: Operations = deque(maxlen=OPERATIONS)
+        self.watchdog: Watchdog | None = None
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         self.library = name_library(MPI.Get_library_version())
         self.step: int | None = None
@@ -146,9 +159,26 @@ class MpiWorld:
         """Return what `make()` returns: every rank is a process of its own."""
         return make()
 
+    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+        """Say for how long a wait for other ranks may last; see `watchdog`."""
+        if self.watchdog is not None:
+            self.watchdog.warning_s, self.watchdog.limit_s = warning_s, limit_s
+            self.watchdog.folder = None if folder is None else folder.absolute()
+
     def cuda_support(self) -> tuple[bool, str]:
         """Return whether messages may lie in a device's memory, and how it is known."""
         return cuda.support()
+
+
+def _named(operations: Operations, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
+    """Return a call that is written down when it begins."""
+    append, now, what = operations.append, time.perf_counter, f"{name} of {size} ranks"
+
+    def named(*arguments: Any) -> T:
+        append((now(), what))
+        return call(*arguments)
+
+    return named
 
 
 @functools.cache

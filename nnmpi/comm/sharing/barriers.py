@@ -67,13 +67,17 @@ class Watch:
             if looks % POLLS_PER_CHECK == 0:
                 self.comm.poke()
                 if time.monotonic() > deadline:
-                    late = name_ranks([self.names[rank] for rank in missing()])
+                    late = self.name(missing())
                     step = self.comm.world.step
                     raise CommError(
                         f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s"
                         f"{'' if step is None else f' (in step {step})'}; all ranks must run the same collectives, in "
                         "the same order"
                     )
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Return ranks of the node in words, by the numbers that the user knows."""
+        return name_ranks([self.names[rank] for rank in ranks])
 
 
 def count_cores(comm: Comm) -> int:
@@ -132,6 +136,10 @@ class FlagBarrier:
                 self.wait()
                 return
 
+    def waits_for(self) -> str:
+        """Return what it waits for, in words."""
+        return f"crossing {self._goal} of a barrier in shared memory, for {self._watch.name(self._missing())}"
+
     def _missing(self) -> list[int]:
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
 
@@ -184,6 +192,10 @@ class CollectiveBarrier:
     def free(self) -> None:
         """Give the communicator back. Collective over the node."""
         self._comm.free()
+
+    def waits_for(self) -> str:
+        """Return what it waits for, in words."""
+        return f"crossing {self._own[0]} of a barrier in shared memory"
 
     def _missing(self) -> list[int]:
         self._sync()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 from contextvars import Context
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from nnmpi import clock
@@ -76,6 +77,9 @@ class SimulatedWorld:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+        """Do nothing: when nobody can ever go on, the scheduler knows at once."""
 
     def cuda_support(self) -> tuple[bool, str]:
         """Return that messages lie in the host's memory."""

@@ -1,0 +1,83 @@
+"""What is said of ranks that do not go on: who is missing, in what the others wait, and when it is over."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nnmpi.comm.stall import Place, RankStatus, describe, find_place, is_over
+
+WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
+
+
+def test_who_is_missing_comes_first() -> None:
+    waiting = RankStatus(12.0, 12.0, WAITS, 7)
+    busy = RankStatus(0.0, 3.0, "at mine.py:9 in load", 6)
+    assert describe({0: waiting, 1: busy, 3: waiting}, {2: 8.0}, [4]) == (
+        "rank 2 has not been heard of for 8 s; of rank 4 nothing is known; rank 1 is at mine.py:9 in load (step 6); "
+        f"ranks 0, 3 wait in {WAITS} (step 7)"
+    )
+
+
+def test_where_all_wait_nobody_is_missing() -> None:
+    words = describe({0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, [])
+    assert words.startswith("all ranks wait for one another, so they are not in the same collective or message; rank 0")
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "others", "silent", "limit_s", "over"),
+    [
+        (9, [], {}, 10, False),
+        (11, [], {}, 10, True),  # all wait
+        (11, [RankStatus(0, 11, "asleep", None)], {}, 10, True),
+        (11, [RankStatus(0, 1, "computing", None)], {}, 10, False),  # it may come
+        (101, [RankStatus(0, 1, "computing", None)], {}, 10, True),  # but not for ever
+        (11, [RankStatus(0, 1, "computing", None)], {5: 11.0}, 10, True),
+        (1e6, [], {5: 1e6}, 0, False),
+    ],
+)
+def test_when_it_is_over(
+    waited_s: float, others: list[RankStatus], silent: dict[int, float], limit_s: float, over: bool
+) -> None:
+    statuses = dict(enumerate([RankStatus(waited_s, waited_s, WAITS, 1), *others]))
+    assert is_over(statuses, silent, limit_s) == over
+
+
+def look(module: str, work: Callable[[], None]) -> Place:
+    """Return where a thread is that does some work in a module of this name, once it has begun."""
+    begun = threading.Event()
+    names = {"__name__": module, "begun": begun, "work": work}
+    exec("def wait_until():\n    begun.set()\n    work()\n", names)
+    thread = threading.Thread(target=names["wait_until"], daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    begun.wait(10)
+    time.sleep(0.02)
+    assert thread.ident is not None
+    return find_place(sys._current_frames()[thread.ident], "a barrier of 2 ranks")
+
+
+@pytest.mark.parametrize(("module", "waits"), [("nnmpi.comm.mpi.world", True), ("nnmpi.train.loop", False)])
+def test_a_rank_waits_while_it_is_in_a_call_of_comm(module: str, waits: bool) -> None:
+    place = look(module, lambda: time.sleep(0.3))
+    assert place.waits == waits
+    assert ("a barrier of 2 ranks" in place.words) == waits
+    assert ("test_stall.py" in place.words) == (not waits)
+
+
+def test_what_is_polled_meanwhile_changes_nothing() -> None:
+    """Another sample of the same wait, at another line, is no progress."""
+
+    class Poller:
+        def __init__(self) -> None:
+            self.end_s = time.monotonic() + 0.3
+
+        def __call__(self) -> None:
+            while time.monotonic() < self.end_s:
+                time.sleep(0.001)
+                time.sleep(0.002)
+
+    assert look("nnmpi.comm.mpi.world", Poller()).words == "a barrier of 2 ranks"

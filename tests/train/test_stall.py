@@ -1,0 +1,57 @@
+"""Jobs in which one rank does not come: told, ended with a status of its own, and a record of each rank is left."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.mpi.watchdog import STALLED
+from tests.harness.slow import ONCE_MORE
+from tests.train.jobs import lines, once, send, train
+
+NET = """
+import os, time
+from nnmpi import nn
+
+class Slow(nn.Module):
+    def __init__(self):
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            time.sleep(100)
+        return x
+
+def asleep(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), Slow(), nn.Linear(5, classes))
+
+def awake(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, classes))
+"""
+
+
+@pytest.mark.parametrize("fault", ["asleep in a layer", pytest.param("stopped", marks=pytest.mark.slow(ONCE_MORE))])
+def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_path: Path) -> None:
+    """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
+    (tmp_path / "net.py").write_text(NET)
+    asleep = fault.startswith("asleep")
+    words = f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --allreduce ring --out {tmp_path}/run "
+    words += "--stall-warning 3 --stall-limit 5 --log-every 1"
+
+    def stop() -> None:
+        send(signal.SIGSTOP, str(tmp_path), "ranks", rank=0)
+
+    begun = once(lambda: not asleep and lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
+    ending = train(tmp_path, words, ranks=2, is_lost=begun)
+    assert ending.status == STALLED, ending.output
+    guilty = r"rank 1 is at net\.py:11 in Slow\.forward \(step \d+\)" if asleep else "rank 0 has not been heard of for"
+    waiting = r"rank \d waits in .*, called at "
+    for sentence in (rf"waiting for \d s: {guilty}.*{waiting}", rf"the job is ended: .*{guilty}.*{waiting}"):
+        assert len(re.findall(sentence, ending.output)) == 1, ending.output
+    records = sorted(file.name for file in (tmp_path / "run/flight").iterdir())
+    assert records == (["rank-0.txt", "rank-1.txt"] if asleep else ["rank-1.txt"])
+    record = (tmp_path / "run/flight/rank-1.txt").read_text()
+    assert "seconds ago" in record and "messages of 2 ranks" in record and "most recent call first" in record
+    assert os.path.exists(tmp_path / "run/checkpoints") or asleep
