@@ -82,9 +82,11 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
 
 def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
     """Its folder is that of any run."""
-    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy", 3)
+    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --schedule constant", 3)
     whole = weights(run)
-    half = simulated(tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy", 3)
+    half = simulated(
+        tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --schedule constant", 3
+    )
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
     assert weights(half) == whole
     simulate(partial(main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]), 2)
