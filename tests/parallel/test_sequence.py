@@ -312,8 +312,8 @@ def test_a_step_exchanges_what_the_formulas_say(ranks: int, layout: Layout) -> N
         tokens = np.random.default_rng(0).integers(0, 10, (6, 8))
         data = Dataset("tokens", tokens[:, :-1], tokens[:, 1:], 10)
         worker.step(next(Loader(data, 6, dtype="float64").epoch(0)))
-        words = worker.summary()[-1].replace(",", "")
-        assert re.search(r" (\d+) bytes of rank \d; by the formulas \1$", words), words
+        words = "\n".join(worker.summary()).replace(",", "")
+        assert re.search(r" (\d+) bytes of rank \d; by the formulas \1$", words, re.MULTILINE), words
 
     simulate(main, ranks)
 
