@@ -186,9 +186,12 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
 
 
 def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of the run."""
+    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of all of them.
+
+    What --max-steps cuts off counts as well: a run that stops early and goes on begins as the whole one does.
+    """
     if config.warmup_epochs is None:
-        return min(extent.train_batches, extent.steps // 10)
+        return min(extent.train_batches, extent.epochs * extent.train_batches // 10)
     return round(config.warmup_epochs * extent.train_batches)
 
 

@@ -511,8 +511,8 @@ class OptimizationConfig:
     step_factor: float = 0.1
     """For --schedule step: what each drop multiplies the rate by."""
     warmup_epochs: float | None = None
-    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of the
-    run)."""
+    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of
+    --epochs)."""
     lr_scaling: Literal["none", "linear"] = "none"
     """linear: multiply --lr by batch size / --base-batch (Goyal et al. 2017)."""
     base_batch: int = 32
