@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -55,7 +56,7 @@ class RankStatus:
 
     Attributes:
         waits_s: for how long it has been in one wait for other ranks; 0 where it does not wait.
-        still_s: for how long it has been at one place.
+        still_s: for how long it has been at one place without computing.
         place: where it is, in words.
         step: of training.
     """
@@ -89,6 +90,17 @@ def find_place(frame: FrameType | None, operation: str) -> Place:
     others = (each for each in frames[caller:] if _module(each).partition(".")[0] not in sys.stdlib_module_names)
     words += "".join(f", called at {_line(each)}" for each in islice(others, 1))
     return Place(True, words, words)
+
+
+def processor_seconds(thread: int) -> float:
+    """Return how long a thread of this process has computed; 0 where the system does not say.
+
+    Args:
+        thread: its `ident`; it must be alive.
+    """
+    if not thread or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def describe(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], unknown: list[int]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nnmpi.comm.stall import Place, RankStatus, describe, find_place, is_over
+from nnmpi.comm.stall import Place, RankStatus, describe, find_place, is_over, processor_seconds
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
 
@@ -66,6 +66,24 @@ def test_a_rank_waits_while_it_is_in_a_call_of_comm(module: str, waits: bool) ->
     assert place.waits == waits
     assert ("a barrier of 2 ranks" in place.words) == waits
     assert ("test_stall.py" in place.words) == (not waits)
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="this system does not tell a thread's time")
+def test_who_computes_at_one_place_is_told_from_who_sleeps() -> None:
+    """Else a slow download, or one long product of matrices, would end the job."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(10_000))
+
+    works, rests = (threading.Thread(target=target, daemon=True) for target in (compute, over.wait))
+    works.start(), rests.start()
+    before = [processor_seconds(each.ident or 0) for each in (works, rests)]
+    time.sleep(0.2)
+    worked, rested = (processor_seconds(t.ident or 0) - s for t, s in zip((works, rests), before, strict=True))
+    over.set()
+    assert rested < 1e-3 < worked
 
 
 def test_what_is_polled_meanwhile_changes_nothing() -> None:

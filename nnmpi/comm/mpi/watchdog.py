@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.stall import WARNING_S, RankStatus, describe, find_place, is_over
+from nnmpi.comm.stall import WARNING_S, RankStatus, describe, find_place, is_over, processor_seconds
 from nnmpi.command import printable
 
 STALLED = 75  # the status of a job that is ended so: sysexits' "temporary failure"
@@ -37,6 +37,7 @@ PERIOD_S = 1.0
 RANKS_PER_S = 100  # that rank 0 hears of in a second, at most
 LEAST_S = 1e-3  # of a wait that has just begun
 SILENT_PERIODS = 3
+WORK_S = 1e-3  # of processor time between two looks: who has it at one place computes, or takes a slow download
 CONNECT_S = 5.0
 RECORD_S = 1.5  # for all to write their records
 STAGGER_S = 0.35  # between two ranks that cannot ask rank 0
@@ -73,6 +74,7 @@ class Watchdog:
         self._operations, self._step = operations, step
         self._period_s = max(PERIOD_S, group.size / RANKS_PER_S)
         self._main = threading.main_thread().ident
+        self._worked_s = processor_seconds(self._main or 0)
         self._mark: Any = None
         self._since_s = time.monotonic()
         self._longest_s = 0.0
@@ -95,7 +97,9 @@ class Watchdog:
         place = find_place(sys._current_frames().get(self._main or 0), operation)
         step = self._step()
         mark = (place.waits, place.mark, began_s, step)
-        if mark != self._mark:
+        before_s, self._worked_s = self._worked_s, processor_seconds(self._main or 0)
+        works = not place.waits and self._worked_s - before_s >= WORK_S
+        if mark != self._mark or works:
             if self._mark is not None and self._mark[0]:
                 self._longest_s = max(self._longest_s, now - self._since_s)
             self._mark, self._since_s = mark, now
