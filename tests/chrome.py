@@ -7,6 +7,7 @@ from typing import Any
 KEYS = {
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur"},
     "M": {"ph", "name", "pid", "tid", "args"},
+    "C": {"ph", "name", "pid", "ts", "args"},  # a curve of a process
     "s": {"ph", "name", "cat", "pid", "tid", "ts", "id"},
     "f": {"ph", "name", "cat", "pid", "tid", "ts", "id", "bp"},
 }
@@ -19,7 +20,9 @@ def breaches(trace: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a trace, in sentences; [] when nothing is."""
     rows = trace["traceEvents"]
     wrong = [f"{row}: keys" for row in rows if KEYS.get(row["ph"], set()) != set(row) - {"args"} | _args(row)]
-    wrong += [f"{row}: pid and tid are numbers" for row in rows if not _whole(row["pid"]) or not _whole(row["tid"])]
+    wrong += [
+        f"{row}: pid and tid are numbers" for row in rows if not _whole(row["pid"]) or not _whole(row.get("tid", 0))
+    ]
     wrong += [f"{row}: a time" for row in rows if row.get("ts", 0) < 0 or row.get("dur", 0) < 0]
     wrong += [
         f"{row}: what it is about" for row in rows if row["ph"] == "M" and set(row["args"]) != {ABOUT[row["name"]]}
@@ -52,7 +55,7 @@ def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _args(row: Mapping[str, Any]) -> set[str]:
-    return {"args"} if row["ph"] == "M" and "args" in row else set()
+    return {"args"} if row["ph"] in ("M", "C") and "args" in row else set()
 
 
 def _whole(value: object) -> bool:
@@ -92,7 +95,8 @@ def _named(rows: list[dict[str, Any]]) -> list[str]:
     wrong += [f"{each} is said twice" for each in set(about) if about.count(each) > 1]
     for row in rows:
         if row["ph"] != "M":
-            needed = {(what, row["pid"], 0 if what.startswith("process") else row["tid"]) for what in ABOUT}
+            about_it = [what for what in ABOUT if row["ph"] != "C" or what.startswith("process")]
+            needed = {(what, row["pid"], 0 if what.startswith("process") else row["tid"]) for what in about_it}
             wrong += [f"{row}: {each} is missing" for each in needed - set(about)]
     return wrong
 

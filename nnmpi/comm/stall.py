@@ -86,7 +86,7 @@ def find_place(frame: FrameType | None, operation: str) -> Place:
     found = polled[-1] if polled else inner or 0  # what is polled changes, and may be anybody's
     caller = next((n for n in range(found, len(frames)) if not _in_room(frames[n])), len(frames))
     owners = (frames[n].f_locals.get("self") for n in reversed(range(found, caller)))
-    words = next((owner.waits_for() for owner in owners if isinstance(owner, Waiter)), operation)
+    words = next(filter(None, map(_ask, owners)), operation)
     others = (each for each in frames[caller:] if _module(each).partition(".")[0] not in sys.stdlib_module_names)
     words += "".join(f", called at {_line(each)}" for each in islice(others, 1))
     return Place(True, words, words)
@@ -134,6 +134,14 @@ def is_over(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], lim
     busy = [status for status in statuses.values() if not status.waits_s]
     stuck = bool(silent) or not busy or any(status.still_s >= limit_s for status in busy)
     return stuck or waited_s >= BUSY_FACTOR * limit_s
+
+
+def _ask(owner: object) -> str:
+    """Return for what an object waits; nothing for another object, and for one that is still being made."""
+    try:
+        return owner.waits_for() if isinstance(owner, Waiter) else ""
+    except (AttributeError, IndexError):
+        return ""
 
 
 def _by_place(statuses: Mapping[int, RankStatus]) -> dict[str, list[int]]:

@@ -86,6 +86,21 @@ def test_who_computes_at_one_place_is_told_from_who_sleeps() -> None:
     assert rested < 1e-3 < worked
 
 
+def test_a_waiter_that_is_still_being_made_is_passed_over() -> None:
+    """A thread may be looked at between any two of its steps."""
+
+    class Half:
+        def waits_for(self) -> str:
+            return self.partner  # type: ignore[attr-defined, no-any-return]
+
+    names = {"__name__": "nnmpi.comm.mpi.world", "time": time}
+    exec("def wait(self):\n    time.sleep(0.3)\n", names)
+    thread = threading.Thread(target=names["wait"], args=(Half(),), daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    time.sleep(0.05)
+    assert find_place(sys._current_frames()[thread.ident or 0], "a barrier of 2 ranks").words.startswith("a barrier")
+
+
 def test_what_is_polled_meanwhile_changes_nothing() -> None:
     """Another sample of the same wait, at another line, is no progress."""
 
