@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.training.cases import BLOCK, CNN, MLP, SQUARED, Case
 from benchmarks.training.cases import CASES as ON_CPU
-from benchmarks.training.cases import CNN, GPT, MLP, SQUARED, Case
 from benchmarks.training.trainer_nnmpi import build
 
 FLOAT32, TF32, BF16 = "float32", "tf32", "bf16"
@@ -33,7 +33,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         case.name: case
         for case in (
             Case("mlp-fill", MLP, 4096, (4096, 8192, 8192, 10)),
-            Case("gpt-fill", GPT, 16, (1024, 2048, 16, 8192), SQUARED),
+            Case("gpt-fill", BLOCK, 16, (1024, 2048, 16, 8192), SQUARED),
             replace(ON_CPU["cnn"], name="cnn-1024", batch=1024),
             ON_CPU["cnn"],
             ON_CPU["mlp-large"],
@@ -45,7 +45,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
 TINY: Mapping[str, Case] = MappingProxyType(
     {
         "mlp-fill": Case("mlp-fill", MLP, 6, (12, 16, 16, 10)),
-        "gpt-fill": Case("gpt-fill", GPT, 2, (8, 16, 2, 32), SQUARED),
+        "gpt-fill": Case("gpt-fill", BLOCK, 2, (8, 16, 2, 32), SQUARED),
         "cnn": Case("cnn", CNN, 4, (8, 8, 1, 10)),
     }
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from benchmarks.gpu.cases import BF16
-from benchmarks.training.cases import CNN, GPT, Case
+from benchmarks.training.cases import BLOCK, CNN, Case
 
 WIDTH = 4  # bytes of a float32, in which weights and gradients are kept
 
@@ -49,7 +49,7 @@ class Product:
 
 def products(case: Case) -> list[Product]:
     """Return a case's products with weights."""
-    if case.model == GPT:
+    if case.model == BLOCK:
         time, features, _, hidden = case.sizes
         rows = case.batch * time
         pairs = [(features, 3 * features), (features, features), (features, hidden), (hidden, features)]
@@ -69,7 +69,7 @@ def products(case: Case) -> list[Product]:
 def flops(case: Case) -> int:
     """Return the operations of a step's products."""
     found = sum(each.flops for each in products(case))
-    if case.model == GPT:
+    if case.model == BLOCK:
         time, features, _, _ = case.sizes
         found += 6 * case.batch * time * time * features  # two products, thrice each, half of them masked
     return found

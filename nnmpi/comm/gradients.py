@@ -142,9 +142,9 @@ class BucketExchange:
         with agreed(group):
             itemsizes = [check_any(buffer).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_limit(bucket_bytes, self.overlap))
-            one = isinstance(algorithm, str) or callable(algorithm)
-            names: list[How] = [algorithm] * len(self.buckets) if one else list(algorithm)  # type: ignore[list-item,arg-type]
-            _check_names(names[:1] if one else names, len(names), len(self.buckets), group.size)
+            given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else list(algorithm)
+            names = given * len(self.buckets) if given == [algorithm] else given
+            _check_names(given, len(names), len(self.buckets), group.size)
         require_equal(
             group,
             [[[bucket.start, bucket.stop, buffers[bucket.buffer].dtype.name] for bucket in self.buckets]],

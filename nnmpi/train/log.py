@@ -127,6 +127,7 @@ class Reporter:
     ) -> None:
         self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
         self._timer = PrintTimer(print_every_s)
+        self._below: Sequence[str] = ()
 
     def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
         """Report the steps in the state's window.
@@ -188,15 +189,15 @@ class Reporter:
             number: of the epoch, from 1.
             totals: sums over it; its times are means over the ranks.
             report: the evaluation after it, if there was one.
-            more: lines below.
+            more: lines below, see `say`.
         """
         tested = f", {self.result(report, 'test ')}" if report else ""
         self._console.say(
             f"epoch {number}/{self._extent.epochs}: {self.result(totals)}{tested}, {self._rate(totals)}",
             f"  {totals.breakdown()}",
             *([f"  {totals.communication()}"] if totals.comm_calls else []),
-            *(f"  {line}" for line in more),
         )
+        self.say(more)
         self._timer.restart()
 
     def between(self, state: RunState, report: EvalReport) -> None:
@@ -217,8 +218,9 @@ class Reporter:
         return f"  step {state.step}/{self._extent.steps}, epoch {self._extent.passes(state):.2f}"
 
     def say(self, lines: Sequence[str]) -> None:
-        """Print lines below an epoch's."""
-        self._console.say(*(f"  {line}" for line in lines))
+        """Print lines below an epoch's, but for those that were the same the last time."""
+        self._console.say(*(f"  {line}" for line in lines if line not in self._below))
+        self._below = lines
 
     def segment(self, state: RunState, report: SegmentReport) -> None:
         """Record how stale the gradients of a segment were, and what was sent.
