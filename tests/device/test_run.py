@@ -30,7 +30,12 @@ LAYOUTS = {
     "fixed": ("--model mlp --hidden 24 16 --reduction fixed --dp 2 --pp 2 --split 3,3", 4),
     "local": ("--model mlp --hidden 24 16 --sync local --local-steps 3", 2),
     "gossip": ("--model mlp --hidden 24 16 --sync gossip", 3),
-    "simulated": ("--model mlp --hidden 24 16 --sync ssp --simulate 3 --pace-ms 10", 1),
+    # no two ranks are as fast: who of those goes first that come at the same moment is drawn
+    "simulated": (
+        "--model mlp --hidden 24 16 --sync ssp --simulate 3 --pace-ms 10 "
+        "--straggler rank=1,factor=1.37;rank=2,factor=1.73",
+        1,
+    ),
 }
 
 
