@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import CheckpointError
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Linear
@@ -88,8 +88,9 @@ def flattened_images(model: Module, sample: Array) -> dict[str, tuple[int, ...]]
         elif isinstance(result, Tensor) and result.ndim == 4:
             image = tuple(result.shape[1:])
 
+    where = namespace(next(iter(model.parameters())).data)
     with no_grad(), observed(observe):
-        model(Tensor(sample))
+        model(Tensor(where.asarray(sample)))
     return found
 
 

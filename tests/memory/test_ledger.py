@@ -42,6 +42,7 @@ def train(group: Group, zero: int, allreduce: str = "native", trace: bool = Fals
     return found, line, to_chrome({group.rank: timeline.events})["traceEvents"]
 
 
+@pytest.mark.host_only("memory that a node's ranks share is the host's")
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
     """Of the kinds that formulas know; batches and activations are counted, too."""

@@ -106,7 +106,10 @@ def test_every_stage_gives_the_serial_run(name: str, ranks: int) -> None:
         np.testing.assert_array_equal(runs[3][key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("allreduce", ["shared", "native", "ring", "tree"])
+ON_HOST = pytest.mark.host_only("memory that a node's ranks share is the host's")
+
+
+@pytest.mark.parametrize("allreduce", [pytest.param("shared", marks=ON_HOST), "native", "ring", "tree"])
 def test_stages_give_the_same_bits_where_the_order_of_sums_is_the_same(allreduce: str) -> None:
     """One microbatch, and the same units."""
     first, *others = (
@@ -147,6 +150,7 @@ class Counting:
         return np.zeros(elements, dtype)
 
 
+@pytest.mark.host_only("counts the arrays that NumPy makes")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> None:
@@ -177,6 +181,7 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> 
         assert first == dp if ranks == 1 else first < dp
 
 
+@ON_HOST
 def test_on_one_node_the_weights_stand_once() -> None:
     """Of N ranks each has its part of what all see, and nothing is gathered, nor sent."""
 
