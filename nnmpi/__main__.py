@@ -13,6 +13,7 @@ COMMANDS = {
     "verify": "is a layout equal to the serial run?",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
+    "memory": "draw and price plans of what is computed again within a budget of bytes",
 }
 
 
