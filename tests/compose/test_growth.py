@@ -10,6 +10,7 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.watchdog import OPERATIONS
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.shard import part
@@ -55,6 +56,8 @@ def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, A
     tracemalloc.start()  # slows a step down, and sees only what is made from now on
     for _ in range(WARM_UP):
         worker.step(batch)
+    for _ in range(OPERATIONS):  # the watchdog's record of the last calls is full then
+        group.barrier()
     gc.collect()
     objects, resident, traced = len(gc.get_objects()), resident_bytes(), tracemalloc.get_traced_memory()[0]
     for _ in range(STEPS):
