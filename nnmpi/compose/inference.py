@@ -5,8 +5,8 @@ x  --> all stages -->  outputs on the last one  --> every rank of the replica ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,77 @@ from nnmpi.backend.casting import to_float32
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.writing import NoGradients
 from nnmpi.nn.mode import evaluation
 from nnmpi.parallel.pipeline.executor import Pipeline
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.shard import part, split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
+
+
+class ForwardPasses:
+    """Takes microbatches through a model, wherever its stages lie. Making one is collective, and so is all it does.
+
+    Args:
+        where: the arrangement of the model.
+        backend: where it computes.
+        mode: entered around each pass.
+        keep: given the result of each microbatch and its number, where the last stage is.
+    """
+
+    def __init__(
+        self,
+        where: Arrangement,
+        backend: Backend,
+        mode: Callable[[], AbstractContextManager[Any]],
+        keep: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        self._model, self._mode, self._keep = where.model, mode, keep
+        self._pipeline: Pipeline | None = None
+        if where.stages:
+            last = len(where.cuts) - 1
+            stages = {
+                number: Stage(number, links, where.starts[number], self._scope, keep if number == last else None)
+                for number, links in where.stages.items()
+            }
+            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
+
+    def run(self, microbatches: Sequence[Array]) -> None:
+        """Take them through, without gradients; model input, at least one."""
+        with no_grad():
+            if self._pipeline is not None:
+                self._pipeline.infer(microbatches)
+                return
+            for number, each in enumerate(microbatches):
+                with self._mode():
+                    self._keep(self._model(Tensor(each)), number)
+
+    def free(self) -> None:
+        """Give back what it holds of MPI."""
+        if self._pipeline is not None:
+            self._pipeline.free()
+
+    def _scope(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+        return self._mode()
+
+
+class NoGradients:
+    """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
+
+    def adds(self, stage: int, microbatch: int) -> None:
+        """Nothing will be added."""
+
+    def added(self, stage: int, microbatch: int) -> None:
+        """Nothing was added."""
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """Nothing is summed."""
+
+    def progress(self) -> None:
+        """Nothing is under way."""
+
+    def step(self, stage: int, microbatch: int | None) -> None:
+        """Nothing is updated."""
 
 
 class Inference:
@@ -37,14 +101,7 @@ class Inference:
     def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
         self._where, self._backend, self._precision = where, backend, precision
         self._found: dict[int, Array] = {}  # by microbatch, on the last stage
-        self._pipeline: Pipeline | None = None
-        if where.stages:
-            last = len(where.cuts) - 1
-            stages = {
-                number: Stage(number, links, where.starts[number], _evaluating, self._keep if number == last else None)
-                for number, links in where.stages.items()
-            }
-            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
+        self._passes = ForwardPasses(where, backend, evaluation, self._keep)
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica.
@@ -54,20 +111,15 @@ class Inference:
         """
         batch, where = self._backend.asarray(x), self._where
         self._found.clear()
-        with no_grad(), use_precision(self._precision):
-            if self._pipeline is None:
-                with evaluation():
-                    self._keep(where.model(Tensor(batch)), 0)
-            else:
-                cuts = split(len(x), min(len(x), len(where.cuts)))
-                self._pipeline.infer([batch[cut.start : cut.stop] for cut in cuts])
+        cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
+        with use_precision(self._precision):
+            self._passes.run([batch[cut.start : cut.stop] for cut in cuts])
         own = np.concatenate([self._found[number] for number in sorted(self._found)]) if self._found else None
         return self._shared(self._whole(own))
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
-        if self._pipeline is not None:
-            self._pipeline.free()
+        self._passes.free()
 
     def _whole(self, own: Array | None) -> Array | None:
         """Return the outputs of all classes, on the last stage's ranks; None elsewhere."""
@@ -97,9 +149,3 @@ class Inference:
         outputs = Tensor(to_float32(self._backend.xp, result.data)).numpy()
         self._found[microbatch] = np.array(outputs, order="C")
         return result
-
-
-@contextmanager
-def _evaluating(microbatch: int, again: bool) -> Iterator[None]:
-    with evaluation():
-        yield

@@ -9,7 +9,6 @@ When the context is full, the last half of it is read again as a new beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.casting import to_float32
 from nnmpi.backend.record import Backend
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.inference import ForwardPasses
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import continued
-from nnmpi.parallel.pipeline.executor import Pipeline
-from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.shard import part
-from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -40,14 +37,7 @@ class Writer:
         self._where, self._backend, self.vocabulary = where, backend, vocabulary
         self._memory: dict[str, Any] = {}
         self._logits: Array | None = None
-        self._pipeline: Pipeline | None = None
-        if where.stages:
-            last = len(where.cuts) - 1
-            stages = {
-                number: Stage(number, links, where.starts[number], self._scope, self._keep if number == last else None)
-                for number, links in where.stages.items()
-            }
-            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
+        self._passes = ForwardPasses(where, backend, lambda: continued(self._memory), self._keep)
 
     def begin(self, tokens: Sequence[int]) -> Array:
         """Forget what was, read the beginning of a text, and return the logits of the token after it. Collective.
@@ -67,18 +57,12 @@ class Writer:
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
-        if self._pipeline is not None:
-            self._pipeline.free()
+        self._passes.free()
 
     def _read(self, tokens: Sequence[int]) -> Array:
         batch, mesh = self._backend.asarray(np.array([tokens], np.int64)), self._where.mesh
         self._logits = None
-        with no_grad():
-            if self._pipeline is None:
-                with self._scope(0, again=False):
-                    self._keep(self._where.model(Tensor(batch)), 0)
-            else:
-                self._pipeline.infer([batch])
+        self._passes.run([batch])
         logits = np.zeros(self.vocabulary)
         if self._logits is not None:  # on the last stage; where ranks share the classes out, each has some
             shared = self._where.classes > 0
@@ -89,34 +73,10 @@ class Writer:
         mesh.pp.broadcast(logits, max(len(self._where.cuts) - 1, 0) % mesh.pp.size)
         return logits
 
-    @contextmanager
-    def _scope(self, microbatch: int, again: bool) -> Iterator[None]:
-        with continued(self._memory):
-            yield
-
     def _keep(self, result: Tensor, microbatch: int) -> Tensor:
         last = Tensor(to_float32(self._backend.xp, result.data[0, -1]))
         self._logits = np.ascontiguousarray(last.numpy(), np.float64)
         return result
-
-
-class NoGradients:
-    """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
-
-    def adds(self, stage: int, microbatch: int) -> None:
-        """Nothing will be added."""
-
-    def added(self, stage: int, microbatch: int) -> None:
-        """Nothing was added."""
-
-    def reduce(self, stage: int, microbatch: int | None) -> None:
-        """Nothing is summed."""
-
-    def progress(self) -> None:
-        """Nothing is under way."""
-
-    def step(self, stage: int, microbatch: int | None) -> None:
-        """Nothing is updated."""
 
 
 def write(writer: Writer, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]) -> Iterator[int]:

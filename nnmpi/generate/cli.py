@@ -11,14 +11,14 @@ import numpy as np
 
 from nnmpi import clock
 from nnmpi.backend.precision import use_precision
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.command import options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import start_ranks
+from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -27,7 +27,6 @@ from nnmpi.train.config import (
     require,
 )
 from nnmpi.train.device import take_backend
-from nnmpi.train.log import Console
 from nnmpi.trained.run import open_run
 
 PROGRAM = "python -m nnmpi.generate"
@@ -104,12 +103,10 @@ def main(words: Sequence[str], group: Group) -> None:
         UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does not fit.
         NnmpiError: for everything else that has a sentence.
     """
-    console = Console(quiet=not group.is_root)
-    with agreed(group):
-        try:
-            folder, options = parse(words)
-        except HelpAsked as asked:
-            return console.say(str(asked))
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    folder, options = asked
     begin = clock.now()
     node = group.node()
     backend = take_backend(options.backend, group, node.rank)
@@ -136,7 +133,7 @@ def main(words: Sequence[str], group: Group) -> None:
         f"loading took {ready - begin:.2f} s"
     )
     writer.release()
-    return None
+    return
 
 
 def _check_model(folder: Path, config: Config) -> None:

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from nnmpi.comm.agreement import on_root
+from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
@@ -31,6 +31,8 @@ from nnmpi.train.folder import CONFIG_FILE, default_folder, find_model
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.session import run
+
+T = TypeVar("T")
 
 PROGRAM = "python -m nnmpi.train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
@@ -93,6 +95,21 @@ def launch(words: Sequence[str]) -> None:
         }
 
     start_ranks(words, main, simulation, StopSignals)
+
+
+def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T | None]:
+    """Return where a command prints, and what its words ask for; None after help, which is printed. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, as `parse` does.
+    """
+    console = Console(quiet=not group.is_root)
+    with agreed(group):
+        try:
+            return console, parse(words)
+        except HelpAsked as asked:
+            console.say(str(asked))
+            return console, None
 
 
 def start_ranks(

@@ -7,18 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.compose.runner import perplexity
 from nnmpi.data.dataset import Samples
-from nnmpi.train.cli import start_ranks
+from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import Config, at_least_one
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.log import Console, percent
+from nnmpi.train.log import percent
 from nnmpi.trained.evaluation import Evaluation, draw, evaluate
-from nnmpi.trained.options import PlaceConfig, take_paths
+from nnmpi.trained.options import PlaceConfig, read_command
 from nnmpi.trained.run import TrainedRun
 
 PROGRAM = "python -m nnmpi.evaluate"
@@ -59,12 +58,8 @@ def parse(words: Sequence[str]) -> tuple[Path, EvaluationConfig, PlaceConfig]:
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and without a folder.
     """
-    own, place = options_of(EvaluationConfig), options_of(PlaceConfig)
-    given = read_words([word for word in words if word in ("-h", "--help")], [*own, *place], PROGRAM, DESCRIPTION)
-    (folder,), rest = take_paths(words, "RUN")
-    given = read_words(rest, [*own, *place], PROGRAM, DESCRIPTION)
-    ours, theirs = ({each.name: given[each.name] for each in part if each.name in given} for part in (own, place))
-    return folder, EvaluationConfig(**ours), PlaceConfig(**theirs)
+    folder, options, place = read_command(words, "RUN", PROGRAM, DESCRIPTION, EvaluationConfig, PlaceConfig)
+    return folder, options, place
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -73,14 +68,14 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console = Console(quiet=not group.is_root)
-    with agreed(group):
-        try:
-            folder, options, place = parse(words)
-        except HelpAsked as asked:
-            return console.say(str(asked))
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    folder, options, place = asked
     run = place.open(folder, group)
-    train, test = load_samples(_data(run, options), group, group.node().rank, console.say)
+    node = group.node()
+    train, test = load_samples(_data(run, options), group, node.rank, console.say)
+    node.free()
     samples = train if options.part == "train" else test
     found = evaluate(run, samples, options.batch_size)
     console.say(*_lines(run, samples, found, options))
@@ -88,7 +83,7 @@ def main(words: Sequence[str], group: Group) -> None:
         files = on_root(group, partial(_draw, found, run, samples, options.out or folder / "evaluation"))
         if not options.json:
             console.say(*(f"drawn: {file}" for file in files))
-    return None
+    return
 
 
 def _data(run: TrainedRun, options: EvaluationConfig) -> Config:

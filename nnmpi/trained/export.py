@@ -8,16 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.errors import UsageError
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import start_ranks
+from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import to_json
-from nnmpi.train.log import Console
 from nnmpi.train.signature import to_metadata
-from nnmpi.trained.options import take_paths
+from nnmpi.trained.options import read_command
 from nnmpi.trained.run import load
 
 PROGRAM = "python -m nnmpi.export"
@@ -49,10 +47,8 @@ def parse(words: Sequence[str]) -> tuple[Path, ExportConfig]:
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and without a folder.
     """
-    options = options_of(ExportConfig)
-    read_words([word for word in words if word in ("-h", "--help")], options, PROGRAM, DESCRIPTION)
-    (folder,), rest = take_paths(words, "RUN")
-    return folder, ExportConfig(**read_words(rest, options, PROGRAM, DESCRIPTION))
+    folder, options = read_command(words, "RUN", PROGRAM, DESCRIPTION, ExportConfig)
+    return folder, options
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -61,14 +57,12 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console = Console(quiet=not group.is_root)
-    with agreed(group):
-        try:
-            folder, options = parse(words)
-        except HelpAsked as asked:
-            return console.say(str(asked))
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    folder, options = asked
     console.say(on_root(group, partial(export, folder, options)))
-    return None
+    return
 
 
 def export(folder: Path, options: ExportConfig) -> str:

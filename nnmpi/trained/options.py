@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nnmpi.comm.group import Group
+from nnmpi.command import options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
 from nnmpi.train.config import Config, at_least_one, not_negative
@@ -55,16 +56,32 @@ class PlaceConfig:
         return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, self.weights, check)
 
 
-def take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:
-    """Return the paths that stand before the options, and the other words.
+def read_command(
+    words: Sequence[str], names: str, program: str, description: str, *sections: type[Any]
+) -> tuple[Any, ...]:
+    """Return the paths that a command was given, and after them its sections of options.
 
     Args:
         words: of the command line.
         names: what the paths are, such as "RUN FILE".
+        program, description: for --help.
+        sections: dataclasses of options, of which no two have one of a name.
 
     Raises:
-        UsageError: when it is another number of paths.
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and another number of paths.
     """
+    options = [options_of(section) for section in sections]
+    known = [each for part in options for each in part]
+    read_words([word for word in words if word in ("-h", "--help")], known, program, description)
+    paths, rest = _take_paths(words, names)
+    given = read_words(rest, known, program, description)
+    values = ({each.name: given[each.name] for each in part if each.name in given} for part in options)
+    return *paths, *(section(**own) for section, own in zip(sections, values, strict=True))
+
+
+def _take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:
+    """Return the paths that stand before the options, and the other words."""
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     wanted = len(names.split())
     if count != wanted:

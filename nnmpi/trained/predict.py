@@ -11,12 +11,10 @@ from typing import Literal
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import HelpAsked, options_of, read_words
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import start_ranks
+from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import SEQUENCE_MODELS, Config
-from nnmpi.train.log import Console
-from nnmpi.trained.options import PlaceConfig, take_paths
+from nnmpi.trained.options import PlaceConfig, read_command
 from nnmpi.trained.run import TrainedRun
 from nnmpi.trained.samples import read_file
 
@@ -47,12 +45,9 @@ def parse(words: Sequence[str]) -> tuple[Path, Path, PredictionConfig, PlaceConf
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and without a folder and a file.
     """
-    own, place = options_of(PredictionConfig), options_of(PlaceConfig)
-    read_words([word for word in words if word in ("-h", "--help")], [*own, *place], PROGRAM, DESCRIPTION)
-    (folder, file), rest = take_paths(words, "RUN FILE")
-    given = read_words(rest, [*own, *place], PROGRAM, DESCRIPTION)
-    ours, theirs = ({each.name: given[each.name] for each in part if each.name in given} for part in (own, place))
-    return folder, file, PredictionConfig(**ours), PlaceConfig(**theirs)
+    sections = PredictionConfig, PlaceConfig
+    folder, file, options, place = read_command(words, "RUN FILE", PROGRAM, DESCRIPTION, *sections)
+    return folder, file, options, place
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -61,12 +56,10 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console = Console(quiet=not group.is_root)
-    with agreed(group):
-        try:
-            folder, file, options, place = parse(words)
-        except HelpAsked as asked:
-            return console.say(str(asked))
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return None
+    folder, file, options, place = asked
     run = place.open(folder, group, _check_model)
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
