@@ -26,6 +26,7 @@ from nnmpi.launcher import read_launch
 from tests.harness import left_out, records
 from tests.harness.records import CLAIMS, DEFAULT_LIMIT_S, LIMIT, RUN_FOLDER
 
+CALLS = 8  # lines of a traceback that a failure's summary has
 PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
 
 
@@ -288,9 +289,15 @@ def _stacks() -> str:
 
 
 def _what(report: pytest.TestReport) -> str:
-    """Return the first line of what the test failed with."""
+    """Return the first line of what the test failed with, and the innermost lines of code that led there."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    return (report.longreprtext if crash is None else crash.message).partition("\n")[0]
+    if crash is None:
+        return report.longreprtext.partition("\n")[0]
+    entries = getattr(report.longrepr.reprtraceback, "reprentries", [])  # type: ignore[union-attr]
+    found = [getattr(entry, "reprfileloc", None) for entry in entries]
+    places = [at for at in found if at is not None and not PYTEST.search(at.path)]
+    calls = " < ".join(f"{at.path}:{at.lineno}" for at in reversed(places[-CALLS:]))
+    return crash.message.partition("\n")[0] + (f"\n    at {calls}" if calls else "")
 
 
 def _words(report: pytest.TestReport) -> str:

@@ -90,7 +90,10 @@ def test_the_others_pass(planted: Ending) -> None:
 @pytest.mark.slow(HARNESS)
 def test_what_all_ranks_fail_in_is_shown_once(planted: Ending) -> None:
     assert len(re.findall("E +ValueError: alike", planted.output)) == 1, planted.output
-    assert "test_alike\n    ValueError: alike\n" in planted.output  # with the other failures, at the end
+    summary = (
+        r"test_alike\n    ValueError: alike\n    at \S*test_planted.py:\d+\n"  # with the other failures, at the end
+    )
+    assert re.search(summary, planted.output), planted.output
     assert planted.output.count("said") == 2  # in the source line, and as captured output
 
 
