@@ -24,7 +24,7 @@ from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
@@ -161,10 +161,13 @@ def open_run(
     """
     backend = numpy_backend() if backend is None else backend
     config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
+    is_run = config.model.pretrained != folder
     with agreed(group):
         check(config)
-    last = None if config.model.pretrained == folder else find(RunFolder(folder), group, writes=False, best=best)
-    if last is None and config.model.pretrained != folder:
+        if best and not is_run:
+            raise UsageError(f"{folder}: a model in Hugging Face's files has no best weights; leave --best away")
+    last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None
+    if last is None and is_run:
         raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
     signature = _read_signature(folder, last, group)
     dtype = config.run.dtype

@@ -2,7 +2,7 @@
 
 import sys
 
-from nnmpi.generate.cli import launch
+from nnmpi.trained.generate import launch
 
 if __name__ == "__main__":
     launch(sys.argv[1:])

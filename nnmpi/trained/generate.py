@@ -1,11 +1,10 @@
-"""The command: a run's model and tokenizer, a prompt, and what comes after it. Every rank calls `main`."""
+"""The command `python -m nnmpi.generate`: a prompt, and what a run's language model writes after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -13,8 +12,6 @@ from nnmpi import clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import options_of, read_words
-from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
@@ -26,8 +23,7 @@ from nnmpi.train.config import (
     not_negative,
     require,
 )
-from nnmpi.train.device import take_backend
-from nnmpi.trained.run import open_run
+from nnmpi.trained.options import PlaceConfig, read_command
 
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
@@ -40,7 +36,7 @@ mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
 
 @dataclass(frozen=True)
 class WritingConfig:
-    """What is written, and where."""
+    """What is written."""
 
     prompt: str = ""
     """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17 4"."""
@@ -54,23 +50,13 @@ class WritingConfig:
     """Take only one of the likeliest tokens that together have this probability."""
     seed: int = 0
     """Seed of what is drawn."""
-    pp: int = 1
-    """Ranks in each pipeline, which have the layers one after the other."""
-    tp: int = 1
-    """Ranks that share out each layer."""
-    backend: Literal["auto", "numpy", "cupy"] = "auto"
-    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
-    simulate: int = 0
-    """Run so many ranks in this process, without MPI."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for option, number in (("--tokens", self.tokens), ("--pp", self.pp), ("--tp", self.tp)):
-            at_least_one(option, number)
+        at_least_one("--tokens", self.tokens)
         for option, value in (("--temperature", self.temperature), ("--top-k", self.top_k), ("--seed", self.seed)):
             not_negative(option, value)
         require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
-        not_negative("--simulate", self.simulate)
 
 
 def launch(words: Sequence[str]) -> None:
@@ -79,21 +65,18 @@ def launch(words: Sequence[str]) -> None:
     Raises:
         NnmpiError: see `train.cli.start_ranks` and `main`.
     """
-    start_ranks(words, main, lambda: {"ranks": parse(words)[1].simulate})
+    start_ranks(words, main, lambda: {"ranks": parse(words)[2].simulate})
 
 
-def parse(words: Sequence[str]) -> tuple[Path, WritingConfig]:
+def parse(words: Sequence[str]) -> tuple[Path, WritingConfig, PlaceConfig]:
     """Return the run's folder, and what the words ask for.
 
     Raises:
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and without a folder.
     """
-    has_run = bool(words) and not words[0].startswith("-")
-    given = read_words(words[has_run:], options_of(WritingConfig), PROGRAM, DESCRIPTION)
-    if not has_run:
-        raise UsageError(f"give the folder of a run first, such as {PROGRAM} runs/mine --prompt Once")
-    return Path(words[0]), WritingConfig(**given)
+    folder, options, place = read_command(words, "RUN", PROGRAM, DESCRIPTION, WritingConfig, PlaceConfig)
+    return folder, options, place
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -106,14 +89,10 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = ask(words, parse, group)
     if asked is None:
         return
-    folder, options = asked
+    folder, options, place = asked
     begin = clock.now()
-    node = group.node()
-    backend = take_backend(options.backend, group, node.rank)
-    node.free()
-    layout = Layout(None, options.pp, options.tp)
-    run = open_run(folder, group, layout, backend, check=partial(_check_model, folder))
-    writer = Writer(run.where, backend, run.classes)
+    run = place.open(folder, group, partial(_check_model, folder))
+    writer = Writer(run.where, run.backend, run.classes)
     context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
     tokenizer, precision = run.tokenizer, run.config.run.precision
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, writer.vocabulary))
@@ -133,7 +112,6 @@ def main(words: Sequence[str], group: Group) -> None:
         f"loading took {ready - begin:.2f} s"
     )
     writer.release()
-    return
 
 
 def _check_model(folder: Path, config: Config) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.generate.cli import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
+from nnmpi.trained.generate import main, parse
 
 TOKENS, CONTEXT = 17, 12
 
@@ -75,6 +75,8 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd
     shutil.rmtree(folder / "model")
     with pytest.raises(UsageError, match=f"--pretrained {folder} is a run that has left no model"):
         simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
+    with pytest.raises(UsageError, match="a model in Hugging Face's files has no best weights; leave --best away"):
+        written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
     shutil.rmtree(folder)
     assert len(_with_prompt(f"{out} --tokens 9", 1, capfd).split()) == 11
 
@@ -89,7 +91,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
         (f"{folder} --tokens 0", "--tokens is 0"),
         (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
-        ("--prompt 1", "give the folder of a run first"),
+        ("--prompt 1", "give RUN first and then the options"),
     ):
         with pytest.raises(UsageError, match=sentence):
             written(words, 1, capfd)
@@ -110,8 +112,8 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
 
 
 def test_options() -> None:
-    folder, options = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5"])
-    assert (folder, options.prompt, options.top_k) == (Path("runs/x"), "Once upon", 5)
+    folder, options, place = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5", "--tp", "2"])
+    assert (folder, options.prompt, options.top_k, place.tp) == (Path("runs/x"), "Once upon", 5, 2)
 
 
 def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
