@@ -1,11 +1,19 @@
 """The programs of the examples, but for their notebooks."""
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import nnmpi
+from nnmpi.comm.group import Group
+
 FOLDER = Path(__file__).parents[1] / "examples"
+LESSONS = sorted((FOLDER / "lessons").glob("*.py"))
+NAMES = [file.stem for file in LESSONS]
 SOURCE = '''
 class Shape:
     def area(self, unit):
@@ -31,3 +39,47 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
     assert problem == 'def area(self, unit):\n    """Return the area.\n\n    In square metres."""'
     assert solution == "    side = self.side / unit\n    return side * side"
     assert not list(find("def f(:"))
+
+
+def test_there_are_eight_lessons_that_are_read_in_one_sitting() -> None:
+    """Each with a picture, and no longer than 150 lines."""
+    assert [name[0] for name in NAMES] == list("12345678")
+    for file in LESSONS:
+        text = file.read_text()
+        assert len(text.splitlines()) <= 150, file
+        assert "\n\n    " in text.split('"""')[1], file
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
+    nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+def test_a_lesson_runs_on_mpi(lesson: Path, group: Group) -> None:
+    runpy.run_path(str(lesson))["main"](group)
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+def test_a_lesson_fails_where_weights_differ(lesson: Path) -> None:
+    """In one number of one layer, by a millionth: the rank that sees it raises."""
+    main = runpy.run_path(str(lesson))["main"]
+    serial = main.__globals__["serial"]
+
+    def other(*staleness: int) -> dict[int, object]:
+        weights = serial(*staleness)
+        weights[2][-1, -1] *= 1 + 1e-6
+        return weights
+
+    main.__globals__["serial"] = other
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        nnmpi.simulate(main, ranks=2)
+
+
+def test_a_lesson_is_a_program_without_mpi() -> None:
+    """Its status says whether it is equal: 0 here."""
+    words = [sys.executable, str(LESSONS[1]), "--simulate", "2"]
+    ran = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(FOLDER.parent)}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "equal to the serial run after 12 steps, ranks: 2\n"), ran.stderr

@@ -1,0 +1,113 @@
+"""Lesson 1: one rank, by hand. What a step of training computes, in NumPy alone.
+
+    forward     x ---> [w0] --- ReLU ---> [w1] --- ReLU ---> [w2] --- ReLU ---> [w3] ---> scores ---> loss
+                       keeps x            keeps its x        ...
+    backward           g0  <------------- g1  <------------- g2  <------------- g3  <---- scores' gradient
+    update      w -= RATE * velocity      velocity = MOMENTUM * velocity + gradient
+
+Each layer keeps what came to it, because its gradient is that times the gradient of what went out.
+Every rank does the same here: nothing is shared yet.
+"""
+
+import sys
+from itertools import pairwise
+
+import numpy as np
+
+import nnmpi
+from nnmpi import data, ops
+
+WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
+DIGITS, _ = data.load("digits")  # 8 x 8 images
+
+
+def first_weights():
+    """Return {layer: (in, out) matrix}, the same on every rank."""
+    draw = np.random.default_rng(0)
+    return {i: draw.normal(0, (2 / n) ** 0.5, (n, m)) for i, (n, m) in enumerate(pairwise(WIDTHS))}
+
+
+def batch(step):
+    """Return the images of a step, a row for each, and their labels."""
+    rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(DIGITS)
+    return DIGITS.x[rows].reshape(BATCH, -1) * DIGITS.scale, DIGITS.y[rows]
+
+
+def forward(weights, x):
+    """Return what these layers make of x, and what each of them keeps."""
+    kept = {}
+    for layer, w in weights.items():
+        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        x = x @ w
+    return x, kept
+
+
+def loss_and_gradient(scores, labels):
+    """Return the sum of the rows' cross-entropies, and its gradient."""
+    rows = np.arange(len(labels))
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    loss = -np.log(chances[rows, labels]).sum()
+    chances[rows, labels] -= 1
+    return loss, chances
+
+
+def backward(weights, kept, grad, final):
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    for layer, w in reversed(weights.items()):
+        gradient = kept[layer].T @ grad
+        grad = grad @ w.T
+        if layer > 0:
+            grad *= kept[layer] > 0
+        final(layer, gradient)
+    return grad
+
+
+def update(weights, velocity, gradients):
+    """Change the weights by the mean gradient of the batch."""
+    for layer, gradient in gradients.items():
+        velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
+        weights[layer] -= RATE * velocity[layer]
+
+
+def serial():
+    """Return the weights that training on one rank ends with."""
+    weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    for step in range(STEPS):
+        x, labels = batch(step)
+        scores, kept = forward(weights, x)
+        _, grad = loss_and_gradient(scores, labels)
+        backward(weights, kept, grad, gradients.__setitem__)
+        update(weights, velocity, gradients)
+    return weights
+
+
+def train():
+    """Return the same, with the gradients of nnmpi's engine."""
+    weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
+    for step in range(STEPS):
+        x, labels = batch(step)
+        tensors, out = {layer: nnmpi.Tensor(w, requires_grad=True) for layer, w in weights.items()}, nnmpi.Tensor(x)
+        for layer, w in tensors.items():
+            out = (ops.relu(out) if layer > 0 else out) @ w
+        ops.cross_entropy(out, labels, reduction="sum").backward()
+        update(weights, velocity, {layer: w.grad for layer, w in tensors.items()})
+    return weights
+
+
+def main(group):
+    """Train in both ways and compare; an AssertionError ends the program if they differ."""
+    wanted, found = serial(), train()
+    for layer, w in found.items():
+        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    if group.is_root:
+        loss, _ = loss_and_gradient(forward(wanted, batch(0)[0])[0], batch(0)[1])
+        print(f"equal to nnmpi's engine after {STEPS} steps; loss {loss / BATCH:.3f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--simulate"]:
+        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+    else:
+        main(nnmpi.start())

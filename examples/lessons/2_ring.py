@@ -1,0 +1,129 @@
+"""Lesson 2: a ring all-reduce. Each rank takes some rows of the batch; the gradients' sums go around a ring.
+
+    rank 0 ---> rank 1 ---> rank 2 --->.        the gradients of all layers, one after another, cut into 3 chunks
+      ^                                |
+      '--------------------------------'        rank 0    rank 1    rank 2
+                                      step 0    2 -->     0 -->     1 -->     each sends a chunk to the right
+                                      step 1    1' ->     2' ->     0' ->     and adds the one that comes
+                                      step 2    0''->     1''->     2''->     chunk r is finished at rank r:
+                                      step 3    2''->     0''->     1''->     the finished ones go around once more
+
+A loss is a sum over rows, so the gradient of the batch is the sum of the ranks' gradients.
+"""
+
+import sys
+from itertools import pairwise
+
+import numpy as np
+
+import nnmpi
+from nnmpi import data
+from nnmpi.comm.prove import prove
+from nnmpi.comm.steps import Step
+
+WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
+DIGITS, _ = data.load("digits")  # 8 x 8 images
+
+
+def first_weights():
+    """Return {layer: (in, out) matrix}, the same on every rank."""
+    draw = np.random.default_rng(0)
+    return {i: draw.normal(0, (2 / n) ** 0.5, (n, m)) for i, (n, m) in enumerate(pairwise(WIDTHS))}
+
+
+def batch(step):
+    """Return the images of a step, a row for each, and their labels."""
+    rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(DIGITS)
+    return DIGITS.x[rows].reshape(BATCH, -1) * DIGITS.scale, DIGITS.y[rows]
+
+
+def forward(weights, x):
+    """Return what these layers make of x, and what each of them keeps."""
+    kept = {}
+    for layer, w in weights.items():
+        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        x = x @ w
+    return x, kept
+
+
+def loss_and_gradient(scores, labels):
+    """Return the sum of the rows' cross-entropies, and its gradient."""
+    rows = np.arange(len(labels))
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    loss = -np.log(chances[rows, labels]).sum()
+    chances[rows, labels] -= 1
+    return loss, chances
+
+
+def backward(weights, kept, grad, final):
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    for layer, w in reversed(weights.items()):
+        gradient = kept[layer].T @ grad
+        grad = grad @ w.T
+        if layer > 0:
+            grad *= kept[layer] > 0
+        final(layer, gradient)
+    return grad
+
+
+def update(weights, velocity, gradients):
+    """Change the weights by the mean gradient of the batch."""
+    for layer, gradient in gradients.items():
+        velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
+        weights[layer] -= RATE * velocity[layer]
+
+
+def serial():
+    """Return the weights that training on one rank ends with."""
+    weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    for step in range(STEPS):
+        x, labels = batch(step)
+        scores, kept = forward(weights, x)
+        _, grad = loss_and_gradient(scores, labels)
+        backward(weights, kept, grad, gradients.__setitem__)
+        update(weights, velocity, gradients)
+    return weights
+
+
+def ring(rank, size):
+    """Return this rank's steps: partial sums go around once, finished sums once more."""
+    right, left, steps = (rank + 1) % size, (rank - 1) % size, []
+    for i in range(2 * (size - 1)):
+        out = (rank - 1 - i) % size
+        steps.append(Step(right, (out,), left, ((out - 1) % size,), reduce=i < size - 1))
+    return tuple(steps)
+
+
+def train(group):
+    """Return the weights that training over the ranks ends with."""
+    weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    for step in range(STEPS):
+        x, labels = batch(step)
+        mine = slice(group.rank, None, group.size)
+        scores, kept = forward(weights, x[mine])
+        _, grad = loss_and_gradient(scores, labels[mine])
+        backward(weights, kept, grad, gradients.__setitem__)
+        flat = np.concatenate([gradients[layer].ravel() for layer in weights])
+        group.all_reduce(flat, ring)
+        parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
+        update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
+    return weights
+
+
+def main(group):
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    prove(ring, group.size)  # names rank, step and chunk of a mistake
+    wanted, found = serial(), train(group)
+    for layer, w in found.items():
+        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    if group.is_root:
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--simulate"]:
+        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+    else:
+        main(nnmpi.start())

@@ -1,0 +1,150 @@
+"""Lesson 4: 1F1B. Each rank has some of the layers; a batch goes through them in microbatches.
+
+    rank 0   F0 F1 .  .  B0 F2 B1 F3 B2 .  B3      layers 0, 1     F0: forward on microbatch 0
+    rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .  .       layers 2, 3     B0: backward
+
+    forward    rank 0 --- what comes out of layer 1 ---> rank 1
+    backward   rank 0 <--- its gradient ---------------- rank 1
+As soon as a backward can be done it is done: so a rank keeps few microbatches' activations at a time.
+"""
+
+import sys
+from itertools import pairwise
+
+import numpy as np
+
+import nnmpi
+from nnmpi import data
+from nnmpi.comm.point_to_point import Messages
+from nnmpi.schedule.check import check
+from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.registry import make
+from nnmpi.shard import split
+
+WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
+DIGITS, _ = data.load("digits")  # 8 x 8 images
+MICROBATCHES = 4
+
+
+def first_weights():
+    """Return {layer: (in, out) matrix}, the same on every rank."""
+    draw = np.random.default_rng(0)
+    return {i: draw.normal(0, (2 / n) ** 0.5, (n, m)) for i, (n, m) in enumerate(pairwise(WIDTHS))}
+
+
+def batch(step):
+    """Return the images of a step, a row for each, and their labels."""
+    rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(DIGITS)
+    return DIGITS.x[rows].reshape(BATCH, -1) * DIGITS.scale, DIGITS.y[rows]
+
+
+def forward(weights, x):
+    """Return what these layers make of x, and what each of them keeps."""
+    kept = {}
+    for layer, w in weights.items():
+        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        x = x @ w
+    return x, kept
+
+
+def loss_and_gradient(scores, labels):
+    """Return the sum of the rows' cross-entropies, and its gradient."""
+    rows = np.arange(len(labels))
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    loss = -np.log(chances[rows, labels]).sum()
+    chances[rows, labels] -= 1
+    return loss, chances
+
+
+def backward(weights, kept, grad, final):
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    for layer, w in reversed(weights.items()):
+        gradient = kept[layer].T @ grad
+        grad = grad @ w.T
+        if layer > 0:
+            grad *= kept[layer] > 0
+        final(layer, gradient)
+    return grad
+
+
+def update(weights, velocity, gradients):
+    """Change the weights by the mean gradient of the batch."""
+    for layer, gradient in gradients.items():
+        velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
+        weights[layer] -= RATE * velocity[layer]
+
+
+def serial():
+    """Return the weights that training on one rank ends with."""
+    weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    for step in range(STEPS):
+        x, labels = batch(step)
+        scores, kept = forward(weights, x)
+        _, grad = loss_and_gradient(scores, labels)
+        backward(weights, kept, grad, gradients.__setitem__)
+        update(weights, velocity, gradients)
+    return weights
+
+
+def one_f_one_b(rank, ranks, microbatches):
+    """Return what a rank computes: some forwards ahead, then a forward and a backward in turn, then backwards."""
+    ahead = min(ranks - 1 - rank, microbatches)
+    program = [Kind.F.at(rank, m) for m in range(ahead)]
+    for m in range(microbatches):
+        program += [Kind.F.at(rank, ahead + m)] * (ahead + m < microbatches)
+        program.append(Kind.B.at(rank, m))
+    return program
+
+
+def train(group):
+    """Return the weights of this rank's layers."""
+    rank, last, messages = group.rank, group.size - 1, Messages(group)
+    layers = split(len(WIDTHS) - 1, group.size)[rank]
+    weights, velocity = {layer: first_weights()[layer] for layer in layers}, dict.fromkeys(layers, 0.0)
+    parts = split(BATCH, MICROBATCHES)
+
+    def receive(source, width, m):
+        return messages.receive(np.empty((len(parts[m]), width)), source, m).wait()
+
+    for step in range(STEPS):
+        x, labels = batch(step)
+        kept, grads, gradients = {}, {}, [{} for _ in parts]  # by microbatch
+        for one in one_f_one_b(rank, group.size, MICROBATCHES):
+            m = one.microbatch
+            rows = slice(parts[m].start, parts[m].stop)
+            if one.kind is Kind.F:
+                out = x[rows] if rank == 0 else receive(rank - 1, WIDTHS[layers.start], m)
+                out, kept[m] = forward(weights, out)
+                if rank == last:
+                    _, grads[m] = loss_and_gradient(out, labels[rows])
+                else:
+                    messages.send(out, rank + 1, m)
+            else:
+                grad = grads.pop(m) if rank == last else receive(rank + 1, WIDTHS[layers.stop], m)
+                grad = backward(weights, kept.pop(m), grad, gradients[m].__setitem__)
+                if rank > 0:
+                    messages.send(grad, rank - 1, m)
+        messages.drain()
+        update(weights, velocity, {layer: sum(each[layer] for each in gradients) for layer in layers})
+    messages.free()
+    return weights
+
+
+def main(group):
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    check(lower(make(one_f_one_b, group.size, MICROBATCHES)))  # names what is missing or too early
+    wanted, found = serial(), train(group)
+    for layer, w in found.items():
+        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    if group.is_root:
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--simulate"]:
+        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+    else:
+        main(nnmpi.start())

@@ -1,0 +1,141 @@
+"""Lesson 8: who waits for whom. A rank that need not have the newest sum need not wait for a slow one.
+
+    staleness 0     rank 0  | 0 |......| 1 |.| 2 |         rank 1 is slow in step 0: rank 0 waits in step 0
+                    rank 1  | 0        | 1 |.| 2 |
+
+    staleness 1     rank 0  | 0 | 1 |..| 2 |               it waits a step later, and less: the sum of step t
+                    rank 1  | 0        | 1 | 2 |           is used after step t + 1
+
+A gradient that is used s steps late was made with weights that s updates are missing in: its staleness is s. No
+rank can be more than s + 1 steps ahead of another. What is learned is no longer the same; but it is known exactly,
+so it can be proved: it is the serial run whose gradients are used as late.
+"""
+
+import sys
+from itertools import pairwise
+
+import numpy as np
+
+import nnmpi
+from nnmpi import clock, data
+from nnmpi.comm.machine import Machine
+
+WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
+DIGITS, _ = data.load("digits")  # 8 x 8 images
+SLOW_S = 0.004  # what a step takes longer on one rank, another one each time
+
+
+def first_weights():
+    """Return {layer: (in, out) matrix}, the same on every rank."""
+    draw = np.random.default_rng(0)
+    return {i: draw.normal(0, (2 / n) ** 0.5, (n, m)) for i, (n, m) in enumerate(pairwise(WIDTHS))}
+
+
+def batch(step):
+    """Return the images of a step, a row for each, and their labels."""
+    rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(DIGITS)
+    return DIGITS.x[rows].reshape(BATCH, -1) * DIGITS.scale, DIGITS.y[rows]
+
+
+def forward(weights, x):
+    """Return what these layers make of x, and what each of them keeps."""
+    kept = {}
+    for layer, w in weights.items():
+        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        x = x @ w
+    return x, kept
+
+
+def loss_and_gradient(scores, labels):
+    """Return the sum of the rows' cross-entropies, and its gradient."""
+    rows = np.arange(len(labels))
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    loss = -np.log(chances[rows, labels]).sum()
+    chances[rows, labels] -= 1
+    return loss, chances
+
+
+def backward(weights, kept, grad, final):
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    for layer, w in reversed(weights.items()):
+        gradient = kept[layer].T @ grad
+        grad = grad @ w.T
+        if layer > 0:
+            grad *= kept[layer] > 0
+        final(layer, gradient)
+    return grad
+
+
+def update(weights, velocity, gradients):
+    """Change the weights by the mean gradient of the batch."""
+    for layer, gradient in gradients.items():
+        velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
+        weights[layer] -= RATE * velocity[layer]
+
+
+def serial(staleness=0):
+    """Return the weights that training on one rank ends with, when gradients are used so many steps late."""
+    weights, velocity, gradients, waiting = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}, []
+    for step in range(STEPS):
+        x, labels = batch(step)
+        scores, kept = forward(weights, x)
+        _, grad = loss_and_gradient(scores, labels)
+        backward(weights, kept, grad, gradients.__setitem__)
+        waiting.append(dict(gradients))
+        if len(waiting) > staleness:
+            update(weights, velocity, waiting.pop(0))
+    return weights
+
+
+def train(group, staleness):
+    """Return the weights that training over the ranks ends with, and the seconds that this rank waited."""
+    weights, velocity, waiting, waited_s = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), [], 0.0
+    for step in range(STEPS):
+        x, labels = batch(step)
+        mine = slice(group.rank, None, group.size)
+        scores, kept = forward(weights, x[mine])
+        _, grad = loss_and_gradient(scores, labels[mine])
+        for _ in range(20 * (step % group.size == group.rank)):  # the slow one looks after its messages, as in lesson 3
+            clock.sleep(SLOW_S / 20)
+            for _, pending in waiting:
+                pending.poll()
+        gradients = {}
+        backward(weights, kept, grad, gradients.__setitem__)
+        flat = np.concatenate([gradients[layer].ravel() for layer in weights])
+        waiting.append((flat, group.start_all_reduce(flat, "ring")))
+        if len(waiting) > staleness:
+            flat, pending = waiting.pop(0)
+            begin_s = clock.now()
+            pending.wait()
+            waited_s += clock.now() - begin_s
+            parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
+            update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
+    for _, pending in waiting:
+        pending.wait()
+    return weights, waited_s
+
+
+def main(group):
+    """Train with each staleness and compare with a serial run whose gradients are as late."""
+    for staleness in (0, 1, 3):
+        wanted, (found, waited_s) = serial(staleness), train(group, staleness)
+        for layer, w in found.items():
+            np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+        (waited_s,) = group.sum_floats([waited_s])
+        x, labels = batch(0)
+        loss, _ = loss_and_gradient(forward(found, x)[0], labels)
+        if group.is_root:
+            print(
+                f"staleness {staleness}: equal to the serial run as late; all ranks waited {1e3 * waited_s:.0f} ms",
+                end="",
+            )
+            print(f", loss {loss / BATCH:.3f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--simulate"]:
+        nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=Machine.uniform(1e-5, 1e-9), cpu_factor=0)
+    else:
+        main(nnmpi.start())
