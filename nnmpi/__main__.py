@@ -6,6 +6,7 @@ from nnmpi.version import VERSION
 
 COMMANDS = {
     "train": "train a network: mpirun -n 4 python -m nnmpi.train",
+    "run": "train, and start again after each fault, from the last checkpoint",
     "evaluate": "how well a run does on data",
     "predict": "of what class samples and images are",
     "generate": "write on with a language model",

@@ -201,7 +201,7 @@ def read_options(words: Sequence[str], group: Group, console: Console) -> Config
 def parse(words: Sequence[str]) -> Config:
     """Return the configuration for these command-line words.
 
-    With --resume the run's own config.json is the layer above the defaults and `run.resume` is the run's folder.
+    With --resume the run's own config.json is the layer above the defaults and its `resume` is the run's folder.
 
     Raises:
         HelpAsked: for -h or --help.

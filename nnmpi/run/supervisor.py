@@ -1,0 +1,354 @@
+"""Starting a training again after each fault, until it is finished or nothing goes on.
+
+    start 1   ---- checkpoint ---- checkpoint --x          rank 2 is killed
+    start 2                        checkpoint ---- x       at once: there was progress
+    start 3                        checkpoint -x           1 s later
+    start 4                        checkpoint - checkpoint ---- ... ---- finished.json
+
+A start that brought a new checkpoint was worth it; so many in a row that brought none end it. Between those it waits,
+twice as long each time, and after every second one it leaves out a replica, as far as the layout allows: the machine
+may no longer have room for all. Hosts are asked before each start whether they answer; who does not is left out, and
+its ranks with it. What runs is the train command with --resume, which takes any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nnmpi.comm.mpi.watchdog import STALLED
+from nnmpi.errors import LaunchError, NnmpiError
+from nnmpi.reading import read_json
+from nnmpi.run.launching import Launcher, kill, ranks_of
+from nnmpi.train.checkpoint_files import STATE_FILE, steps
+from nnmpi.train.folder import RunFolder
+
+POLL_S = 0.05
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+USAGE = 2  # the status of what no other start makes better
+IN_VAIN = 2  # starts without progress before a replica is left out
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """What is to be run.
+
+    Attributes:
+        words: of the train command, without --out and --resume.
+        folder: of the run.
+        resumes: whether the first start goes on from what is there.
+        ranks: to begin with.
+        replica: how many ranks hold the model once; fewer cannot train.
+        hosts: to choose from; none for the launcher's own choice.
+        restarts: how many starts in a row may bring no checkpoint.
+        start_limit_s: for the job to come up in; 0 for no limit.
+    """
+
+    words: tuple[str, ...]
+    folder: Path
+    resumes: bool
+    ranks: int
+    replica: int = 1
+    hosts: tuple[str, ...] = ()
+    restarts: int = 10
+    start_limit_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class StartEnd:
+    """How a start ended.
+
+    Attributes:
+        status: of the launcher, as a shell has it.
+        words: what happened, in words.
+        step: of the last checkpoint; 0 for none.
+        seconds: that the start took.
+    """
+
+    status: int
+    words: str
+    step: int
+    seconds: float
+
+
+class GaveUp(NnmpiError):
+    """A training that does not go on, however often it is started."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.exit_status = status
+
+
+class Supervisor:
+    """Runs a plan.
+
+    Args:
+        plan: what is to be run.
+        launcher: starts the job.
+        say: prints a line.
+    """
+
+    def __init__(self, plan: SupervisedRun, launcher: Launcher, say: Callable[[str], None]) -> None:
+        self._plan, self._launcher, self._say = plan, launcher, say
+        self._files = RunFolder(plan.folder)
+        self._asked = 0  # the signal that this process got
+        self._insists = False
+        self._ranks = plan.ranks
+        self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
+        self._began_with = _identity(self._files.finished)
+        self._known_starts = _count_lines(self._files.starts)
+
+    def run(self) -> str:
+        """Start the training as often as it takes, and return what there is to say of it.
+
+        Raises:
+            GaveUp: when no start brings it on any more, or what is wrong is no fault, or a signal has ended it.
+        """
+        began_s, trained_s = time.monotonic(), self._trained_s()
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            starts = self._go_through()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
+        return (
+            f"finished after {_count(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
+            f"(training that was kept); {self._files.finished} proves the end"
+        )
+
+    def _go_through(self) -> int:
+        """Return how many starts it took."""
+        in_vain, starts, best = 0, 0, self._step()
+        while True:
+            starts += 1
+            outcome = self._start(starts)
+            if self._is_finished():
+                return starts
+            self._check(outcome)
+            in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
+            self._write_down(starts, outcome)
+            if in_vain > self._plan.restarts:
+                raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
+            if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
+                self._ranks = max(self._plan.replica, self._ranks - self._plan.replica)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (in_vain - 1)) if in_vain else 0.0
+            goes_on = f"from step {outcome.step}" if outcome.step else "at the beginning"
+            when = f"in {pause_s:.0f} s" if pause_s else "now"
+            self._say(f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.words}; again {when}, {goes_on}")
+            self._sleep(pause_s)
+
+    def _check(self, outcome: StartEnd) -> None:
+        """Raise where another start would make nothing better."""
+        again = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {self._plan.folder}"
+        if self._asked:
+            raise GaveUp(
+                f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step {outcome.step}; {again}",
+                128 + self._asked,
+            )
+        if outcome.status == USAGE and not self._was_up():
+            raise GaveUp("the command itself is refused, so it is not started again", USAGE)
+        if outcome.status in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            name = signal.Signals(outcome.status - 128).name
+            raise GaveUp(
+                f"the ranks were told to stop ({name}), so they are not started again; {again}", outcome.status
+            )
+
+    def _report(self, in_vain: int, outcome: StartEnd) -> str:
+        since = f"beyond step {outcome.step}" if outcome.step else "at all"
+        return (
+            f"gave up: {_count(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
+            f"{outcome.seconds:.0f} s: {outcome.words}. python -m nnmpi.doctor {self._plan.folder} says more; all "
+            f"faults are in {self._faults}"
+        )
+
+    # ---- one start ----
+
+    def _start(self, number: int) -> StartEnd:
+        """Start the job and wait for its end."""
+        hosts, lost = self._find_hosts()
+        ranks, folder = self._ranks, self._plan.folder
+        if hosts:
+            room = min(self._plan.ranks, sum(hosts.values()))
+            ranks = room - room % self._plan.replica
+        if self._plan.hosts and (not hosts or not ranks):
+            left = ", ".join(hosts) or "none"
+            return StartEnd(
+                1, f"too few hosts answer ({left}) for a layout of {self._plan.replica} ranks", self._step(), 0
+            )
+        launcher = Launcher("none") if ranks == 1 and not hosts and self._launcher.kind != "srun" else self._launcher
+        words = self._words(ranks)
+        command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]
+        without = f" without {', '.join(lost)}" if lost else ""
+        self._say(f"start {number}: {_count(ranks, 'rank')}{without}, into {folder}")
+        begin_s, step = time.monotonic(), self._step()
+        try:
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"{command[0]} cannot be started: {error.strerror or error}") from None
+        try:
+            status, words_of_end = self._watch(job, launcher, begin_s)
+        finally:
+            kill(job.pid)  # what a launcher that was killed has left, or this program's own end
+            job.wait()
+        return StartEnd(status, words_of_end, max(step, self._step()), time.monotonic() - begin_s)
+
+    def _words(self, ranks: int) -> list[str]:
+        """Return the train command's words: those that were given until a start has written them down."""
+        folder, given = str(self._plan.folder), list(self._plan.words)
+        if self._was_up():
+            quiet = ["--quiet"] if "--quiet" in given else []
+            return ["--resume", folder, "--dp", "auto", *quiet]
+        there = self._plan.resumes or self._files.config.exists()
+        layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
+        return [*given, "--resume" if there else "--out", folder, *layout]
+
+    def _find_hosts(self) -> tuple[dict[str, int], list[str]]:
+        """Return what each host takes that answers, and the hosts that do not."""
+        answering = self._launcher.answering(self._plan.hosts)
+        return dict.fromkeys(answering, self._slots), [each for each in self._plan.hosts if each not in answering]
+
+    def _watch(self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float) -> tuple[int, str]:
+        """Return a job's status and what happened, once it has ended."""
+        starts, told = _count_lines(self._files.starts), False
+        limit_s, is_up = self._plan.start_limit_s, False
+        while job.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(POLL_S)
+            if self._insists:
+                kill(job.pid)
+            elif self._asked and not told:
+                told = True
+                self._pass_on(job, launcher)
+            is_up = is_up or not limit_s or _count_lines(self._files.starts) > starts
+            if not is_up and time.monotonic() - begin_s > limit_s:
+                kill(job.pid)
+                job.wait()
+                return 1, f"it had not come up in {limit_s:.0f} s"
+        status = job.returncode if job.returncode >= 0 else 128 - job.returncode
+        return status, describe_status(status, launcher)
+
+    def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher) -> None:
+        """Ask the ranks to save and end; the launcher where none is on this host.
+
+        One rank that knows is enough. Open MPI's launcher would give them half a second.
+        """
+        number = signal.SIGTERM if launcher.kind == "srun" else self._asked
+        for process in ranks_of(job.pid) or [job.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    # ---- what has come of it ----
+
+    def _is_finished(self) -> bool:
+        now = _identity(self._files.finished)
+        return now is not None and now != self._began_with
+
+    def _was_up(self) -> bool:
+        """Return whether a start has come so far that its options are in the run's folder."""
+        return _count_lines(self._files.starts) > self._known_starts
+
+    def _step(self) -> int:
+        """Return the step of the last checkpoint; 0 where there is none."""
+        found = steps(self._files.checkpoints)
+        with suppress(IndexError, ValueError):
+            return int(found[0].name.rpartition("-")[2])
+        return 0
+
+    def _trained_s(self) -> float:
+        """Return the seconds of training that the last checkpoint has in it."""
+        for each in steps(self._files.checkpoints)[:1]:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return float(read_json(each / STATE_FILE)["elapsed_s"])
+        return 0.0
+
+    @property
+    def _faults(self) -> Path:
+        return self._plan.folder / FAULTS_FILE
+
+    def _write_down(self, number: int, outcome: StartEnd) -> None:
+        """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
+        fault: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "start": number,
+            "status": outcome.status,
+            "fault": outcome.words,
+            "step": outcome.step,
+            "seconds": round(outcome.seconds, 3),
+        }
+        if self._plan.folder.is_dir():
+            with suppress(OSError), self._faults.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(fault) + "\n")
+
+    # ---- signals ----
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._insists = bool(self._asked)
+        self._asked = number
+
+    def _sleep(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s and not self._asked:
+            time.sleep(POLL_S)
+        if self._asked:
+            self._check(StartEnd(0, "", self._step(), 0.0))
+
+
+FAULTS_FILE = "faults.jsonl"
+
+
+def describe_status(status: int, launcher: Launcher) -> str:
+    """Return what a job's status says, in words.
+
+    Args:
+        status: as a shell has it.
+        launcher: that ended with it.
+    """
+    if status == STALLED:
+        return f"it stood still, and its watchdog ended it (status {status})"
+    if status == 0:
+        return "its launcher tells of success, but it has not come to its end (there is no new finished.json)"
+    number = status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0
+    with suppress(ValueError):
+        if number:
+            return f"a rank or its launcher got {signal.Signals(number).name} (status {status})"
+    return f"a rank or its launcher failed (status {status})"
+
+
+def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the words without these options and their values."""
+    kept, drops = [], False
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            drops = word.partition("=")[0] in names
+        if not drops:
+            kept.append(word)
+    return kept
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that is written anew in its place; None where there is none."""
+    with suppress(OSError):
+        found = file.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def _count_lines(file: Path) -> int:
+    with suppress(OSError):
+        return file.read_bytes().count(b"\n")
+    return 0
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"

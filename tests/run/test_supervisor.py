@@ -1,0 +1,199 @@
+"""The supervisor: what it does after each kind of end, with jobs that only seem to be; a training that is killed."""
+
+import os
+import random
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nnmpi.run import supervisor
+from nnmpi.run.launching import Launcher, find_launcher, given_hosts
+from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor, without
+from tests.harness.job import run
+from tests.train.jobs import LIMIT_S, lines, send, train
+from tests.train.test_resume import last_checkpoint
+
+# What stands for mpirun: it writes its words down, and then does what the next line of a list says.
+SCRIPT = """#!/bin/sh
+printf '%s\\n' "$*" >> {folder}/commands
+count=$(wc -l < {folder}/commands)
+run={folder}/run
+up() {{ mkdir -p $run/checkpoints; echo '{{}}' > $run/config.json; echo '{{}}' >> $run/starts.jsonl; }}
+checkpoint() {{ mkdir -p $run/checkpoints/step-$1; }}
+finish() {{ echo '{{}}' > $run/finished.json; }}
+eval "$(sed -n "${{count}}p" {folder}/acts)"
+"""
+AGENT = '#!/bin/sh\n[ "$1" != "$(cat {folder}/dead)" ]\n'
+
+
+def make_script(file: Path, text: str) -> str:
+    file.write_text(text.format(folder=file.parent))
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return a function that supervises jobs which do what its lines say; it returns their commands, and notes."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+
+    def supervise(*acts: str, words: str = "--model mlp --dp 4", **plan: object) -> tuple[list[str], list[str]]:
+        (tmp_path / "acts").write_text("\n".join(acts) + "\n")
+        launcher = Launcher("Open MPI", make_script(tmp_path / "mpirun", SCRIPT))
+        said: list[str] = []
+        given = {"ranks": 4, "restarts": 3, **plan}
+        made = SupervisedRun(tuple(words.split()), tmp_path / "run", resumes=False, **given)  # type: ignore[arg-type]
+        try:
+            said.append(Supervisor(made, launcher, said.append).run())
+        except GaveUp as error:
+            said.append(f"{error.exit_status}: {error}")
+        commands = (tmp_path / "commands").read_text().splitlines() if (tmp_path / "commands").exists() else []
+        return [command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands], said  # type: ignore[misc]
+
+    return supervise
+
+
+def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tuple[list[str], list[str]]]) -> None:
+    """A status of 0 alone proves nothing; after the first start the run's own options hold, on any number of ranks."""
+    acts = "exit 3", "up; checkpoint 00000020; kill -9 $$", "checkpoint 00000040; exit 0", "finish"
+    commands, said = play(*acts)
+    folder = str(Path(commands[0][1].split()[-1]))
+    again = f"--resume {folder} --dp auto"
+    assert [words for _, words in commands] == [f"--model mlp --dp 4 --out {folder}"] * 2 + [again] * 2
+    assert [start.strip() for start, _ in commands] == ["-n 4"] * 4
+    assert "failed (status 3); again in" in said[1]
+    assert "SIGKILL (status 137); again now, from step 20" in said[3]
+    assert "tells of success, but it has not come to its end" in said[5]
+    assert said[-1].startswith("finished after 4 starts; 0% of ")
+    assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
+
+
+def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], list[str]]]) -> None:
+    """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the model needs."""
+    commands, said = play("up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2)
+    assert [start.split()[1] for start, _ in commands] == ["4", "4", "4", "2", "2", "2", "2"]
+    assert "stood still, and its watchdog ended it (status 75); again now, from step 7" in said[1]
+    assert said[-1].startswith("1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended")
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [("exit 2", "2: the command itself is refused"), ("up; exit 143", "143: the ranks were told to stop (SIGTERM)")],
+)
+def test_what_is_no_fault_is_not_tried_again(
+    act: str, told: str, play: Callable[..., tuple[list[str], list[str]]]
+) -> None:
+    commands, said = play(act, "finish")
+    assert len(commands) == 1
+    assert said[-1].startswith(told)
+
+
+def test_a_job_that_does_not_come_up_is_started_again(play: Callable[..., tuple[list[str], list[str]]]) -> None:
+    """Such as one with a rank that is stopped before MPI knows of it, which nobody in the job can see."""
+    begin = time.monotonic()
+    _, said = play("sleep 100", "up; finish", start_limit_s=0.2)
+    assert "it had not come up in 0 s" in said[1]
+    assert said[-1].startswith("finished after 2 starts")
+    assert time.monotonic() - begin < 10
+
+
+def test_a_host_that_does_not_answer_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Callable[..., tuple[list[str], list[str]]]
+) -> None:
+    """With its ranks, as long as it is away; without any host that answers nothing is started."""
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", make_script(tmp_path / "agent", AGENT))
+    (tmp_path / "dead").write_text("nobody")
+    dies = f"up; checkpoint 00000001; echo two > {tmp_path}/dead; exit 1"
+    returns = f"checkpoint 00000002; echo nobody > {tmp_path}/dead; exit 1"
+    commands, said = play(dies, returns, "finish", hosts=("one", "two"))
+    starts = [start.strip() for start, _ in commands]
+    assert starts == ["-n 4 --host one:2,two:2", "-n 2 --host one:2", "-n 4 --host one:2,two:2"]
+    assert said[2].startswith("start 2: 2 ranks without two, ")
+    (tmp_path / "dead").write_text("one")
+    assert "too few hosts answer (none)" in play("finish", hosts=("one",), restarts=0)[1][-1]
+
+
+def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_script(tmp_path / "srun", AGENT)
+    make_script(tmp_path / "scontrol", '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert given_hosts() == ["n1", "n2"]
+    launcher = find_launcher(4, [])
+    assert launcher == Launcher("srun", str(tmp_path / "srun"))
+    wanted = "-n 3 --kill-on-bad-exit=1 --nodes 2 --nodelist n1,n2"
+    assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == wanted.split()
+
+
+def test_where_the_run_is_belongs_to_the_supervisor() -> None:
+    words = ["--out", "a", "--hidden", "3", "-4", "--resume=b", "--lr", "1e-3", "--resume", "c", "--quiet"]
+    assert without(("--out", "--resume"), words) == ["--hidden", "3", "-4", "--lr", "1e-3", "--quiet"]
+
+
+def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
+    """Of either command, before anything is started."""
+    for words, told in {
+        "-n 0 -- --model mlp": "nnmpi: -n 0 is less than 1 rank",
+        "-n 2 -- --modle mlp": "nnmpi: --modle is not an option; did you mean --model",
+        "-n 3 -- --pp 2": "nnmpi: -n 3 is no multiple of the 2 ranks",
+        "-n 2 -- --simulate 4": "nnmpi: --simulate trains in one process",
+    }.items():
+        ending = run([sys.executable, "-m", "nnmpi.run", *words.split()], tmp_path / "output", LIMIT_S)
+        assert ending.status == 2
+        assert ending.output.startswith(told) and ending.output.count("\n") == 1, ending.output
+
+
+# ---- real jobs ----
+
+FIXED = "--model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --schedule constant --lr 1e-3"
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """On three ranks, any of which may be killed, against a run on two."""
+    words = f"{FIXED} --epochs 30 --save-steps 5 --log-every 2 --eval-every 0"
+    assert train(tmp_path, f"{words} --out whole", ranks=2).status == 0
+    broken, draws, kills = tmp_path / "broken", random.Random(3), [4, 20]
+
+    def disturb() -> bool:
+        if kills and lines(broken / "metrics.jsonl") > kills[0] and lines(broken / "starts.jsonl") == 3 - len(kills):
+            kills.pop(0)
+            send(signal.SIGKILL, str(broken), "ranks", rank=draws.randrange(3))
+        return False
+
+    command = [sys.executable, "-m", "nnmpi.run", "-n", "3", "--", *words.split(), "--out", str(broken)]
+    ending = run(command, tmp_path / "output", LIMIT_S, is_lost=disturb, cwd=tmp_path)
+    assert ending.status == 0, ending.output
+    assert not kills, ending.output
+    assert len(re.findall(r"SIGKILL \(status \d+\); again", ending.output)) == 2, ending.output
+    assert "finished after 3 starts" in ending.output
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (last_checkpoint(broken) / name).read_bytes() == (
+            last_checkpoint(tmp_path / "whole") / name
+        ).read_bytes()
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) -> None:
+    """Its ranks are told, not their launcher, which would give them half a second."""
+    broken = tmp_path / "run"
+    words = f"-n 2 -- {FIXED} --epochs 100000 --log-every 5 --out {broken}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "nnmpi.run", *words.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        while lines(broken / "metrics.jsonl") < 3 and job.poll() is None:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        said = job.communicate(timeout=60)[0]
+    assert job.returncode == 143, said
+    step = re.search(r"stopped by SIGTERM after step (\d+); go on with", said)
+    assert step, said
+    assert f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run -n 2" in said
