@@ -7,6 +7,8 @@ and where the code is hosted.
 import re
 from typing import Any
 
+from docutils import nodes
+
 import nnmpi
 
 project = "nnmpi"
@@ -104,7 +106,16 @@ def shorten(
     return short[0], short[1]
 
 
+def name_files(app: Any, tree: Any) -> None:
+    """Name the files of a shown difference as they are in the checkout."""
+    for block in tree.findall(nodes.literal_block):
+        if block.get("language") == "udiff":
+            text = block.astext().replace(f"{app.srcdir}/", "")
+            block.rawsource, block.children = text, [nodes.Text(text)]
+
+
 def setup(app: Any) -> None:
     """Connect what is above, before Napoleon."""
+    app.connect("doctree-read", name_files)
     app.connect("autodoc-process-docstring", before_napoleon, priority=1)
     app.connect("autodoc-process-signature", shorten)

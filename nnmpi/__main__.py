@@ -14,6 +14,7 @@ COMMANDS = {
     "verify": "is a layout equal to the serial run?",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
+    "exercise": "exercises, and a checker that says which chunk, which rank, after which step is wrong",
     "memory": "draw and price plans of what is computed again within a budget of bytes",
 }
 

@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compose", "plan"}),
     frozenset({"train"}),
     frozenset({"trained", "verify"}),
-    frozenset({"generate", "evaluate", "predict", "export", "doctor", "__main__"}),
+    frozenset({"generate", "evaluate", "predict", "export", "doctor", "exercise", "__main__"}),
     frozenset({"run"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -60,7 +60,7 @@ LATE_IMPORTS = {
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset(
-    {"command", "doctor", "evaluate", "export", "generate", "predict", "run", "train", "trained", "verify"}
+    {"command", "doctor", "evaluate", "exercise", "export", "generate", "predict", "run", "train", "trained", "verify"}
 )
 LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/mpi/watchdog.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})

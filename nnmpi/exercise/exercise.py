@@ -1,0 +1,103 @@
+"""What an exercise is: a few lines that say what is wanted, a file to begin with, and a check of what was written."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.errors import NnmpiError
+
+Function: TypeAlias = Callable[..., Any]
+
+
+class WrongAnswer(NnmpiError):
+    """What is wrong with a solution, in a sentence for the one who wrote it."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes:
+        name: as it is written on the command line.
+        statement: what is wanted, in a few lines.
+        arguments: of the function, such as "rank, size".
+        check: takes the function; returns what it was found to do, or raises `WrongAnswer`.
+        imports: what the file begins with.
+    """
+
+    name: str
+    statement: str
+    arguments: str
+    check: Callable[[Function], str]
+    imports: str = ""
+
+    @property
+    def function(self) -> str:
+        """The name of the function that is to be written."""
+        return self.name.replace("-", "_")
+
+    @property
+    def title(self) -> str:
+        """The first line of the statement."""
+        return self.statement.partition("\n")[0]
+
+    def starter(self) -> str:
+        """Return the file to begin with: the statement, and a function that is not written yet."""
+        file = f"{self.function}.py"
+        text = f"{self.statement}\n\nCheck it with: python -m nnmpi.exercise {self.name} {file}"
+        imports = f"{self.imports}\n\n\n" if self.imports else "\n"
+        body = indent('raise NotImplementedError("write it here")', "    ")
+        return f'"""{text}\n"""\n\n{imports}def {self.function}({self.arguments}):\n{body}\n'
+
+
+def call(function: Function, *values: Any) -> Any:
+    """Return what a solution makes of these values.
+
+    Raises:
+        WrongAnswer: for any exception in it that is not the package's own: what it was, where, and for which values.
+    """
+    try:
+        return function(*values)
+    except NnmpiError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if last.name == "call" else f" in line {last.lineno}"
+        shown = ", ".join(map(_show, values))
+        name = getattr(function, "__name__", "the function")
+        raise WrongAnswer(f"{name}({shown}) raised {type(error).__name__}{where}: {error}") from error
+
+
+def compare(what: str, found: Any, wanted: Any) -> None:
+    """Refuse an array that is not the one that is wanted.
+
+    Args:
+        what: what it is, and where, such as "the result of rank 1 of 3".
+
+    Raises:
+        WrongAnswer: naming the first element that differs.
+    """
+    wanted = np.asarray(wanted)
+    given = np.asarray(found)
+    if given.dtype.kind not in "fiu":
+        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
+    found = given
+    if found.shape != wanted.shape:
+        raise WrongAnswer(f"{what} has shape {found.shape}, and must have {wanted.shape}")
+    differs = np.argwhere(~np.isclose(found, wanted, rtol=1e-9, atol=1e-12))
+    if len(differs):
+        place = tuple(map(int, differs[0]))
+        at = f"{what}: element {place if len(place) > 1 else place[0]} " if place else f"{what} "
+        raise WrongAnswer(f"{at}is {found[place]:.6g}, and must be {wanted[place]:.6g}")
+
+
+def _show(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    return repr(value)

@@ -1,0 +1,203 @@
+"""Mistakes to plant into a right solution: each is made of the right function, and says what must be found.
+
+line-reduce    the right steps, but rank 1's last one is missing      "rank"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from nnmpi.exercise.table import KINDS
+from nnmpi.schedule.instruction import Kind
+from tests.exercise import solutions
+
+Mistake = tuple[str, Callable[..., Any], str]
+"""What was done, the wrong function, what the sentence must have (a regular expression)."""
+
+
+def changed(right: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that hands on what `change` makes of the right result and the arguments."""
+
+    @wraps(right)
+    def wrong(*values: Any) -> Any:
+        return change(right(*values), *values)
+
+    return wrong
+
+
+def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    """Yield mistakes in steps; the sentence names the number of ranks and a rank, most the step and the chunk."""
+
+    def at_last(steps, change, wanted):
+        """Change the last step that is as wanted."""
+        found = [i for i, step in enumerate(steps) if wanted(step)]
+        return [change(step) if found and i == found[-1] else step for i, step in enumerate(steps)]
+
+    def other_chunk(chunks, size):
+        return tuple((chunk + 1) % size for chunk in chunks) if len(chunks) < size else tuple(chunks)[1:]
+
+    def missing(steps, rank, size):
+        return steps[: len(steps) - (rank == 1)]
+
+    def chunks(steps, rank, size):
+        sender = size - 1 if any(step.send for step in right(size - 1, size)) else 0
+        return at_last(steps, lambda s: replace(s, send=other_chunk(s.send, size)), lambda s: s.send and rank == sender)
+
+    def not_reduced(steps, rank, size):
+        return [replace(step, reduce=False) for step in steps] if rank == 0 else steps
+
+    def reduced(steps, rank, size):
+        return [replace(step, reduce=bool(step.recv)) for step in steps]
+
+    def partner(steps, rank, size):
+        return at_last(steps, lambda s: replace(s, to=(s.to + 1) % size), lambda s: s.send)
+
+    named = r"on \d+ ranks.*rank \d+"
+    yield "rank 1 forgets its last step", changed(right, missing), named
+    yield "a rank sends other chunks at its last", changed(right, chunks), rf"{named}, step \d+.*chunks?"
+    yield "everybody sends the last ones to somebody else", changed(right, partner), named
+    if any(step.reduce for step in right(0, 4)):
+        yield "rank 0 replaces what it must add", changed(right, not_reduced), rf"{named}.*chunk \d+"
+    if any(step.recv and not step.reduce for step in right(1, 4)):
+        yield "all add what they must replace", changed(right, reduced), rf"{named}.*chunk \d+"
+    yield (
+        "rank 2 gives nothing",
+        changed(right, lambda steps, rank, size: None if rank == 2 else steps),
+        "rank 2 gives None",
+    )
+    yield "a number of rounds too many", changed(right, lambda steps, rank, size: [*steps, *steps]), named
+
+
+def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    if name == "ring-tree-crossing":
+        yield "twice as long", changed(right, lambda M, *values: 2 * M), r"with N = \d+.*do not cross at"
+        yield "half as long", changed(right, lambda M, *values: M / 2), r"with N = \d+.*do not cross at"
+        yield "no length", changed(right, lambda M, *values: -M), "no length of a buffer"
+        return
+    yield (
+        "a latency too many",
+        changed(right, lambda s, N, M, alpha, *rest: s + alpha),
+        r"with N = \d+.*has 1 alpha.*takes? 0",
+    )
+    yield "M too many", changed(right, lambda s, N, M, alpha, beta, *rest: s + M * beta), r"has 1 M beta.*takes? 0"
+    yield (
+        "log N in place of N",
+        lambda N, M, alpha, beta, *rest: right(N.bit_length(), M, alpha, beta, *rest),
+        "with N = ",
+    )
+    yield "a product of both", changed(right, lambda s, N, M, a, b, *rest: s + a * b), "two parts are right"
+    yield "no number", lambda *values: "cheap", "must give a number"
+
+
+def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    def without(program, rank, ranks, microbatches):
+        return program[:-1] if rank == 1 else program
+
+    def twice(program, rank, ranks, microbatches):
+        return [program[0], *program] if rank == 0 else program
+
+    def backwards(program, rank, ranks, microbatches):
+        return program[::-1]
+
+    def elsewhere(program, rank, ranks, microbatches):
+        return [one.kind.at(one.stage + 1, one.microbatch) for one in program]
+
+    named = r"with \d+ ranks and \d+ microbatches.*"
+    yield "rank 1 forgets its last instruction", changed(right, without), rf"{named} missing"
+    yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 is done 2 times"
+    yield "stages of the next rank", changed(right, elsewhere), f"{named} (stands on rank|has no place)"
+    yield "a word", changed(right, lambda program, *values: "F0 B0"), "gives 'F0 B0'"
+    if name != "inference-pipeline":
+        yield "the last first", changed(right, backwards), rf"{named} does not stand behind"
+    if name == "gpipe":
+        yield "naive", solutions.naive_pipeline, r"it takes \d+ units of time, where \d+ are enough"
+    if name == "one-f-one-b":
+        yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once, and \d are enough"
+    if name == "zero-bubble":
+        whole = changed(right, lambda program, rank, *values: [one for one in program if one.kind is not Kind.W])
+        yield "no second halves", whole, "W0 is missing"
+
+
+def of_operator(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    def first(change):
+        def wrong(found, *values):
+            return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+
+        return changed(right, wrong)
+
+    def bump(array):
+        array = np.array(array)
+        array[-1, 2] += 0.01
+        return array
+
+    yield "a little too large", first(lambda array: 1.001 * array), r"it gives .* for \w+, element \(0, 0\)"
+    yield "one element", first(bump), r"element \(\d, 2\)"
+    yield "transposed", first(np.transpose), "has shape .*, and must have"
+    yield "one too many", changed(right, lambda found, *values: (found, found, found, found)), "it gives 4 gradients"
+
+
+def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    class Silent:
+        """A group whose sums are left out."""
+
+        def __init__(self, group):
+            self.rank, self.size = group.rank, group.size
+
+        def all_reduce(self, array):
+            pass
+
+        reduce_scatter = all_gather = all_reduce
+
+    @wraps(right)
+    def alone(group, *values):
+        return right(Silent(group), *values)
+
+    @wraps(right)
+    def not_all(group, *values):
+        return right(group if group.rank == 0 else Silent(group), *values)
+
+    yield "nothing is summed", alone, r"on 2 ranks, the result of rank 0.*is .*, and must be"
+    yield "only rank 0 sums", not_all, r"on 2 ranks: .*rank"
+    if name != "zero-update":
+        yield "no result", changed(right, lambda found, *values: None), r"on 1 ranks, the result of rank 0 is None"
+
+
+def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    wrong = {
+        "ssp-rule": lambda steps, worker, bound: steps[worker] - min(steps) < bound,
+        "gradient-staleness": changed(right, lambda found, events: [each + 1 for each in found]),
+        "backup-workers": lambda arrivals, backup: sorted(arrivals)[-1],
+    }
+    yield "off by one", wrong[name], r"(workers|events|gradients).*: it gives .*, and must give"
+    yield "nothing", lambda *values: None, "it gives None"
+
+
+def of_plan(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+    yield "the last action is missing", changed(right, lambda text, n: text.rpartition(" ")[0]), "with 1 links.*leaves"
+    yield "a backward twice", changed(right, lambda text, n: f"{text} B0"), "action B0 of the plan, number 2, lacks"
+    yield "no action", changed(right, lambda text, n: f"{text} X1"), "'X1' is no action"
+    yield "a list", changed(right, lambda text, n: text.split()), "give a text"
+    if name != "plan-all-kept":
+        yield (
+            "all kept",
+            solutions.plan_all_kept,
+            r"with \d links.*bytes in action K\d, number \d+, and \d+.* are allowed",
+        )
+    if name != "plan-least":
+        yield "again and again", solutions.plan_least, r"goes through \d+ links again, and \d are enough"
+
+
+OF_KIND = (of_collective, of_cost, of_schedule, of_operator, of_sharding, of_staleness, of_plan)
+
+
+def all_mistakes() -> Iterator[tuple[str, Mistake]]:
+    """Yield (exercise, mistake)."""
+    for make, exercises in zip(OF_KIND, KINDS.values(), strict=True):
+        for each in exercises:
+            for mistake in make(each.name, getattr(solutions, each.function)):
+                yield each.name, mistake

@@ -1,0 +1,88 @@
+"""The checker passes every right solution, finds every planted mistake, and says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.exercise.__main__ import main
+from nnmpi.exercise.exercise import WrongAnswer
+from nnmpi.exercise.table import EXERCISES, KINDS
+from tests.exercise import solutions
+from tests.exercise.mistakes import all_mistakes
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.host_only("solutions are written in NumPy")
+
+
+def test_there_are_thirty_and_all_are_listed() -> None:
+    assert len(EXERCISES) >= 30
+    listed = main([])
+    assert all(f"{kind}:" in listed for kind in KINDS)
+    assert all(re.search(rf"^  {name} +{re.escape(each.title)}$", listed, re.M) for name, each in EXERCISES.items())
+    page = (ROOT / "docs" / "lessons" / "exercises.md").read_text()
+    assert set(re.findall(r"`([a-z0-9-]+)`[,| ]", page.split("## How")[0])) >= set(EXERCISES)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_right_solution_passes(name: str) -> None:
+    assert re.match("right|equal", EXERCISES[name].check(getattr(solutions, EXERCISES[name].function)))
+
+
+def test_planted_mistakes_are_found() -> None:
+    """Every one, with a sentence that tells where it is."""
+    missed = []
+    planted = list(all_mistakes())
+    assert len(planted) > 4 * len(EXERCISES)
+    for name, (what, wrong, told) in planted:
+        try:
+            missed.append(f"{name}, {what}: passes, {EXERCISES[name].check(wrong)}")
+        except WrongAnswer as error:
+            if not re.search(told, str(error), re.DOTALL):
+                missed.append(f"{name}, {what}: {error}")
+    assert not missed, "\n".join(missed)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(main([name]))
+    compile(file.read_text(), "mine.py", "exec")
+    assert max(map(len, file.read_text().splitlines())) <= 120
+    with pytest.raises(WrongAnswer, match=rf"{EXERCISES[name].function}\(.*NotImplementedError in line \d+"):
+        main([name, str(file)])
+
+
+def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
+    """What is right, what is wrong, and what is no solution at all."""
+    file = tmp_path / "mine.py"
+    text = main(["ring-cost"]).replace(
+        'raise NotImplementedError("write it here")', "return 2 * (N - 1) * (alpha + {})"
+    )
+    file.write_text(text.format("M / N * beta"))
+    assert main(["ring-cost", str(file)]).startswith("ring-cost: right")
+    file.write_text(text.format("M * beta"))
+    ran = subprocess.run(
+        [sys.executable, "-m", "nnmpi.exercise", "ring-cost", str(file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    wanted = (
+        "nnmpi: with N = 2, M = 8000 the formula has 2 M beta, but the steps take 1 M beta along their critical path\n"
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", wanted)
+    file.write_text("def ring_cost(N, M:\n")
+    with pytest.raises(WrongAnswer, match=r"mine.py, line 1: "):
+        main(["ring-cost", str(file)])
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="has no function 'ring_cost'"):
+        main(["ring-cost", str(file)])
+    with pytest.raises(UsageError, match="no exercise 'ring-csot'; did you mean ring-cost"):
+        main(["ring-csot"])
