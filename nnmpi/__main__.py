@@ -7,6 +7,7 @@ from nnmpi.version import VERSION
 COMMANDS = {
     "train": "train a network: mpirun -n 4 python -m nnmpi.train",
     "run": "train, and start again after each fault, from the last checkpoint",
+    "doctor": "what has become of a run; whether this machine is fit for one",
     "evaluate": "how well a run does on data",
     "predict": "of what class samples and images are",
     "generate": "write on with a language model",

@@ -31,7 +31,7 @@ from nnmpi.errors import LaunchError, NnmpiError
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint_files import STATE_FILE, steps
-from nnmpi.train.folder import RunFolder
+from nnmpi.train.folder import FAULTS_FILE, RunFolder
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -302,9 +302,6 @@ class Supervisor:
             time.sleep(POLL_S)
         if self._asked:
             self._check(StartEnd(0, "", self._step(), 0.0))
-
-
-FAULTS_FILE = "faults.jsonl"
 
 
 def describe_status(status: int, launcher: Launcher) -> str:

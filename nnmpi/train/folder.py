@@ -7,6 +7,8 @@ runs/digits-cnn-20260101-120000/
   console.txt         what was printed
   starts.jsonl        a line for each start of the run: its command, when, where, with which versions
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
+  faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
+  flight/             after a standstill: where each rank was, what it did last, and its stacks
   times.json          what forward, backward and update took in each stage, for --pace of another run
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
@@ -84,6 +86,7 @@ METRICS_FILE = "metrics.jsonl"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
 TIMES_FILE = "times.json"
 FINISHED_FILE = "finished.json"
+FAULTS_FILE = "faults.jsonl"
 POLL_S = 0.1
 
 
