@@ -41,6 +41,8 @@ class Layout:
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
         activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
             again (see `memory.run`); None for any. Without a pipeline.
+        offload: where to activations may go and come back, if that is quicker: a folder for a file, or "host" for those
+            of a device (see `memory.offload`); None for nowhere.
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
@@ -67,6 +69,7 @@ class Layout:
     zero: int = 0
     unit_bytes: int | None = None
     activation_memory: int | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
@@ -95,6 +98,11 @@ class Layout:
             raise UsageError(
                 "a fixed order of sums covers dp and pp; ranks that share sequences add in parts, whose rounding hangs "
                 f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
+            )
+        if self.offload is not None and self.activation_memory is None:
+            raise UsageError(
+                f"activations go to {self.offload} when they are more than a limit, and there is none; give "
+                "activation_memory, too, or leave offload out"
             )
         if self.zero:
             self._check_zero()

@@ -20,6 +20,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
@@ -42,6 +43,7 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Totals
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
+from nnmpi.memory.offload import Store, make_store
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.nn.mode import evaluation, training
@@ -128,6 +130,10 @@ class ForwardBackward:
         self.scalars = DeferredScalars(backend)
         self._budget = None if where is None else where.layout.activation_memory
         self._world = None if where is None else where.mesh.world
+        self._store: Store | None = None
+        if where is not None and where.layout.offload is not None:
+            with agreed(where.mesh.world):
+                self._store = make_store(where.layout.offload, backend)
         self._planned: RecomputedModel | None = None
         self._told: Plan = ()  # the plan that was told of last
 
@@ -207,8 +213,13 @@ class ForwardBackward:
         """Return the model as it runs within its budget."""
         if self._planned is None:
             several = batch.microbatches > 1
-            self._planned = RecomputedModel(self.model, self._budget, self.backend, several, self._world)
+            self._planned = RecomputedModel(self.model, self._budget, self.backend, several, self._world, self._store)
         return self._planned
+
+    def release(self) -> None:
+        """Let go of what has gone out of memory."""
+        if self._store is not None:
+            self._store.close()
 
     def summary(self) -> list[str]:
         """Say what the plan takes that is run since the last call."""
@@ -467,6 +478,7 @@ class Replicas:
 
     def release(self) -> None:
         """See `Runner.release`."""
+        self._passes.release()
         self.parallel.release()
         if self.fixed is not None:
             self.fixed.release()

@@ -1,7 +1,9 @@
 """Memory: what a pass through a model keeps for its way back, and how to keep less.
 
-plan        a plan is a list of actions: forward, keep, backward, drop; it is checked, priced and drawn here
+plan        a plan is a list of actions: forward, keep, backward, drop, out, in; it is checked, priced and drawn here
 optimal     the plan of least time under a budget of bytes, by dynamic programming
+swapping    the plan in which links also leave memory and come back, by search
+offload     what a link keeps, taken out of memory: to a file, or from a device to the host
 chain       a model as links that run one by one, and what each one takes, measured
 run         a model that runs by a plan
 ledger      what of a rank's memory is for what: `nnmpi.memory.report()`

@@ -3,22 +3,28 @@
 python -m nnmpi.memory plan --links 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 30% --save costs.json
 python -m nnmpi.memory plan --costs costs.json --budget 16MiB
+python -m nnmpi.memory plan --links 8 --budget 50% --bandwidth 8MiB
+python -m nnmpi.memory plan --model gpt --budget 30% --offload /tmp
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
+from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
+from nnmpi.memory.offload import Store, make_store
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.swapping import swapping_plan
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
@@ -44,10 +50,12 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make none, a budget below the least, or a file that cannot be read or written.
     """
     given = _parser().parse_args(words)
-    costs = _costs(given)
+    store = None if given.offload is None else make_store(given.offload, numpy_backend())
+    costs, bandwidth = _costs(given, store)
     plans = OptimalPlans(costs)
-    plan = plans.plan(_budget(given.budget, plans))
-    price, ordinary = simulate(costs, plan), simulate(costs, keep_all(costs))
+    budget = _budget(given.budget, plans)
+    plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
+    price, ordinary = simulate(costs, plan, bandwidth or inf), simulate(costs, keep_all(costs))
     if given.save is not None:
         try:
             given.save.write_text(json.dumps(costs_to_json(costs), indent=1))
@@ -63,33 +71,36 @@ def main(words: Sequence[str]) -> str:
             f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes), {format_seconds(ordinary.seconds)}",
             f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
             f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; links gone through again: {price.again}",
+            *([f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"] if bandwidth else []),
         ]
     )
 
 
-def _costs(given: argparse.Namespace) -> Sequence[ChainLinkCost]:
-    """Return the costs that the options name: from a file, of a model, or of equal links."""
+def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[ChainLinkCost], float | None]:
+    """Return the costs that the options name (from a file, of a model, or of equal links), and bytes per second."""
+    bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
     if given.costs is not None:
         try:
-            return costs_from_json(json.loads(given.costs.read_text()))
+            return costs_from_json(json.loads(given.costs.read_text())), bandwidth
         except (OSError, ValueError) as error:
             raise UsageError(f"--costs {given.costs} cannot be read: {error}") from None
     if given.model is None:
         link = ChainLinkCost(
-            "", 1 << 20, 1 << 20, 4 << 20, True, False, 1 << 20, 5 << 20, 1 << 20, 1 << 20, 1.0, 1.0, 2.0
+            "", 1 << 20, 1 << 20, 4 << 20, True, False, 1 << 20, 5 << 20, 1 << 20, 1 << 20, 1.0, 1.0, 2.0, True
         )
-        return [ChainLinkCost(**{**vars(link), "name": str(i)}) for i in range(given.links)]
+        return [ChainLinkCost(**{**vars(link), "name": str(i)}) for i in range(given.links)], bandwidth
     make, shape = MODELS[given.model]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
     if shape is None:
         x = y = draw.integers(0, TOKENS, (given.batch, CONTEXT))
     else:
         x, y = draw.normal(size=(given.batch, *shape)).astype("float32"), draw.integers(0, 10, given.batch)
-    forward = RecomputedModel(model, None)
+    forward = RecomputedModel(model, None, store=store)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))
     assert forward.plans is not None
-    return forward.plans.costs
+    forward.release()
+    return forward.plans.costs, bandwidth if store is None or bandwidth is not None else forward.bandwidth
 
 
 def _budget(text: str, plans: OptimalPlans) -> int:
@@ -108,6 +119,8 @@ def _parser() -> Parser:
     chain.add_argument("--costs", type=Path, metavar="FILE", help="those that --save has written")
     plan.add_argument("--batch", type=_count, default=8, help="samples of a batch, for --model (8)")
     plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
+    plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
+    plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the links' costs there")
     return parser
 

@@ -10,7 +10,7 @@ opened; any other module is one link. Between two links passes one tensor, in me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +22,8 @@ from nnmpi.backend.allocations import AllocationCount, counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.errors import UsageError
-from nnmpi.memory.plan import ChainLinkCost
+from nnmpi.memory.offload import BYTE_S, KeptArrays, Store
+from nnmpi.memory.plan import ChainLinkCost, moved_bytes
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current, restore
@@ -36,7 +37,6 @@ from nnmpi.tensor.tape import Tape, walk_back
 from nnmpi.tensor.tensor import Tensor
 
 REPEATS = 3
-BYTE_S = 1e-9  # what a byte costs where computing takes no time, or none that may decide about plans
 
 Link = Callable[[Tensor], Any]
 
@@ -109,6 +109,15 @@ class LinkGraph:
         result, self._result = self._result, None
         assert result is not None
         return result
+
+    def take_out(self, outside: Iterable[Array], backend: Backend) -> KeptArrays:
+        """Return what was kept, which is then here no more, until it has come back.
+
+        Args:
+            outside: arrays that are there anyway.
+            backend: whose arrays they are.
+        """
+        return KeptArrays(self._tape.find().nodes if self._tape is not None else (), outside, backend)
 
     def backward(self, grad: Array) -> Array | None:
         """Return the gradient of the input; what was kept goes."""
@@ -220,7 +229,13 @@ def _gradients_apart(parameters: Sequence[Parameter], accumulates: bool) -> Iter
 
 
 def measure(
-    links: Sequence[Link], names: Sequence[str], value: Value, needed: bool, backend: Backend, accumulates: bool = False
+    links: Sequence[Link],
+    names: Sequence[str],
+    value: Value,
+    needed: bool,
+    backend: Backend,
+    accumulates: bool = False,
+    store: Store | None = None,
 ) -> list[ChainLinkCost]:
     """Return what each link takes for this value. Collective where layers are.
 
@@ -233,6 +248,7 @@ def measure(
         needed: whether that needs a gradient.
         backend: where the links compute.
         accumulates: whether gradients are added to those of earlier microbatches, which needs room.
+        store: where what is kept may go, which is tried; None for nowhere.
     """
     parameters = parameters_of(links)
     with again(), unwatched(parameters), _gradients_apart(parameters, accumulates):
@@ -240,8 +256,10 @@ def measure(
         for each in parameters:
             each.grad = each.buffer if accumulates else None
         with counting(backend) as count:
-            sizes = _sizes(links, value, needed, count)
+            sizes, moved = _sizes(links, value, needed, count, backend, store)
     costs = [ChainLinkCost(name, *size, *each) for name, size, each in zip(names, sizes, seconds, strict=True)]
+    able = [replace(cost, moves=True) for cost in costs]
+    costs = [replace(cost, moves=moved[i] == moved_bytes(able, i)) for i, cost in enumerate(costs)]
     if any(clock.reproducible(cost.keep_s) for cost in costs):
         return costs
     return [replace(c, forward_s=BYTE_S * c.keep_peak, keep_s=BYTE_S * c.keep_peak, backward_s=0.0) for c in costs]
@@ -276,9 +294,12 @@ def _times(links: Sequence[Link], value: Value, needed: bool, backend: Backend) 
     return found[::-1]
 
 
-def _sizes(links: Sequence[Link], value: Value, needed: bool, count: AllocationCount) -> list[tuple[Any, ...]]:
-    """Return each link's bytes, as `ChainLinkCost` lists them."""
+def _sizes(
+    links: Sequence[Link], value: Value, needed: bool, count: AllocationCount, backend: Backend, store: Store | None
+) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Return each link's bytes, as `ChainLinkCost` lists them, and how many of them went away and came back."""
     found: list[tuple[Any, ...]] = []
+    moved: list[int] = []
     grad: Any = None
     grad_bytes = 0
     for i in reversed(range(len(links))):
@@ -313,6 +334,10 @@ def _sizes(links: Sequence[Link], value: Value, needed: bool, count: AllocationC
         before = count.used
         del x
         keeps_input = i > 0 and count.used == before
+        moved.append(-1)
+        if store is not None and i + 1 < len(links):
+            outside = [value.array, *(each.data for each in parameters_of(links[i : i + 1]))]
+            moved[-1] = _moved(graph.take_out(outside, backend), store, count)
         for each, first in parameters:
             each.grad = first  # so that this pass finds gradients as the one before did
         before = _mark(count)
@@ -321,7 +346,18 @@ def _sizes(links: Sequence[Link], value: Value, needed: bool, count: AllocationC
         del graph
         found.append((result, grad_bytes, made - result, keeps_input, keeps_result, *peaks))
     # Less than nothing is what another thread had of this one's: simulated ranks' messages.
-    return [tuple(max(each, 0) for each in sizes) for sizes in reversed(found)]
+    return [tuple(max(each, 0) for each in sizes) for sizes in reversed(found)], moved[::-1]
+
+
+def _moved(kept: KeptArrays, store: Store, count: AllocationCount) -> int:
+    """Send what a link keeps away, and bring it back; return how many bytes that were, -1 if others hold some of it."""
+    before = count.used
+    kept.send(store)
+    kept.leave()
+    gone = before - count.used
+    kept.fetch()
+    kept.arrive()
+    return gone if gone == kept.nbytes and count.used == before else -1
 
 
 def _mark(count: AllocationCount) -> int:

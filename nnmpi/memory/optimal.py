@@ -1,11 +1,13 @@
 """The plan of least time under a budget of bytes, for links that differ in everything: dynamic programming.
 
-For the links s..t, given the value before them and the gradient behind them, there are two ways to begin:
+For the links s..t, given the value before them and the gradient behind them, there are two ways to begin, and a third
+for links that may leave memory (which `memory.swapping` chooses):
 
     keep     K s, then s + 1..t, then B s
     again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that value
+    swap     K s, O s, A s, then s + 1..t, with all of the memory, then I s, B s
 
-    least time(s, t, bytes) = min over both, and over m
+    least time(s, t, bytes) = min over these, and over m
 
 This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
 to train deep neural networks with limited memory", 2019).
@@ -20,6 +22,7 @@ links, which count it and may drop it as soon as nothing needs it: after K s, if
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,10 +31,11 @@ import numpy as np
 
 from nnmpi.comm.units import format_bytes
 from nnmpi.errors import UsageError
-from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, simulate
+from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, moved_bytes, simulate
 
 POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
-KEEP = -1
+KEEP, SWAP = -1, -2
+TIE_S = 1e-15  # what moving a byte costs here, so that nothing moves that may as well stay
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class TimeCurve:
     Attributes:
         bytes: that each point needs, rising.
         seconds: falling.
-        choice: `KEEP`, or where the links are parted.
+        choice: `KEEP`, `SWAP`, or where the links are parted.
     """
 
     bytes: Any
@@ -58,14 +62,16 @@ class OptimalPlans:
 
     Args:
         costs: of the links, the loss the last one.
+        swapped: links that may leave memory; the time that this takes is not in the curves.
 
     Attributes:
         least: the budget below which there is no plan.
         most: the budget from which nothing is gained by more.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, swapped: Collection[int] = ()) -> None:
         self.costs = costs
+        self._moves = {i: moved_bytes(costs, i) for i in swapped}
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to link i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
@@ -90,14 +96,18 @@ class OptimalPlans:
             UsageError: for a budget below the least.
         """
         if budget < self.least:
-            raise UsageError(
-                f"{budget} bytes are too few for the activations of this model: even when all is computed again, "
-                f"{self.least} are needed ({format_bytes(self.least)}), and {self.all} when nothing is; give at least "
-                f"{self.least}, or smaller microbatches"
-            )
+            raise self.too_few(budget, self.least)
         plan: list[Action] = []
         self._write(plan, 0, len(self.costs) - 1, False, budget)
         return tuple(plan)
+
+    def too_few(self, budget: int, least: int) -> UsageError:
+        """Return the error for a budget below the least."""
+        return UsageError(
+            f"{budget} bytes are too few for the activations of this model: even when all is computed again, "
+            f"{least} are needed ({format_bytes(least)}), and {self.all} when nothing is; give at least "
+            f"{least}, or smaller microbatches"
+        )
 
     def budgets(self, count: int) -> list[int]:
         """Return so many budgets, evenly from the least to that of an ordinary pass."""
@@ -122,6 +132,10 @@ class OptimalPlans:
         else:
             inner = self._curves[s + 1, t, not holds]
             points = [(np.maximum(inner.bytes + kept, least), inner.seconds + spent, KEEP)]
+            if s in self._moves:
+                moved, inner = self._moves[s], self._curves[s + 1, t, True]
+                floor = max(behind + own + cost.keep_peak, moved + grads[s + 1] + cost.backward_peak_alone)
+                points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moved * TIE_S, SWAP))
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             link = self.costs[m - 1]
@@ -136,7 +150,7 @@ class OptimalPlans:
         while True:
             curve = self._curves[s, t, owned]
             choice = int(curve.choice[curve.at(budget)])
-            if choice == KEEP:
+            if choice in (KEEP, SWAP):
                 break
             plan.append(Action(Act.FORWARD, s))
             for i in range(s + 1, choice):
@@ -145,6 +159,11 @@ class OptimalPlans:
             t = choice - 1
         kept, holds = self._kept(s, owned)
         plan += [Action(Act.KEEP, s), *[Action(Act.DROP, s)] * owned]
+        if choice == SWAP:
+            plan += [Action(Act.OUT, s), Action(Act.AWAY, s)]
+            self._write(plan, s + 1, t, True, budget)
+            plan += [Action(Act.IN, s), Action(Act.BACKWARD, s)]
+            return
         if s < t:
             self._write(plan, s + 1, t, not holds, budget - kept)
         if s + 1 < len(self.costs) and (holds or s == t):

@@ -7,9 +7,16 @@
     K i    keep        the same, and what link i's backward needs stays
     B i    backward    computes gradient i of gradient i + 1 and of what was kept, which goes
     D i    drop        value i goes, unless something that was kept is (or looks into) its memory
+    O i    out         what was kept of link i begins to go out of memory
+    A i    away        it has: its memory is free; waits until it is so
+    I i    in          it gets memory again, and begins to come back; B i waits until it is there
 
     all kept            K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each link forward once
     least memory        F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the links again and again
+    swapped             K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            link 0 is elsewhere meanwhile
+
+    computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
+    transfers         |- O0 -|     |- I0 -|           beside what is computed
 
 `simulate` runs a plan on numbers alone: whether each action has what it needs, the bytes at each moment, the time.
 """
@@ -17,9 +24,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from enum import Enum
-from math import isfinite
+from math import inf, isfinite
 
 from nnmpi.errors import UsageError
 
@@ -33,6 +41,9 @@ class Act(Enum):
     KEEP = "K"
     BACKWARD = "B"
     DROP = "D"
+    OUT = "O"
+    AWAY = "A"
+    IN = "I"
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class ChainLinkCost:
             came, and what came to the link, if somebody else holds it.
         backward_peak_alone: the same, where that is not so: what came to the link goes on the way.
         forward_s, keep_s, backward_s: seconds.
+        moves: whether all that stays for its backward can be moved elsewhere and back.
     """
 
     name: str
@@ -77,9 +89,17 @@ class ChainLinkCost:
     forward_s: float
     keep_s: float
     backward_s: float
+    moves: bool = False
 
 
 Costs = Sequence[ChainLinkCost]
+
+
+def moved_bytes(costs: Costs, link: int) -> int:
+    """Return how many bytes go out with a link: all that stays for its backward; 0 if it cannot move."""
+    cost = costs[link]
+    before = costs[link - 1].value if link and cost.keeps_input else 0
+    return (cost.kept + before + (cost.value if cost.keeps_result else 0)) * cost.moves
 
 
 @dataclass(frozen=True)
@@ -88,10 +108,11 @@ class PlanPrice:
 
     Attributes:
         peak: the most bytes at any moment.
-        seconds: of all actions.
+        seconds: of all actions, and what is waited for between them.
         bytes: after each action.
         peaks: the most during each action.
         again: how many of the actions go forward through a link that was gone through before.
+        moved: bytes that go out, and come back.
     """
 
     peak: int
@@ -99,51 +120,132 @@ class PlanPrice:
     bytes: tuple[int, ...]
     peaks: tuple[int, ...]
     again: int
+    moved: int = 0
 
 
-def simulate(costs: Costs, plan: Iterable[Action]) -> PlanPrice:
+class PlanState:
+    """What there is in the middle of a plan, as numbers.
+
+    Args:
+        costs: of the links.
+        bandwidth: bytes per second that go out or come in.
+
+    Attributes:
+        seconds: until now.
+        leaving: links whose arrays are on their way out, the first one first.
+        again: links gone through again until now.
+    """
+
+    def __init__(self, costs: Costs, bandwidth: float = inf) -> None:
+        self._costs, self._bandwidth = costs, bandwidth
+        self._values, self._kept, self._grad = {0}, set[int](), len(costs)
+        self._seen, self._away, self._back = set[int](), set[int](), set[int]()
+        self._moves = [moved_bytes(costs, i) for i in range(len(costs))]
+        self._done: dict[int, float] = {}  # when each transfer is over
+        self._idle_s = 0.0  # from when on nothing is transferred
+        self.leaving: tuple[int, ...] = ()
+        self.seconds, self.again = 0.0, 0
+
+    def copy(self) -> PlanState:
+        """Return one that goes on from here by itself."""
+        other = copy(self)
+        other._values, other._kept, other._seen = set(self._values), set(self._kept), set(self._seen)
+        other._away, other._back, other._done = set(self._away), set(self._back), dict(self._done)
+        return other
+
+    @property
+    def bytes(self) -> int:
+        """Those that there are now."""
+        costs, kept = self._costs, self._kept
+        held = sum(costs[i].kept for i in kept) + sum(self._moves[i] for i in self._back)
+        inputs = {i for i in kept if costs[i].keeps_input} | {i + 1 for i in kept if costs[i].keeps_result}
+        held += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
+        return held + (costs[self._grad].gradient if self._grad < len(costs) else 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether each link has gone back, and nothing is left."""
+        return not (self._grad or self._kept or self._away or self._back or self._values - {0, len(self._costs)})
+
+    def has_for(self, action: Action) -> bool:
+        """Return whether there is what an action needs."""
+        i, act = action.link, action.act
+        if act is Act.BACKWARD:
+            return self._grad == i + 1 and (i in self._back or (i in self._kept and i not in self.leaving))
+        if act is Act.OUT:
+            return i in self._kept and i not in self.leaving and self._costs[i].moves
+        if act is Act.AWAY:
+            return i in self.leaving
+        return i in self._away if act is Act.IN else i in self._values and i < len(self._costs)
+
+    def do(self, action: Action) -> int:
+        """Do an action, for which there is what it needs; return the most bytes that there are meanwhile."""
+        i, act, before = action.link, action.act, self.bytes
+        cost, peak = self._costs[i], before
+        if act is Act.DROP:
+            self._values.discard(i)
+        elif act is Act.OUT or act is Act.IN:
+            self._idle_s = max(self._idle_s, self.seconds) + self._moves[i] / self._bandwidth
+            self._done[i] = self._idle_s
+            if act is Act.OUT:
+                self.leaving += (i,)
+            else:
+                self._away.discard(i)
+                self._back.add(i)
+        elif act is Act.AWAY:
+            self.seconds = max(self.seconds, self._done[i])
+            self.leaving = tuple(each for each in self.leaving if each != i)
+            self._kept.discard(i)
+            self._away.add(i)
+        elif act is Act.BACKWARD:
+            peak += self._go_back(i)
+        else:
+            keeps = act is Act.KEEP
+            self.again += i in self._seen
+            self._seen.add(i)
+            self._values.add(i + 1)
+            if keeps:
+                self._kept.add(i)
+            peak += cost.keep_peak if keeps else cost.forward_peak
+            self.seconds += cost.keep_s if keeps else cost.forward_s
+        return max(peak, self.bytes)
+
+    def _go_back(self, i: int) -> int:
+        """Go back through a link; return the most bytes that it takes."""
+        cost, costs = self._costs[i], self._costs
+        is_held = i in self._values or (i - 1 in self._kept and costs[i - 1].keeps_result)
+        if i in self._back:
+            is_held = False  # its arrays are its own
+            self._back.discard(i)
+            self.seconds = max(self.seconds, self._done[i])
+        self._kept.discard(i)
+        self._grad = i
+        self.seconds += cost.backward_s
+        return cost.backward_peak if is_held else cost.backward_peak_alone
+
+
+def simulate(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
     """Return what a plan takes, after checking that it computes each link's gradient once, in order.
+
+    Args:
+        costs: of the links.
+        plan: for them.
+        bandwidth: bytes per second that go out or come in, for a plan that moves some.
 
     Raises:
         UsageError: naming the first action that lacks what it needs, or what is missing at the end.
     """
-    values, kept, grad = {0}, set[int](), len(costs)
-    seen, after, peaks, seconds = set[int](), list[int](), list[int](), 0.0
-
-    def alive() -> int:
-        held = sum(costs[i].kept for i in kept)
-        inputs = {i for i in kept if costs[i].keeps_input} | {i + 1 for i in kept if costs[i].keeps_result}
-        held += sum(costs[i - 1].value for i in values | inputs if 0 < i < len(costs))
-        return held + (costs[grad].gradient if grad < len(costs) else 0)
-
-    again = 0
+    state, moved = PlanState(costs, bandwidth), 0
+    after, peaks = list[int](), list[int]()
     for action in plan:
-        i, act = action.link, action.act
-        before = alive()
-        if not (i in kept and grad == i + 1 if act is Act.BACKWARD else i in values and i < len(costs)):
+        if not state.has_for(action):
             raise UsageError(f"action {action} of the plan, number {len(after)}, lacks what it needs; check the plan")
-        cost, peak = costs[i], before
-        if act is Act.DROP:
-            values.discard(i)
-        elif act is Act.BACKWARD:
-            kept.discard(i)
-            is_held = i in values or (i - 1 in kept and costs[i - 1].keeps_result)
-            peak, grad = before + (cost.backward_peak if is_held else cost.backward_peak_alone), i
-            seconds += cost.backward_s
-        else:
-            keeps = act is Act.KEEP
-            again += i in seen
-            seen.add(i)
-            values.add(i + 1)
-            if keeps:
-                kept.add(i)
-            peak = before + (cost.keep_peak if keeps else cost.forward_peak)
-            seconds += cost.keep_s if keeps else cost.forward_s
-        after.append(alive())
-        peaks.append(max(peak, after[-1]))
-    if grad or kept or values - {0, len(costs)}:
+        peaks.append(state.do(action))
+        after.append(state.bytes)
+        moved += moved_bytes(costs, action.link) if action.act is Act.OUT else 0
+    if not state.is_over:
         raise UsageError("the plan leaves something behind; each link must go back once, and each value be dropped")
-    return PlanPrice(max(peaks), seconds, tuple(after), tuple(peaks), again)
+    return PlanPrice(max(peaks), state.seconds, tuple(after), tuple(peaks), state.again, moved)
 
 
 def parse_plan(text: str) -> Plan:
@@ -156,7 +258,7 @@ def parse_plan(text: str) -> Plan:
     actions = []
     for word in text.split():
         if word[0] not in letters or not word[1:].isdecimal():
-            raise UsageError(f"{word!r} is no action; write F, K, B or D and the number of a link, such as F0")
+            raise UsageError(f"{word!r} is no action; write {', '.join(letters)} and the number of a link, such as F0")
         actions.append(Action(letters[word[0]], int(word[1:])))
     return tuple(actions)
 
@@ -198,8 +300,8 @@ def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[ChainLinkCo
 def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
     """Return a plan as text: a row for each link, a column for each action, and below the bytes as bars.
 
-    F forward, K keep, B backward, small letters where a link is gone through again; a line where a value waits, a
-    double one where a link is kept:
+    F forward, K keep, B backward, small letters where a link is gone through again; O, A and I as what was kept goes
+    out, is away, and comes in; a line where a value waits, a double one where a link is kept, dots where it is away:
 
         0 | F...f.K=B.
         1 | .F--..
@@ -207,7 +309,7 @@ def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
     price = simulate(costs, plan)
     actions = [(i, action) for i, action in enumerate(plan) if action.act is not Act.DROP]
     rows = [[" "] * len(actions) for _ in costs]
-    kept, values, seen = set[int](), {0}, set[int]()
+    kept, away, values, seen = set[int](), set[int](), {0}, set[int]()
     column = -1
     for action in plan:
         i, act = action.link, action.act
@@ -216,15 +318,18 @@ def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
             continue
         column += 1
         for j in range(len(costs)):
-            rows[j][column] = "=" if j in kept else "-" if j in values and j else " "
-        rows[i][column] = act.value.lower() if act is not Act.BACKWARD and i in seen else act.value
-        if act is Act.BACKWARD:
+            rows[j][column] = "=" if j in kept else "." if j in away else "-" if j in values and j else " "
+        rows[i][column] = act.value
+        if act is Act.BACKWARD or act is Act.AWAY:
             kept.discard(i)
-        else:
+        if act is Act.AWAY or act is Act.IN:
+            (away.add if act is Act.AWAY else away.discard)(i)
+        if act is Act.KEEP or act is Act.IN:
+            kept.add(i)
+        if act is Act.FORWARD or act is Act.KEEP:
+            rows[i][column] = act.value.lower() if i in seen else act.value
             seen.add(i)
             values.add(i + 1)
-            if act is Act.KEEP:
-                kept.add(i)
     width = max(len(cost.name) for cost in costs)
     peaks = [price.peaks[i] for i, _ in actions]
     lines = []

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from math import inf
 from typing import Any
 
 from nnmpi.backend.array import Array
@@ -40,14 +41,27 @@ from nnmpi.memory.chain import (
     plain,
     unwatched,
 )
+from nnmpi.memory.offload import KeptArrays, Store, measure_bandwidth
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, ChainLinkCost, Plan, PlanPrice, costs_from_json, costs_to_json, keep_all, simulate
+from nnmpi.memory.plan import (
+    Act,
+    ChainLinkCost,
+    Plan,
+    PlanPrice,
+    costs_from_json,
+    costs_to_json,
+    keep_all,
+    moved_bytes,
+    simulate,
+)
+from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
 from nnmpi.tensor.tensor import Tensor
 
 Head = Callable[[Tensor], Tensor]
+BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # computes nothing
 
 
 class PlannedPass:
@@ -57,11 +71,16 @@ class PlannedPass:
         links: of the chain, without the loss, whose actions in the plan are the caller's.
         plan: for them and the loss.
         value: what comes to the first link.
+        backend: where they are.
+        store: where what is kept goes, if the plan sends some out.
     """
 
-    def __init__(self, links: Sequence[Link], plan: Plan, value: Value) -> None:
+    def __init__(
+        self, links: Sequence[Link], plan: Plan, value: Value, backend: Backend, store: Store | None = None
+    ) -> None:
         self._links, self._plan, self._next = links, plan, 0
-        self._values, self._graphs = {0: value}, dict[int, LinkGraph]()
+        self._input, self._backend, self._store = value.array, backend, store
+        self._values, self._graphs, self._kept = {0: value}, dict[int, LinkGraph](), dict[int, KeptArrays]()
         self._needed, self._waiting = [False] * len(links), set(range(len(links)))
         self._mode, self._precision = current(), precision()
 
@@ -77,7 +96,7 @@ class PlannedPass:
         value = self._values[link + 1]
         if link + 1 == len(self._links):
             del self._values[link + 1]  # it is the loss's
-        self._drop()
+        self._do_rest()
         return value
 
     def backward(self, link: int, grad: Array) -> Array | None:
@@ -98,8 +117,10 @@ class PlannedPass:
             finally:
                 restore(mode)
         self._next += 1
+        if link in self._kept:
+            self._kept.pop(link).arrive()
         found = self._graphs.pop(link).backward(grad)
-        self._drop()
+        self._do_rest()
         return found
 
     def _do_next(self) -> None:
@@ -109,6 +130,15 @@ class PlannedPass:
         link = action.link
         if action.act is Act.DROP:
             self._values.pop(link, None)
+        elif action.act is Act.OUT:
+            assert self._store is not None
+            outside = [self._input, *(each.data for each in parameters_of([self._links[link]]))]
+            self._kept[link] = self._graphs[link].take_out(outside, self._backend)
+            self._kept[link].send(self._store)
+        elif action.act is Act.AWAY:
+            self._kept[link].leave()
+        elif action.act is Act.IN:
+            self._kept[link].fetch()
         elif link == len(self._links):
             return  # the caller's
         elif action.act is Act.FORWARD:
@@ -118,8 +148,9 @@ class PlannedPass:
                 graph = self._graphs[link] = LinkGraph(self._links[link], self._values[link], self._needed[link])
             self._values[link + 1] = graph.take()
 
-    def _drop(self) -> None:
-        while self._next < len(self._plan) and self._plan[self._next].act is Act.DROP:
+    def _do_rest(self) -> None:
+        """Do what is to be done before the next link is computed."""
+        while self._next < len(self._plan) and self._plan[self._next].act in BETWEEN:
             self._do_next()
 
 
@@ -154,10 +185,13 @@ class RecomputedModel:
         backend: where it lives; NumPy by default.
         accumulates: whether gradients are added to those of earlier passes, which takes room.
         group: the ranks that compute along, which must do the same; None where that is no matter.
+        store: where to what is kept may go and come back, where that is quicker than to compute it again (see
+            `memory.offload`); None for nowhere.
 
     Attributes:
-        plans: those of the last measurement.
+        plans: those of the last measurement, without anything moved.
         plan: the one that is run.
+        bandwidth: bytes per second that go to the store or come back, as measured.
     """
 
     def __init__(
@@ -167,27 +201,31 @@ class RecomputedModel:
         backend: Backend | None = None,
         accumulates: bool = False,
         group: Group | None = None,
+        store: Store | None = None,
     ) -> None:
-        self.model, self.budget, self.accumulates = model, budget, accumulates
+        self.model, self.budget, self.accumulates, self.store = model, budget, accumulates, store
         self._backend, self._group = numpy_backend() if backend is None else backend, group
         self._links: tuple[Module, ...] = ()
         self._size = 0
         self.plans: OptimalPlans | None = None
         self.plan: Plan = ()
+        self.bandwidth = inf
 
     @property
     def price(self) -> PlanPrice:
         """What the plan takes."""
         assert self.plans is not None
-        return simulate(self.plans.costs, self.plan)
+        return simulate(self.plans.costs, self.plan, self.bandwidth)
 
     def describe(self) -> str:
         """Return what the plan takes, beside an ordinary pass, in a sentence."""
         assert self.plans is not None
         price, ordinary = self.price, simulate(self.plans.costs, keep_all(self.plans.costs))
+        out = sum(action.act is Act.OUT for action in self.plan)
+        moved = f"{out} go out and come back ({format_bytes(price.moved)} at {format_bytes(int(self.bandwidth))}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if all were kept; "
-            f"{price.again} of {len(self._links)} links are computed again, "
+            f"{price.again} of {len(self._links)} links are computed again, {moved if out else ''}"
             f"predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
@@ -212,7 +250,7 @@ class RecomputedModel:
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
-        run = PlannedPass(self._links, self.plan, Value(x.data, cuts))
+        run = PlannedPass(self._links, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, link in enumerate(self._links):
             node = PlannedLink(run, i)
             x = node(x, *parameters_of([link]))
@@ -232,18 +270,46 @@ class RecomputedModel:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
         self._links = links_of(self.model, counts)
         names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
-        costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates)
+        costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates, self.store)
+        if self.store is not None:
+            most = max(moved_bytes(costs, i) for i in range(len(costs)))
+            self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
             costs = _most(group.gather(costs_to_json(costs)))
+            self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
-            self.plan = self.plans.plan(self.plans.all if self.budget is None else self.budget)
+            self.plan = self.find_plan(self.plans.all if self.budget is None else self.budget)
+            if self.store is not None:
+                self.store.reserve(self.price.moved)
+
+    def find_plan(self, budget: int) -> Plan:
+        """Return the plan for a budget: the quickest one, or, with a store, the quickest that is found.
+
+        Raises:
+            UsageError: for a budget that is too small.
+        """
+        assert self.plans is not None
+        if self.store is None:
+            return self.plans.plan(budget)
+        return swapping_plan(self.plans, budget, self.bandwidth)
+
+    def release(self) -> None:
+        """Let the store go."""
+        if self.store is not None:
+            self.store.close()
 
 
 def _most(measured: Sequence[Any]) -> list[ChainLinkCost]:
     """Return what each link takes on the rank where it is most."""
     links = zip(*map(costs_from_json, measured), strict=True)
-    return [ChainLinkCost(*(max(each) for each in zip(*map(astuple, link), strict=True))) for link in links]
+    return [
+        replace(
+            ChainLinkCost(*(max(each) for each in zip(*map(astuple, link), strict=True))),
+            moves=all(each.moves for each in link),
+        )
+        for link in links
+    ]
 
 
 def _as_it_is(x: Tensor) -> Tensor:

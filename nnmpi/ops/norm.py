@@ -38,7 +38,7 @@ def at_least_one(count: Count) -> Count:
 class BatchNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, the statistics being those of the batch.
 
-    After `forward`, `statistics` holds (mean, variance with divisor n, n) of the global batch.
+    After `forward`, `statistics` holds (mean, variance with divisor n, n) of the global batch, to be taken away.
     """
 
     __slots__ = ("all_reduce", "eps", "kernels", "observe", "statistics")
@@ -175,7 +175,9 @@ def batch_norm(
     kernels = kernels_for(require_floating("batch_norm", x).data)
     function = BatchNormFunction(float(eps), kernels, all_reduce, observe)
     y = in_float32(function, x, scale, shift)
-    return y, *function.statistics
+    statistics = function.statistics
+    del function.statistics  # on the tape stays only what goes back
+    return y, *statistics
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:

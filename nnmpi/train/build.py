@@ -271,6 +271,7 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         zero=config.zero,
         unit_bytes=bucket_bytes_of(config) if config.zero else None,
         activation_memory=config.activation_memory_bytes,
+        offload=config.offload,
     )
 
 

@@ -119,6 +119,9 @@ class ParallelConfig:
     activation_memory: str | None = None
     """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
     pass, whatever costs least time; without --pp."""
+    offload: str | None = None
+    """With --activation-memory: a folder for a file, or host for those of a CUDA device: activations may also go there
+    and come back ahead of their use, where that is quicker than to compute them again."""
     allreduce: (
         Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
         | Own
@@ -162,6 +165,8 @@ class ParallelConfig:
             idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
             sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
             require(not idle, sentence)
+        alone = self.offload is not None and self.activation_memory is None
+        require(not alone, "--offload is for what passes --activation-memory; give that, too, or leave it out")
         self._check_zero()
 
     def _check_zero(self) -> None:

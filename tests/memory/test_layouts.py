@@ -11,7 +11,9 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import Act
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.swapping import swapping_plan
 from nnmpi.parallel.sequence.group import RING
 from tests.parallel.test_sequence import train
 
@@ -35,6 +37,26 @@ def test_every_layout_gives_its_own_bits(layout, monkeypatch):
     found = simulate(lambda group: train(group, replace(layout, activation_memory=1)), ranks)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+@pytest.mark.host_only("a device's activations go to the host")
+@pytest.mark.parametrize("layout", (Layout(pp=1, dp=2), Layout(pp=1, tp=2)), ids=lambda layout: f"tp {layout.tp}")
+def test_ranks_that_swap_give_the_same_bits(layout, monkeypatch, tmp_path):
+    """Each has a file of its own; they agree on what leaves."""
+    plans = []
+
+    def find(given, budget, bandwidth):
+        plans.append(swapping_plan(given, given.least, 1e12))
+        return plans[-1]
+
+    monkeypatch.setattr("nnmpi.memory.run.swapping_plan", find)
+    plain = simulate(lambda group: train(group, layout), 2)
+    swapping = replace(layout, activation_memory=1, offload=str(tmp_path))
+    found = simulate(lambda group: train(group, swapping), 2)
+    assert plans[0] == plans[1] and any(action.act is Act.OUT for action in plans[0])
+    for ours, theirs in zip(found, plain, strict=True):
         for name, value in theirs.items():
             np.testing.assert_array_equal(ours[name], value, err_msg=name)
 

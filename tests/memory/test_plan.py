@@ -191,8 +191,12 @@ def test_the_command_draws_and_says_what_it_costs(tmp_path):
     text = main(["plan", "--model", "mlp", "--save", str(file)])
     assert "least" in text and file.exists()
     assert "again" in main(["plan", "--costs", str(file), "--budget", "0%"])
+    assert "moved     14 MB, at 8 MB/s" in main(["plan", "--links", "6", "--budget", "50%", "--bandwidth", "8MiB"])
+    assert "moved" in main(["plan", "--model", "mlp", "--offload", str(tmp_path)])
     for words, complaint in (
         (["--links", "6", "--budget", "1"], "give at least"),
+        (["--links", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
+        (["--model", "mlp", "--offload", str(tmp_path / "none")], "give offload another folder"),
         (["--costs", str(tmp_path / "none")], "cannot be read"),
         (["--links", "6", "--budget", "x"], "number of bytes"),
     ):

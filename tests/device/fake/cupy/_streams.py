@@ -104,6 +104,10 @@ class _Stream:
                 item.read()
                 kept.append(item)
             else:
+                for before, copy in enumerate(kept):
+                    if copy.to_host:  # this one may read the page-locked memory that it writes
+                        copy.finish()
+                        kept[before] = _Done()
                 item.finish()
                 kept.append(_Done())
         self._queue = kept

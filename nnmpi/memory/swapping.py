@@ -1,0 +1,144 @@
+"""Plans that move what is kept out of memory and back, where that is cheaper than to compute it again.
+
+Which links leave is searched for; all else is the exact programme (`memory.optimal`), for which a link that leaves
+takes no memory meanwhile. Its plan moves a link all at once, and waits; here out and in are then drawn apart, so that
+links move while others compute:
+
+    the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
+    drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first
+
+This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning workloads beyond
+the memory capacity with KARMA", 2020). To find the best of all such plans is NP-hard (Beaumont et al., "Efficient
+combination of rematerialization and offloading for training DNNs", 2021), so this is a search: it begins with no link,
+with each number of first links (they have the most time until they are needed), and goes on one link more or less at a
+time. Of short chains all sets of links are tried.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, moved_bytes, simulate
+
+SEARCHED = 96  # sets of links, at most
+
+
+class _Row(NamedTuple):
+    """An action of a plan, the most bytes that there are meanwhile, and when it would begin if nobody waited."""
+
+    action: Action
+    peak: int
+    begin: float
+
+
+def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
+    """Return the quickest plan that is found within a budget; without anything moved if that is as quick.
+
+    Args:
+        plans: without anything moved.
+        budget: in bytes.
+        bandwidth: bytes per second that go out or come in.
+
+    Raises:
+        UsageError: for a budget below the least.
+    """
+    costs = plans.costs
+    able = [i for i in range(len(costs) - 1) if moved_bytes(costs, i)]
+    tried: dict[frozenset[int], tuple[float, Plan] | None] = {}
+
+    def take(links: frozenset[int]) -> float:
+        if links not in tried:
+            tried[links] = _best(costs, links, budget, bandwidth)
+        found = tried[links]
+        return float("inf") if found is None else found[0]
+
+    if budget >= plans.least:
+        tried[frozenset()] = _priced(costs, plans.plan(budget), bandwidth)
+    starts = [frozenset(able[:count]) for count in range(len(able) + 1)]
+    if 2 ** len(able) <= SEARCHED:
+        starts = [frozenset(links) for count in range(len(able) + 1) for links in combinations(able, count)]
+    best = min(starts, key=take)
+    improved = True
+    while improved and len(tried) < SEARCHED:
+        nearest = min((best ^ {i} for i in able), key=take, default=best)
+        improved = take(nearest) < take(best)
+        best = nearest if improved else best
+    found = tried[best]
+    if found is None:
+        least = min(OptimalPlans(costs, links).least for links in starts)
+        raise plans.too_few(budget, min(least, plans.least))
+    return found[1]
+
+
+def _best(costs: Costs, links: frozenset[int], budget: int, bandwidth: float) -> tuple[float, Plan] | None:
+    """Return the time of the best plan in which no other links leave, and the plan; None if there is none."""
+    plans = OptimalPlans(costs, links)
+    if budget < plans.least:
+        return None
+    late = _leave_late(costs, plans.plan(budget), budget)
+    tries = [_priced(costs, _come_early(costs, late, budget, bandwidth, just), bandwidth) for just in (False, True)]
+    return min(tries, key=lambda each: each[0])
+
+
+def _priced(costs: Costs, plan: Plan, bandwidth: float) -> tuple[float, Plan]:
+    return simulate(costs, plan, bandwidth).seconds, plan
+
+
+def _units(costs: Costs, plan: list[Action]) -> list[list[Action]]:
+    """Return the actions one by one, but the loss's together: nobody can do anything between them."""
+    first = plan.index(Action(Act.KEEP, len(costs) - 1))
+    stop = plan.index(Action(Act.BACKWARD, len(costs) - 1)) + 1
+    return [*([each] for each in plan[:first]), plan[first:stop], *([each] for each in plan[stop:])]
+
+
+def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
+    """Return a plan that waits for what leaves only when the memory is needed."""
+    state, late = PlanState(costs), list[Action]()
+    for unit in _units(costs, [action for action in plan if action.act is not Act.AWAY]):
+        while True:
+            trial = state.copy()
+            fits = all(trial.has_for(action) and trial.do(action) <= budget for action in unit)
+            if fits or not state.leaving:
+                break
+            late.append(Action(Act.AWAY, state.leaving[0]))
+            state.do(late[-1])
+        state = trial
+        late += unit
+    return tuple(late)
+
+
+def _come_early(costs: Costs, plan: Plan, budget: int, bandwidth: float, just: bool) -> Plan:
+    """Return a plan that begins to bring links in as early as the memory allows, or just early enough."""
+    state, rows = PlanState(costs), list[_Row]()
+    for action in plan:
+        begin = state.seconds
+        rows.append(_Row(action, state.do(action), begin))
+    starts = _starts(costs, rows, bandwidth) if just else {}
+    for link in [row.action.link for row in rows if row.action.act is Act.IN]:
+        coming = Action(Act.IN, link)
+        place = next(i for i, row in enumerate(rows) if row.action == coming)
+        moved, best = moved_bytes(costs, link), place
+        for i in reversed(range(place)):
+            before = rows[i].action
+            if before.act in (Act.IN, Act.OUT) or before == Action(Act.AWAY, link) or rows[i].peak + moved > budget:
+                break
+            if before.link < len(costs) - 1 or before.act is Act.KEEP:  # else nobody can, see `_units`
+                best = i
+                if rows[i].begin <= starts.get(link, -1.0):
+                    break
+        rows[best:place] = [row._replace(peak=row.peak + moved) for row in rows[best:place]]
+        rows.insert(best, rows.pop(place)._replace(begin=rows[best].begin, peak=rows[best].peak))
+    return tuple(row.action for row in rows)
+
+
+def _starts(costs: Costs, rows: list[_Row], bandwidth: float) -> dict[int, float]:
+    """Return by which time each link must begin to come in, so that it is there when its backward begins."""
+    backward = {row.action.link: row.begin for row in rows if row.action.act is Act.BACKWARD}
+    starts, after = dict[int, float](), float("inf")
+    for row in reversed(rows):
+        link = row.action.link
+        if row.action.act is Act.IN:
+            after = starts[link] = min(after, backward[link]) - moved_bytes(costs, link) / bandwidth
+    return starts
