@@ -222,10 +222,13 @@ class RecomputedModel:
         assert self.plans is not None
         price, ordinary = self.price, simulate(self.plans.costs, keep_all(self.plans.costs))
         out = sum(action.act is Act.OUT for action in self.plan)
-        moved = f"{out} go out and come back ({format_bytes(price.moved)} at {format_bytes(int(self.bandwidth))}/s), "
+        moved = ""
+        if out:
+            rate = format_bytes(int(self.bandwidth))
+            moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if all were kept; "
-            f"{price.again} of {len(self._links)} links are computed again, {moved if out else ''}"
+            f"{price.again} of {len(self._links)} links are computed again, {moved}"
             f"predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
