@@ -40,11 +40,11 @@ def staleness(schedule: Schedule, stage: int) -> tuple[int, ...]:
 
 def weight_versions(schedule: Schedule, stage: int) -> int:
     """Return how many versions of its weights a stage keeps at most: the newest, and those of waiting backwards."""
-    steps, most = 0, 1
+    steps, most, trains = 0, 1, schedule.trains
     kept: dict[int | None, int] = {}
     for one in schedule.instructions(schedule.rank_of(stage)):
         if one.stage == stage:
-            if one.kind is Kind.F and schedule.trains:
+            if one.kind is Kind.F and trains:
                 kept[one.microbatch] = steps
             if one.kind in (Kind.B, Kind.W):
                 kept.pop(one.microbatch, None)

@@ -173,18 +173,17 @@ def simulate(schedule: Schedule, costs: InstructionCosts) -> Simulation:
         raise ScheduleError(f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule first")
     spans = sorted(run.spans, key=lambda span: span.rank)
     ranks, stages = range(schedule.ranks), range(schedule.stages)
+    busy_s = [0.0] * schedule.ranks
+    for span in spans:
+        if span.instruction.kind in _BUSY:
+            busy_s[span.rank] += span.end_s - span.begin_s
     return Simulation(
         spans=tuple(spans),
         makespan_s=max((span.end_s for span in spans), default=0.0),
-        busy_s=tuple(_total(spans, rank) for rank in ranks),
+        busy_s=tuple(busy_s),
         waiting_s=tuple(progress.waited_s for progress in run.ranks),
         peak_activations=tuple(peak_activations(schedule, rank) for rank in ranks),
         staleness=tuple(staleness(schedule, stage) for stage in stages),
         weight_versions=tuple(weight_versions(schedule, stage) for stage in stages),
         messages=sum(span.instruction.kind in SENDS for span in spans),
     )
-
-
-def _total(spans: Iterable[TimedInstruction], rank: int) -> float:
-    """Return how long a rank computed."""
-    return sum(span.end_s - span.begin_s for span in spans if span.rank == rank and span.instruction.kind in _BUSY)
