@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "write on with a language model",
     "export": "a run's weights with PyTorch's names and layouts",
     "verify": "is a layout equal to the serial run?",
+    "plan": "which layout of a model takes the least time, on these ranks or on others",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
     "exercise": "exercises, and a checker that says which chunk, which rank, after which step is wrong",

@@ -258,7 +258,7 @@ def _choose(
                 f"the {len(links)} links each stage has"
             )
     measured = profile(model, links, sample, dtype, backend)
-    costs = [LinkCost(*each) for each in mesh.world.share([[c.name, c.seconds, c.elements] for c in measured])]
+    costs = [LinkCost(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]

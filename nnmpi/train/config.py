@@ -83,6 +83,11 @@ def decided(switch: Switch) -> bool | None:
 class ParallelConfig:
     """How the work is laid out over the ranks."""
 
+    layout: Literal["given", "auto"] = "given"
+    """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan finds it, within
+    --memory-limit; the options below that say a layout are then left out."""
+    race: int = 0
+    """For --layout auto: run so many of the best layouts for some steps, and take the fastest."""
     dp: int | Literal["auto"] = "auto"
     """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
     pp: int | Literal["auto"] = "auto"
@@ -150,6 +155,8 @@ class ParallelConfig:
             if ranks != "auto":
                 at_least_one(option, ranks)
         at_least_one("--sp", self.sp)
+        not_negative("--race", self.race)
+        require(not self.race or self.layout == "auto", "--race belongs to --layout auto; leave it out")
         at_least_one("--virtual-stages", self.virtual_stages)
         if self.microbatches is not None:
             at_least_one("--microbatches", self.microbatches)

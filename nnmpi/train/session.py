@@ -27,7 +27,8 @@ from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
 from nnmpi.train.header import count, header
 from nnmpi.train.log import Console, Reporter, percent
 from nnmpi.train.loop import Loop
-from nnmpi.train.metrics import MetricsRecorder, cut_metrics
+from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
+from nnmpi.train.planned import check_open, choose, compare
 from nnmpi.train.run_state import RunState
 
 
@@ -78,8 +79,14 @@ def _run(
     resuming = config.run.resume is not None
     on_root(group, lock.take if resuming else folder.check_free)
     last = find(folder, group) if resuming else None
+    chosen = None
+    if config.parallel.layout == "auto":
+        with agreed(group):
+            check_open(config.parallel, config.sync.rule.asynchronous)
+        chosen = choose(config, group, backend, local_rank, console.say)
+        config = chosen.config
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)
-    lines = [*header(context), *notices]
+    lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
@@ -103,7 +110,7 @@ def _run(
         restored = [*restored, f"the run is finished, {_how_to_go_on(context)}"]
     with console.copied(folder.console) if group.is_root else nullcontext():
         console.say(*lines, *restored)
-        _train(context, state, console)
+        _train(context, state, console, None if chosen is None else chosen.predicted_s)
 
 
 def _how_to_go_on(context: RunContext) -> str:
@@ -114,8 +121,15 @@ def _how_to_go_on(context: RunContext) -> str:
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
 
 
-def _train(context: RunContext, state: RunState, console: Console) -> None:
-    """Train from a state to the end, and leave everything behind that a run leaves. Collective."""
+def _train(context: RunContext, state: RunState, console: Console, predicted_s: float | None = None) -> None:
+    """Train from a state to the end, and leave everything behind that a run leaves. Collective.
+
+    Args:
+        context: what the run works with.
+        state: where it begins.
+        console: prints on rank 0.
+        predicted_s: what the planner has said of a step, to be compared.
+    """
     folder, group, backend, config = context.folder, context.group, context.backend, context.config
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
@@ -128,6 +142,8 @@ def _train(context: RunContext, state: RunState, console: Console) -> None:
     _prove_end(context, loop.state, report)
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, reporter, report, loop.state, folder, backend)
+    if predicted_s is not None and group.is_root:
+        console.say(compare(predicted_s, context.inputs.batch_size, read_metrics(folder.metrics)))
     if group.is_root:
         _draw_curves(console, folder)
 

@@ -10,10 +10,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"models"}),
     frozenset({"memory"}),
     frozenset({"parallel"}),
-    frozenset({"compose", "plan"}),
+    frozenset({"compose"}),
+    frozenset({"planner"}),
     frozenset({"train"}),
     frozenset({"trained", "verify"}),
-    frozenset({"generate", "evaluate", "predict", "export", "doctor", "exercise", "__main__"}),
+    frozenset({"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "__main__"}),
     frozenset({"run"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -24,7 +25,6 @@ STRANGERS: dict[str, frozenset[str]] = {
     "nn": frozenset({"comm", "schedule", "mesh", "optim"}),
     "models": frozenset({"comm", "schedule", "mesh", "optim"}),
     "parallel": frozenset({"models"}),
-    "plan": frozenset({"tensor", "nn", "models", "parallel"}),
 }
 
 # One strategy per file or folder, and none imports another.
@@ -60,7 +60,7 @@ LATE_IMPORTS = {
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset(
-    {"command", "doctor", "evaluate", "exercise", "export", "generate", "predict", "run", "train", "trained", "verify"}
+    {"command", "doctor", "evaluate", "exercise", "export", "generate", "plan", "predict", "run", "train", "trained", "verify"}
 )
 LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/mpi/watchdog.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})

@@ -1,4 +1,4 @@
-"""Measures what each link of a chain costs: its time forward and backward, and its parameters.
+"""Measures what each link of a chain costs: its time forward and backward, its parameters, and bytes.
 
 Only one link has values at a time, so that a model can be measured that does not fit into memory.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnmpi import clock
+from nnmpi.backend.allocations import counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.nn.chain import ChainLink, Kept, ModelPart
@@ -31,11 +32,24 @@ class LinkCost:
         name: the link's.
         seconds: of a forward and a backward, the fastest of some.
         elements: of its parameters on this rank.
+        forward_s: of the forward alone.
+        value_bytes: of all that goes over a cut behind it: its result, and values that later links take.
+        kept_bytes: that are there more after the forward than before it: the result, and what waits for the backward.
+        peak_bytes: the most that the backward takes beyond that.
     """
 
     name: str
     seconds: float
     elements: int
+    forward_s: float = 0.0
+    value_bytes: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def backward_s(self) -> float:
+        """Of the backward alone."""
+        return self.seconds - self.forward_s
 
 
 def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, backend: Backend) -> list[LinkCost]:
@@ -56,35 +70,78 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
     for link in links:
         part = ModelPart(model, [link])
         part.initialize(dtype=dtype, backend=backend)
-        seconds, (value, kept) = _measure(link, value, kept, backend)
+        one = _Measured(link, value, kept, backend)
+        one.time()
+        value_bytes, kept_bytes, peak_bytes = one.count()
+        value, kept = one.after
         parameters = part.parameters()
-        costs.append(LinkCost(link.name, seconds, sum(parameter.size for parameter in parameters)))
+        elements = sum(parameter.size for parameter in parameters)
+        costs.append(LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, kept_bytes, peak_bytes))
         for parameter in parameters:
             del parameter.data
             parameter.grad = parameter.buffer = None
     if any(clock.reproducible(cost.seconds) for cost in costs):
         return costs
-    return [replace(cost, seconds=PARAMETER_S * (1 + cost.elements)) for cost in costs]
+    return [
+        replace(cost, seconds=PARAMETER_S * (1 + cost.elements), forward_s=PARAMETER_S * (1 + cost.elements) / 3)
+        for cost in costs
+    ]
 
 
-def _measure(link: ChainLink, value: Any, kept: Kept, backend: Backend) -> tuple[float, tuple[Any, Kept]]:
-    """Return the link's time, and what it makes of the value, cut off from the graph."""
-    best = float("inf")
-    for _ in range(REPEATS):
-        backend.synchronize()
-        begin = clock.now()
-        around = {name: _cut_off(each) for name, each in kept.items()}
+class _Measured:
+    """One link and what comes to it, passed through some times.
+
+    Attributes:
+        seconds, forward_s: of the fastest pass: all of it, and its forward.
+        after: what the link makes of what comes to it, cut off from the graph.
+    """
+
+    def __init__(self, link: ChainLink, value: Any, kept: Kept, backend: Backend) -> None:
+        self._link, self._value, self._kept, self._backend = link, value, kept, backend
+        self.seconds = self.forward_s = float("inf")
+        self.after: tuple[Any, Kept] = value, kept
+
+    def time(self) -> None:
+        """Take the times."""
+        for _ in range(REPEATS):
+            self._backend.synchronize()
+            begin = clock.now()
+            result, around = self._forward()
+            self._backend.synchronize()
+            middle = clock.now()
+            self._backward(result, around)
+            self._backend.synchronize()
+            end = clock.now()
+            if end - begin < self.seconds:
+                self.seconds, self.forward_s = end - begin, middle - begin
+            self.after = _map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()}
+
+    def count(self) -> tuple[int, int, int]:
+        """Return the bytes that `LinkCost` names: of the value, kept, and the backward's peak."""
+        self.after = self._value, self._kept  # the result of before is not to be counted as it goes
+        with counting(self._backend) as count:
+            result, around = self._forward()
+            kept_bytes = count.used
+            count.reset_peak()
+            self._backward(result, around)
+            peak_bytes = count.peak - kept_bytes
+        tensors, _ = pack(result, around, 0)
+        self.after = _map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()}
+        return sum(tensor.data.nbytes for tensor in tensors), max(kept_bytes, 0), max(peak_bytes, 0)
+
+    def _forward(self) -> tuple[Any, Kept]:
+        around = {name: _cut_off(each) for name, each in self._kept.items()}
         with training():
-            result = link.run(_map(value, _cut_off), around)
+            return self._link.run(_map(self._value, _cut_off), around), around
+
+    @staticmethod
+    def _backward(result: Any, around: Kept) -> None:
         tensors, _ = pack(result, around, 0)
         needing = [tensor for tensor in tensors if tensor.requires_grad]
         if needing:
             seeds = [namespace(tensor.data).ones_like(tensor.data) for tensor in needing]
             root = CommonRoot(seeds)(*needing)
             root.backward(namespace(root.data).ones_like(root.data))
-        backend.synchronize()
-        best = min(best, clock.now() - begin)
-    return best, (_map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()})
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

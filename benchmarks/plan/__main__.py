@@ -1,0 +1,151 @@
+"""The planner's prices beside what its layouts take here. See README.md."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
+
+from nnmpi.backend.record import numpy_backend  # noqa: E402
+from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
+from nnmpi.planner.price import Pricer  # noqa: E402
+from nnmpi.planner.profile import measure, shares_of  # noqa: E402
+from nnmpi.planner.report import layout_to_json, options  # noqa: E402
+from nnmpi.planner.search import plan  # noqa: E402
+from nnmpi.train.cli import parse  # noqa: E402
+from nnmpi.train.inputs import load_samples  # noqa: E402
+from nnmpi.train.planned import take_network, time_layout, with_options, workload_of  # noqa: E402
+
+CASES = {
+    "mlp": "--model mlp --hidden 512 512 --batch-size 256",
+    "cnn": "--model cnn --batch-size 128",
+    "gpt": "--model gpt --dataset paradise-lost --batch-size 16",
+    "lstm": "--model lstm --dataset paradise-lost --batch-size 16",
+}
+SMALL = "--model mlp --hidden 16 --batch-size 16"
+EVERY = 10**6
+
+
+def spread(planned, wanted):
+    """Return so many of the layouts: the best one, all without a pipeline, and of pipelines from all places."""
+    plain = [one for one in planned if one.candidate.pp == 1]
+    others = [one for one in planned if one.candidate.pp > 1]
+    left = max(wanted - len(plain), 2)
+    step = max(1, len(others) // left)
+    chosen = {id(one) for one in [planned[0], *plain, *others[::step][:left]]}
+    return [one for one in planned if id(one) in chosen]
+
+
+def tau(pairs):
+    """Return Kendall's tau-b of pairs of numbers: 1 where both are in the same order, -1 in the opposite one."""
+    agree = against = ties_x = ties_y = 0
+    for i, (x, y) in enumerate(pairs):
+        for other_x, other_y in pairs[:i]:
+            sign = (x - other_x) * (y - other_y)
+            agree += sign > 0
+            against += sign < 0
+            ties_x += x == other_x
+            ties_y += y == other_y
+    count = len(pairs) * (len(pairs) - 1) / 2
+    below = ((count - ties_x) * (count - ties_y)) ** 0.5
+    return (agree - against) / below if below else 1.0
+
+
+def run(words, group, wanted, say):
+    """Measure one model's layouts; return everything as JSON values. Collective."""
+    backend, config = numpy_backend(), parse(words.split())
+    train, _ = load_samples(config, group, group.rank, say)
+    begin = time.perf_counter()
+    workload = workload_of(config, train)
+    profile = measure(workload, group, group.size, shares_of(group.size), backend)
+    profiled_s = time.perf_counter() - begin
+    network = take_network(group, say)
+    group.fit = network.fit
+    everything = plan(Pricer(workload, profile, network, backend), kept=EVERY)
+    quick = plan(Pricer(workload, profile, network, backend))
+    rows = []
+    for one in spread(everything.best, wanted):
+        timed = time_layout(with_options(config, options(one)), group, backend, group.rank)
+        say(f"{one.candidate}: {1e3 * one.price.seconds:.3f} ms, took {1e3 * timed.seconds:.3f}")
+        rows.append(
+            {**layout_to_json(one), "took_s": timed.seconds, "bytes": timed.memory, "words": str(one.candidate)}
+        )
+    same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
+    return {
+        "command": words,
+        "ranks": group.size,
+        "layouts": everything.looked_at,
+        "priced": quick.priced,
+        "search_s": quick.seconds,
+        "all_priced_s": everything.seconds,
+        "same_as_all": same,
+        "profile_s": profiled_s,
+        "rows": rows,
+    }
+
+
+def judge(found):
+    """Return a line of figures about one model's layouts."""
+    rows = found["rows"]
+    errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
+    fastest = min(row["took_s"] for row in rows)
+    state = [kind for kind in KINDS if kind != ACTIVATIONS]
+    state_off = max(abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state)
+    kept_off = [abs(row["memory"][ACTIVATIONS] / max(row["bytes"][ACTIVATIONS], 1) - 1) for row in rows]
+    plain = [off for off, row in zip(kept_off, rows, strict=True) if row["pp"] == row["tp"] == row["sp"] == 1]
+    return [
+        found["command"].split()[1],
+        str(found["ranks"]),
+        str(len(rows)),
+        f"{100 * sum(errors) / len(errors):.1f} / {100 * max(errors):.0f} %",
+        f"{tau([(row['step_s'], row['took_s']) for row in rows]):.2f}",
+        f"{rows[0]['took_s'] / fastest:.3f}",
+        f"{state_off} B",
+        f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %",
+        f"{found['priced']} of {found['layouts']} in {found['search_s']:.2f} s",
+        "yes" if found["same_as_all"] else "NO",
+    ]
+
+
+TITLES = (
+    "model",
+    "ranks",
+    "layouts run",
+    "step: mean / worst error",
+    "tau",
+    "regret",
+    "state off",
+    "activations off: whole replicas / all",
+    "priced",
+    "the same as all priced",
+)
+
+
+def main():
+    """Print the table; end with status 1 where the search does not find what full enumeration finds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="a small model, few layouts")
+    parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
+    parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
+    parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
+    given = parser.parse_args()
+    group = start()
+    say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)
+    cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]
+    found = [run(words, group, 4 if given.check else given.layouts, say) for words in cases]
+    if group.is_root:
+        print("|", " | ".join(TITLES), "|")
+        print("|" + "---|" * len(TITLES))
+        for each in found:
+            print("|", " | ".join(judge(each)), "|", flush=True)
+        if given.json is not None:
+            before = json.loads(given.json.read_text()) if given.json.exists() else []
+            given.json.write_text(json.dumps([*before, *found], indent=1) + "\n")
+    return 0 if all(each["same_as_all"] for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""What a layout takes: seconds of a step, bytes by kind, and a bound below which its seconds cannot be.
+
+    step = computing + bubble      the pass: of whole replicas measured, of a pipeline simulated from measured links
+         + exposed messages        sums of gradients, what shared layers and sequences exchange, ties, loss
+         + update                  measured, of a rank's part
+
+Bounds: of a pipeline's stage s with M microbatches, whatever the order of its work (the end is not zero bubble's):
+
+    stage 0  F|                              |B        what is before stage s: all forwards and messages to it,
+    stage 1    F|                          |B          its own M forwards and backwards, all backwards behind it
+    stage s      |F F F B F B ... F B F B B|
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
+from nnmpi.comm.gradients import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate as simulate_ranks
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import NEVER, Layout
+from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
+from nnmpi.mesh import Mesh
+from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.planner.machine import PlannedNetwork
+from nnmpi.planner.profile import Profile, Share, Workload
+from nnmpi.planner.space import Candidate
+from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.live import peak_activations
+from nnmpi.schedule.lower import add_transfers
+from nnmpi.schedule.partition import partition
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.simulate import InstructionCosts, simulate
+
+NUMBERS_BYTES = 24  # loss, right answers and targets, which all ranks add up in a step
+STAGE_S = (
+    25e-6  # what an instruction of a pipeline takes besides its computing: measured on 2 ranks, see benchmarks/plan
+)
+
+
+@dataclass(frozen=True)
+class LayoutPrice:
+    """What a layout takes.
+
+    Attributes:
+        computing_s: forward and backward of the rank that computes longest.
+        bubble_s: for how long that rank waits in its pipeline.
+        exposed_s: messages with nothing to hide them.
+        update_s: of the weights.
+        memory: bytes of the rank that has most, by the ledger's kinds.
+        split: how many links each stage has; empty without a pipeline.
+    """
+
+    computing_s: float
+    bubble_s: float
+    exposed_s: float
+    update_s: float
+    memory: Mapping[str, int]
+    split: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
+
+    @property
+    def bytes(self) -> int:
+        """Of all kinds together."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model cut into stages in one way: where, the parts of the pipeline's ranks, each sort once, and its ties."""
+
+    cuts: tuple[range, ...]
+    parts: tuple[Module, ...]
+    tied_bytes: int  # of parameters that stand on several ranks
+
+
+class Pricer:
+    """Prices layouts of one workload on one machine.
+
+    Args:
+        workload: what is to be trained.
+        profile: what was measured of it.
+        network: what messages cost.
+        backend: for shapes alone; nothing is computed.
+    """
+
+    def __init__(self, workload: Workload, profile: Profile, network: PlannedNetwork, backend: Backend) -> None:
+        self.workload, self.profile, self.network, self._backend = workload, profile, network, backend
+        self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
+        self._parts: dict[tuple[int, int, int], _Part] = {}
+        self._states: dict[tuple[int, ...], dict[str, int]] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._ratios: dict[tuple[Share, int], float] = {}
+        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._times: dict[int, tuple[list[float], list[float]]] = {}
+
+    # ---- bytes ----
+
+    def memory(self, one: Candidate) -> dict[str, int]:
+        """Return the bytes of the rank that has most, by kind. State is exact; so are activations without a pipeline.
+
+        Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
+        """
+        once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
+        state = dict(self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once))
+        if one.allreduce == AUTO and one.has_whole_model and one.dp > 1:  # they stand once per node
+            state[PARAMETERS], state[STATE] = state[PARAMETERS] // one.dp, state[STATE] // one.dp
+        rows = -(-self.workload.batch_size // one.dp)
+        if one.pp == 1:
+            activations = self.profile.activations((one.tp, one.sp), rows)
+        else:
+            activations = self._pipeline_activations(one)
+        return {**state, ACTIVATIONS: activations, BATCHES: rows * self.workload.row_bytes // one.sp}
+
+    def _state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> dict[str, int]:
+        key = (tp, pp, virtual, zero, replicas, int(once))
+        if key not in self._states:
+            itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
+            unit_bytes = self.workload.unit_bytes if zero else None
+            parts = [self._model(tp)[0]] if pp == 1 else self._part(tp, pp, virtual).parts
+            found = [predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts]
+            most = max(found, key=lambda each: each.total)
+            self._states[key] = {
+                PARAMETERS: most.parameters,
+                GRADIENTS: most.gradients,
+                STATE: most.optimizer,
+                COMMUNICATION: most.units,
+            }
+        return self._states[key]
+
+    def _pipeline_activations(self, one: Candidate) -> int:
+        part, rows = self._part(one.tp, one.pp, one.virtual_stages), self._rows(one)
+        schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
+        share = one.tp * one.sp
+        most = 0
+        for rank in range(one.pp):
+            stages = [part.cuts[stage] for stage in schedule.stages_of(rank)]
+            kept = max(sum(self.profile.link(i, rows, "kept_bytes") for i in stage) for stage in stages)
+            peak = max(self.profile.link(i, rows, "peak_bytes") for stage in stages for i in stage)
+            live = peak_activations(schedule, rank)
+            if one.recompute != NEVER:
+                entering = max(self._entering(stage.start, rows) for stage in stages)
+                kept, peak, live = entering, kept + peak, live
+            most = max(most, round((live * kept + peak) / share))
+        return most
+
+    # ---- seconds ----
+
+    def bound(self, one: Candidate) -> float:
+        """Return seconds below which a step of this layout cannot be, by what is priced here."""
+        return self._pass(one, simulated=False)[0] + self._exposed(one) + self._update_s(one)
+
+    def price(self, one: Candidate) -> LayoutPrice:
+        """Return what a layout takes."""
+        seconds, busy_s = self._pass(one, simulated=True)
+        cuts = self._part(one.tp, one.pp, one.virtual_stages).cuts if one.pp > 1 else ()
+        return LayoutPrice(
+            busy_s, seconds - busy_s, self._exposed(one), self._update_s(one), self.memory(one), tuple(map(len, cuts))
+        )
+
+    def _rows(self, one: Candidate) -> int:
+        """Return the most rows of a microbatch on one replica."""
+        whole = -(-self.workload.batch_size // one.microbatches)
+        return -(-whole // one.dp)
+
+    def _pass(self, one: Candidate, simulated: bool) -> tuple[float, float]:
+        """Return the seconds of a pass, or a bound of them, and for how long its longest rank computes."""
+        if one.pp == 1:
+            whole_s = self.profile.seconds((one.tp, one.sp), self._rows(one))
+            return whole_s, whole_s
+        key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute)
+        if key not in self._passes:
+            costs = self._stage_costs(one)
+            self._passes[key] = self._simulated(one, costs) if simulated else (_least(one, costs), 0.0)
+        return self._passes[key]
+
+    def _simulated(self, one: Candidate, costs: InstructionCosts) -> tuple[float, float]:
+        schedule = add_transfers(make(one.schedule, one.pp, one.microbatches, one.virtual_stages))
+        found = simulate(schedule, costs)
+        return found.makespan_s, max(found.busy_s)
+
+    def _stage_costs(self, one: Candidate) -> InstructionCosts:
+        """Return the seconds of each instruction of a pipeline, by stage."""
+        rows, share = self._rows(one), (one.tp, one.sp)
+        part, ratio = self._part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
+        stages, (forwards, passes) = part.cuts, self._link_times(rows)
+        said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
+        forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
+        backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
+        forward, backward = [f + said / 3 + STAGE_S for f in forward], [b + 2 * said / 3 + STAGE_S for b in backward]
+        if one.recompute != NEVER:
+            backward = [b + f for b, f in zip(backward, forward, strict=True)]
+        ranks = self._line(one)
+        sends, returns = [0.0] * len(stages), [0.0] * len(stages)
+        for stage in range(len(stages) - 1):
+            nbytes = self._entering(stages[stage + 1].start, rows) / one.sp
+            sender, receiver = ranks[stage % one.pp], ranks[(stage + 1) % one.pp]
+            sends[stage] = self.network.message(sender, receiver, nbytes)
+            returns[stage + 1] = self.network.message(receiver, sender, nbytes)
+        halves = [b / 2 for b in backward]
+        return InstructionCosts(
+            {
+                Kind.F: forward,
+                Kind.B: backward,
+                Kind.I: halves,
+                Kind.W: halves,
+                Kind.SEND_ACT: sends,
+                Kind.SEND_GRAD: returns,
+            }
+        )
+
+    def _entering(self, link: int, rows: int) -> float:
+        """Return the bytes that go over the cut before a link."""
+        return self.profile.link(link - 1, rows, "value_bytes") if link else rows * self.workload.row_bytes
+
+    def _ratio(self, share: Share, rows: int) -> float:
+        """Return how long a whole pass on these ranks takes, for each second of its links one by one."""
+        if (share, rows) not in self._ratios:
+            alone_s = sum(self._link_times(rows)[1])
+            self._ratios[share, rows] = self.profile.seconds(share, rows) / alone_s if alone_s else 1.0
+        return self._ratios[share, rows]
+
+    def _link_times(self, rows: int) -> tuple[list[float], list[float]]:
+        """Return each link's seconds: of a forward, and of a forward and backward."""
+        if rows not in self._times:
+            links = range(len(next(iter(self.profile.links.values()))))
+            forwards, passes = ([self.profile.link(i, rows, name) for i in links] for name in ("forward_s", "seconds"))
+            self._times[rows] = forwards, passes
+        return self._times[rows]
+
+    def _update_s(self, one: Candidate) -> float:
+        """Return the seconds of the update: in proportion to what a rank updates."""
+        whole = self._state(1, 1, 1, 0, 1, once=False)[PARAMETERS]
+        own = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False)
+        part = own[STATE] / max(self.workload.state_arrays, 1) if one.zero and own[STATE] else own[PARAMETERS]
+        if one.allreduce == AUTO and one.has_whole_model:
+            part /= one.dp
+        return self.profile.update_s() * part / max(whole, 1)
+
+    def _exposed(self, one: Candidate) -> float:
+        """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
+        mesh, network = self._mesh(one), self.network
+        found = 0.0
+        if one.pp == 1:
+            found += sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
+        if one.ranks > 1 and not (one.has_whole_model and one.allreduce == AUTO):
+            found += network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
+        if one.pp > 1:
+            part, ranks = self._part(one.tp, one.pp, one.virtual_stages), self._line(one)
+            found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)
+        if one.replicas > 1:
+            found += self._sums(one, mesh)
+        return found
+
+    def _said(self, exchange: tuple[str, int, int], one: Candidate) -> float:
+        """Return the seconds of what the ranks of shared layers or positions say to one another."""
+        what, nbytes, count = exchange
+        ranks = [self._mesh(one).rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
+        for operation in ("all-reduce", "all-gather", "reduce-scatter"):
+            if what.startswith(operation):
+                return count * self.network.exchange(operation, NATIVE, ranks, nbytes)
+        return count * self.network.message(ranks[0], ranks[-1], nbytes)
+
+    def _sums(self, one: Candidate, mesh: Mesh) -> float:
+        """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
+        nbytes = self._state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False)[GRADIENTS]
+        ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
+        sharing, network = self._sharing(one, ranks), self.network
+        if one.allreduce in (AUTO, SHARED):
+            whole_s = network.exchange("all-reduce", SHARED, ranks, nbytes)
+            return whole_s if one.zero < 3 else whole_s / 2  # parameters of stage 3 stand once, and are not gathered
+        if one.zero:
+            scatter_s = network.exchange("reduce-scatter", one.allreduce, ranks, nbytes, sharing)
+            gather_s = network.exchange("all-gather", one.allreduce, ranks, nbytes, sharing)
+            return scatter_s + (2 if one.zero == 3 else 1) * gather_s
+        whole_s = network.exchange("all-reduce", one.allreduce, ranks, nbytes, sharing)
+        if network.on_one_node or one.pp > 1:
+            return whole_s
+        # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
+        buckets = max(1, -(-nbytes // BUCKET_BYTES))
+        last_s = network.exchange("all-reduce", one.allreduce, ranks, min(nbytes, BUCKET_BYTES), sharing)
+        links = self.profile.links[max(self.profile.links)]
+        backward = 1 - sum(link.forward_s for link in links) / max(sum(link.seconds for link in links), 1e-12)
+        hides_s = backward * self.profile.seconds((one.tp, one.sp), self._rows(one)) * (1 - 1 / buckets)
+        return max(whole_s - hides_s, last_s)
+
+    def _sharing(self, one: Candidate, ranks: Sequence[int]) -> int:
+        """Return how many groups of replicas use a node's link at once."""
+        nodes = self.network.nodes
+        own = sum(nodes[rank] == nodes[0] for rank in ranks)
+        return max(1, nodes.count(nodes[0]) // max(own, 1)) if len({nodes[rank] for rank in ranks}) > 1 else 1
+
+    # ---- shapes ----
+
+    def _mesh(self, one: Candidate) -> Mesh:
+        if one.axes not in self._meshes:
+            nodes = None if self.network.on_one_node else self.network.nodes
+            self._meshes[one.axes] = Mesh(one.dp, one.pp, one.tp, nodes, one.sp)
+        return self._meshes[one.axes]
+
+    def _line(self, one: Candidate) -> list[int]:
+        """Return the ranks of the first pipeline."""
+        mesh = self._mesh(one)
+        return [mesh.rank_at(0, p, 0) for p in range(one.pp)]
+
+    def _model(self, tp: int) -> tuple[Module, tuple[ChainLink, ...]]:
+        """Return the model as the first of tp ranks has it, without values, and its chain."""
+        if tp not in self._models:
+            model = self.workload.build()
+            if tp > 1:
+                sample = self.workload.samples.rows(np.arange(1), self.workload.dtype)
+
+                def spread(group: Group) -> Module:
+                    own = self.workload.build()
+                    return arrange(own, group, Layout(1, 1, tp), sample, self.workload.dtype, self._backend).model
+
+                model = simulate_ranks(spread, tp)[0]
+            self._models[tp] = model, open_chain(model)
+        return self._models[tp]
+
+    @cached_property
+    def _link_seconds(self) -> list[float]:
+        return [link.seconds for link in self.profile.links[max(self.profile.links)]]
+
+    def _part(self, tp: int, pp: int, virtual: int) -> _Part:
+        """Return where the chain is cut for so many stages, by the times of the most rows."""
+        key = (tp, pp, virtual)
+        if key not in self._parts:
+            model, links = self._model(tp)
+            cuts = partition(self._link_seconds, pp * virtual)
+            ids = [{id(p): p.size for _, module in link.members for p in module.parameters()} for link in links]
+            own = [[i for cut in cuts[rank::pp] for i in cut] for rank in range(pp)]
+            # Ranks whose links have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
+            alike = {tuple(tuple(ids[i].values()) for i in each): each for each in own}
+            parts = tuple(ModelPart(model, [links[i] for i in each]) for each in alike.values())
+            held = [{number: size for i in each for number, size in ids[i].items()} for each in own]
+            times = Counter(number for each in held for number in each)
+            sizes = {number: size for each in held for number, size in each.items()}
+            tied = sum(sizes[number] for number, count in times.items() if count > 1)
+            self._parts[key] = _Part(cuts, parts, tied * np.dtype(self.workload.dtype).itemsize)
+        return self._parts[key]
+
+
+def _least(one: Candidate, costs: InstructionCosts) -> float:
+    """Return seconds that this schedule of these stages cannot stay below.
+
+    With zero bubble nothing is known of the end: the weights' halves of a rank may come after all else.
+    """
+    ends = 0.0 if one.schedule == "zero-bubble" else 1.0
+    forward, backward = costs.seconds[Kind.F], costs.seconds[Kind.B]
+    sends, returns = costs.seconds[Kind.SEND_ACT], costs.seconds[Kind.SEND_GRAD]
+    least = 0.0
+    for rank in range(one.pp):
+        own = range(rank, len(forward), one.pp)
+        work_s = one.microbatches * sum(forward[s] + backward[s] for s in own)
+        before_s = sum(forward[s] + sends[s] for s in range(rank))
+        after_s = ends * sum(backward[s] + returns[s + 1] for s in range(rank))
+        least = max(least, before_s + work_s + after_s)
+    return least

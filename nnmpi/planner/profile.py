@@ -1,0 +1,338 @@
+"""What a model's parts take on this machine, measured once and kept: whole steps, links, updates, bytes.
+
+    whole steps    a Worker's, of one replica alone: seconds, activations, what layers that are shared out exchange
+    links          of the chain, forward and backward, for the stages of a pipeline
+
+All ranks measure at the same time, as they will compute at the same time: they compete for one memory. A replica whose
+layers or sequences are shared out runs on simulated ranks, where each has the processor time that it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from nnmpi import clock
+from nnmpi.backend.precision import use_precision
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import Arrangement, arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Samples
+from nnmpi.data.loader import Loader
+from nnmpi.errors import NnmpiError
+from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.pipeline.profile import LinkCost, profile
+from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.reading import read_json
+from nnmpi.tensor.flat import FlatStorage
+from nnmpi.timeline import Timeline, recording
+
+FORMAT = 1
+MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
+PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
+LONGEST_S = 4.0  # a step that would take longer is not measured, but told from those of fewer rows
+MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.4, 3, 30
+QUARTILE = 0.25  # what other programs disturb is above it
+SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
+
+Share = tuple[int, int]
+"""(tp, sp): how many ranks share the layers, and the positions."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be trained.
+
+    Attributes:
+        build: returns the model, uninitialized.
+        optimizer: returns the optimizer of a model's storage.
+        losses: (arrangement) -> the losses as `Worker` takes them.
+        samples: the training set.
+        batch_size: rows of the global batch.
+        state_arrays: how many arrays of each parameter's size the optimizer keeps.
+        dtype, precision, clip, seed: of the run.
+        unit_bytes: how much ZeRO gathers and sums at once; None to choose.
+        key: what the measured times hang on, by name: the model's options and the like.
+    """
+
+    build: Callable[[], Module]
+    optimizer: Callable[[FlatStorage], Optimizer]
+    losses: Callable[[Arrangement | None], dict[str, Any]]
+    samples: Samples
+    batch_size: int
+    state_arrays: int
+    dtype: str = "float32"
+    precision: str = "float32"
+    clip: float | None = None
+    seed: int = 0
+    unit_bytes: int | None = None
+    key: Mapping[str, Any] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample and its labels."""
+        first = np.arange(1)
+        return int(self.samples.rows(first, self.dtype).nbytes + self.samples.labels(first).nbytes)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A whole step of one replica on its (tp, sp) ranks, for so many rows.
+
+    Attributes:
+        seconds: of each rank, without the update, and without messages.
+        update_s: of the update of all that a rank has.
+        activations: the most bytes at any moment.
+        exchanges: (operation, bytes, how often) of what the ranks say to one another.
+    """
+
+    seconds: float
+    update_s: float
+    activations: int
+    exchanges: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a workload.
+
+    Attributes:
+        facts: what it was measured with; another one is measured for others.
+        steps: by share and rows.
+        links: by rows, in the order of the chain.
+    """
+
+    facts: Mapping[str, Any]
+    steps: Mapping[Share, Mapping[int, StepCost]]
+    links: Mapping[int, tuple[LinkCost, ...]]
+
+    def seconds(self, share: Share, rows: int) -> float:
+        """Return a step's seconds for any number of rows, on straight lines between what was measured."""
+        return between({r: cost.seconds for r, cost in self.steps[share].items()}, rows)
+
+    def activations(self, share: Share, rows: int) -> int:
+        """Return a step's activations, likewise; to the byte where the rows were measured."""
+        return round(between({r: cost.activations for r, cost in self.steps[share].items()}, rows))
+
+    def update_s(self, share: Share = (1, 1)) -> float:
+        """Return the seconds of an update of all that a rank of this share has."""
+        return min(cost.update_s for cost in self.steps[share].values())
+
+    def exchanges(self, share: Share, rows: int) -> tuple[tuple[str, int, int], ...]:
+        """Return what the ranks of a share say to one another in a step, for any number of rows."""
+        known = self.steps[share]
+        near = min(known, key=lambda each: abs(each - rows))
+        return tuple((what, round(size * rows / near), count) for what, size, count in known[near].exchanges)
+
+    def link(self, number: int, rows: int, field: str) -> float:
+        """Return what a link takes, by the name of one of the fields of `LinkCost`."""
+        return between({r: getattr(costs[number], field) for r, costs in self.links.items()}, rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "format": FORMAT,
+            "facts": dict(self.facts),
+            "steps": [[*share, rows, asdict(one)] for share, by in self.steps.items() for rows, one in by.items()],
+            "links": [[rows, [asdict(link) for link in links]] for rows, links in self.links.items()],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        """Return what `to_json` gave the values of.
+
+        Raises:
+            KeyError, TypeError, ValueError: for values that are none.
+        """
+        if value["format"] != FORMAT:
+            raise ValueError(f"its format is {value['format']}, not {FORMAT}")
+        steps: dict[Share, dict[int, StepCost]] = {}
+        for tp, sp, rows, one in value["steps"]:
+            exchanges = tuple((str(what), int(size), int(count)) for what, size, count in one["exchanges"])
+            steps.setdefault((int(tp), int(sp)), {})[int(rows)] = StepCost(**{**one, "exchanges": exchanges})
+        links = {int(rows): tuple(LinkCost(**each) for each in found) for rows, found in value["links"]}
+        if (1, 1) not in steps or not links:
+            raise ValueError("it has no times of a whole step, or none of links")
+        return cls(dict(value["facts"]), steps, links)
+
+
+def between(known: Mapping[int, float], at: int) -> float:
+    """Return a value on the straight lines through those known, which go on beyond the first and the last."""
+    if at in known:
+        return known[at]
+    places = sorted(known)
+    if len(places) == 1:
+        return known[places[0]] * at / places[0]
+    right = min(max(bisect_left(places, at), 1), len(places) - 1)
+    low, high = places[right - 1], places[right]
+    value = known[low] + (known[high] - known[low]) * (at - low) / (high - low)
+    return max(value, 0.0)
+
+
+def row_counts(batch_size: int, ranks: int) -> list[int]:
+    """Return for how many rows a workload is measured: halves of the batch, and halves of these, in rising order."""
+    parts = [1 << bit for bit in range((PARTS_PER_RANK * ranks).bit_length())]
+    return sorted({-(-batch_size // part) for part in parts})
+
+
+def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend) -> Profile:
+    """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
+
+    Args:
+        workload: the model and the data.
+        group: whose ranks measure; each of them measures all.
+        ranks: for so many ranks a layout is sought, which says how small parts of a batch may be.
+        shares: (tp, sp) to measure besides (1, 1), as far as the model can be shared out so.
+        backend: where this rank computes.
+    """
+    alone = group.split(group.rank)
+    counts = row_counts(workload.batch_size, ranks)
+    steps: dict[Share, dict[int, StepCost]] = {(1, 1): {}}
+    links: dict[int, tuple[LinkCost, ...]] = {}
+    for rows in counts:
+        if group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
+            break
+        group.barrier()
+        steps[1, 1][rows] = _measure_step(alone, workload, (1, 1), rows, backend)
+        group.barrier()
+        links[rows] = _measure_links(workload, rows, backend)
+    measured = sorted(steps[1, 1])
+    for share in shares:
+        for rows in sorted({measured[SMALL], measured[LARGE]}):
+            group.barrier()
+            found = _measure_share(workload, share, rows, backend)
+            if found is None:
+                steps.pop(share, None)
+                break
+            steps.setdefault(share, {})[rows] = found
+    alone.free()
+    own = Profile(dict(workload.key or {}), steps, links).to_json()
+    return _slowest([Profile.from_json(each) for each in group.gather(own)])
+
+
+def _slowest(profiles: Sequence[Profile]) -> Profile:
+    """Return the profile with the longest times of several ranks' ones; the first rank's says the rest."""
+    first = profiles[0]
+    steps = {
+        share: {
+            rows: replace(
+                one,
+                seconds=max(each.steps[share][rows].seconds for each in profiles),
+                update_s=max(each.steps[share][rows].update_s for each in profiles),
+            )
+            for rows, one in by.items()
+        }
+        for share, by in first.steps.items()
+    }
+    return replace(first, steps=steps)
+
+
+def _expected(known: Mapping[int, StepCost], rows: int) -> float:
+    return between({r: cost.seconds for r, cost in known.items()}, rows) if known else 0.0
+
+
+def _measure_links(workload: Workload, rows: int, backend: Backend) -> tuple[LinkCost, ...]:
+    model = workload.build()
+    sample = workload.samples.rows(np.arange(rows), workload.dtype)
+    with use_precision(workload.precision):
+        return tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
+
+
+def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost | None:
+    """Return the cost of a replica on several simulated ranks; None where it cannot be shared out so."""
+    run = partial(_measure_step, workload=workload, share=share, rows=rows, backend=backend)
+    try:
+        with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
+            found = simulate(run, share[0] * share[1])
+    except NnmpiError:
+        return None
+    return replace(found[0], seconds=max(each.seconds for each in found))
+
+
+def _measure_step(group: Group, workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost:
+    """Return what a step of one replica takes on the ranks of a group."""
+    tp, sp = share
+    model, where = workload.build(), None
+    if tp * sp > 1:
+        sample = workload.samples.rows(np.arange(rows), workload.dtype)
+        where = arrange(model, group, Layout(1, 1, tp, sp=sp), sample, workload.dtype, backend)
+        model = where.model
+    model.initialize(seed=workload.seed, dtype=workload.dtype, backend=backend)
+    worker = Worker(
+        model,
+        workload.optimizer(model.storage),
+        group,
+        **workload.losses(where),
+        exchange=GradientExchange(fused_update=False),
+        numerics=Numerics(workload.precision, workload.clip),
+        seed=workload.seed,
+        backend=backend,
+        arrangement=where,
+    )
+    batch = next(iter(Loader(workload.samples, rows, shuffle=False, dtype=workload.dtype, workers=0).epoch(0)))
+    worker.step(batch)
+    worker.step(batch)  # the ledger measures the second one
+    activations = worker.ledger.report().peaks[ACTIVATIONS]
+    timeline = Timeline()
+    with recording(timeline):
+        worker.step(batch)
+    said = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
+    step_s = _usual_s(group, lambda: worker.step(batch))
+    update_s = _usual_s(group, worker.optimizer.step)
+    worker.release()
+    exchanges = tuple((what, size, count) for (what, size), count in said.items())
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges)
+
+
+def _usual_s(group: Group, call: Callable[[], Any]) -> float:
+    """Return the lower quartile of what a call takes; the ranks make as many. Collective."""
+    times = []
+    for _ in range(2):
+        begin = clock.now()
+        call()
+        times.append(clock.now() - begin)
+    count = int(np.clip(MEASURE_S / max(*group.max_floats([times[-1]]), 1e-9), LEAST_STEPS, MOST_STEPS))
+    for _ in range(count):
+        begin = clock.now()
+        call()
+        times.append(clock.now() - begin)
+    return float(np.quantile(times[2:], QUARTILE))
+
+
+def shares_of(ranks: int) -> list[Share]:
+    """Return every (tp, sp) but (1, 1) that a number of ranks may have and that is measured."""
+    numbers = [n for n in range(1, min(ranks, MOST_SHARES) + 1) if ranks % n == 0]
+    return [(tp, sp) for tp, sp in product(numbers, numbers) if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0]
+
+
+def default_file(key: Mapping[str, Any], folder: Path) -> Path:
+    """Return where the profile with such a key is kept."""
+    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return folder / f"profile-{digest}.json"
+
+
+def load_profile(file: Path, key: Mapping[str, Any]) -> Profile | None:
+    """Return the profile in a file; None if there is none of this key, or it is damaged."""
+    try:
+        found = Profile.from_json(read_json(file))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
+        return None
+    return found if dict(found.facts) == json.loads(json.dumps(dict(key))) else None

@@ -1,0 +1,283 @@
+"""A layout that the planner chooses: `--layout auto`, and what `python -m nnmpi.plan` has in common with it.
+
+profile and fit (kept or measured)  ->  search  ->  race of the first ones, if wanted  ->  options
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count as numbers
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import threadpoolctl
+
+from nnmpi import clock
+from nnmpi.backend.record import Backend
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.fitting.measure import find_fit
+from nnmpi.comm.fitting.measure import measure as measure_fit
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.units import format_seconds
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Samples
+from nnmpi.errors import UsageError
+from nnmpi.own import own_file
+from nnmpi.planner import report
+from nnmpi.planner.machine import PlannedNetwork
+from nnmpi.planner.price import Pricer
+from nnmpi.planner.profile import Profile, Workload, default_file, load_profile, measure, shares_of
+from nnmpi.planner.search import plan
+from nnmpi.planner.space import Candidate
+from nnmpi.train.build import (
+    bucket_bytes_of,
+    build_losses,
+    build_model,
+    build_optimizer,
+    build_trainer,
+    find_layout,
+    needs_arrangement,
+)
+from nnmpi.train.config import Config, ParallelConfig, to_json
+from nnmpi.train.folder import replace_durably
+from nnmpi.train.inputs import load_inputs, load_samples
+from nnmpi.version import VERSION
+
+Say = Callable[[str], None]
+FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
+RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.5, 5, 60, 3
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """What `--layout auto` has chosen.
+
+    Attributes:
+        config: with the layout's options.
+        lines: for the header.
+        predicted_s: of a step.
+    """
+
+    config: Config
+    lines: tuple[str, ...]
+    predicted_s: float
+
+
+def workload_of(config: Config, samples: Samples) -> Workload:
+    """Return what a configuration trains, as the planner takes it."""
+    options, wanted = config.optimization, config.optimization.batch_size
+    files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := own_file(name))]
+    key = {
+        "model": to_json(config.model),
+        "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else "",
+        "sample": [*samples.sample_shape, samples.classes],
+        "optimizer": [options.optimizer, options.momentum, options.clip],
+        "numbers": [config.run.dtype, config.run.precision, config.run.jit],
+    }
+    return Workload(
+        lambda: build_model(config.model, samples.sample_shape, samples.classes),
+        lambda storage: build_optimizer(options, storage),
+        lambda where: build_losses(options, where),
+        samples,
+        len(samples) if wanted == "full" else min(wanted, len(samples)),
+        2 if options.optimizer != "sgd" else int(options.momentum > 0),
+        config.run.dtype,
+        config.run.precision,
+        options.clip,
+        config.run.seed,
+        bucket_bytes_of(config.parallel),
+        key,
+    )
+
+
+def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend, say: Say) -> tuple[Workload, Profile]:
+    """Return the profile that is kept for a workload, or measure and keep one. Collective.
+
+    Args:
+        workload: what is to be trained.
+        group: that measures.
+        ranks: that a layout is sought for.
+        backend: where this rank computes.
+        say: called with a sentence before it is measured.
+    """
+    blas = [[each.get("internal_api"), each.get("version")] for each in threadpoolctl.threadpool_info()]
+    threads = [each.get("num_threads") for each in threadpoolctl.threadpool_info()]
+    more = {"host": platform.node(), "blas": blas, "threads": threads, "at_once": group.size, "version": VERSION}
+    key = {**(workload.key or {}), "batch": workload.batch_size, "ranks": ranks, "backend": backend.name, **more}
+    workload = replace(workload, key=group.share(key))
+    file = default_file(workload.key or {}, _cache())
+    kept: Any = on_root(group, lambda: _load(file, workload))
+    if kept is not None:
+        return workload, Profile.from_json(kept)
+    say("measuring the model's parts, which is done once and kept")
+    found = measure(workload, group, ranks, shares_of(ranks), backend)
+
+    def keep() -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(file, json.dumps(found.to_json()).encode())
+        except OSError as error:
+            say(f"the profile cannot be kept: {error}")
+
+    on_root(group, keep)
+    return workload, found
+
+
+def _load(file: Path, workload: Workload) -> dict[str, Any] | None:
+    found = load_profile(file, workload.key or {})
+    return None if found is None else found.to_json()
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "nnmpi"
+
+
+def take_network(group: Group, say: Say) -> PlannedNetwork:
+    """Return what messages cost between the ranks of a job: as kept, or measured in a few seconds. Collective."""
+    if group.size == 1:
+        return PlannedNetwork("one rank sends nothing", Machine.uniform(0.0, 0.0), 1)
+    fit = find_fit(group)
+    if fit is None:
+        say("measuring messages for some seconds; python -m nnmpi.comm fit measures longer, and keeps what it finds")
+        fit = measure_fit(group, budget_s=FIT_S)
+    name = f"fitted to {fit.facts['host']} on {fit.facts['date']}"
+    return PlannedNetwork(name, fit.machine, group.size, fit)
+
+
+def choose(config: Config, group: Group, backend: Backend, local_rank: int, say: Say) -> ChosenLayout:
+    """Return the configuration with the layout that takes least time; the same on all ranks. Collective.
+
+    Args:
+        config: with the layout left open.
+        group: all ranks of the run.
+        backend: where this rank computes.
+        local_rank: this rank's number on its node.
+        say: called with a sentence when something takes its time.
+
+    Raises:
+        UsageError: on all ranks, for options that leave nothing to choose.
+        LayoutError: on all ranks, when nothing fits the memory.
+    """
+    begin = clock.now()
+    train, _ = load_samples(config, group, local_rank, say)
+    workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
+    network = take_network(group, say)
+    wanted = max(config.parallel.race, 1)
+
+    def look() -> list[Any]:
+        found = plan(Pricer(workload, profile, network, backend), config.parallel.memory_limit_bytes, wanted)
+        first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
+        return [first, found.looked_at, found.priced]
+
+    first, looked_at, priced = on_root(group, look)
+    tried = [(Candidate(**values), options, seconds) for values, options, seconds in first]
+    lines = [f"planner: {looked_at} layouts, {priced} of them priced; messages {network.name}"]
+    best = 0
+    if config.parallel.race and len(tried) > 1:
+        times = [
+            time_layout(with_options(config, options), group, backend, local_rank).seconds for _, options, _ in tried
+        ]
+        best = min(range(len(times)), key=times.__getitem__)
+        lines += [
+            f"race: {candidate}: predicted {format_seconds(s, 3)}, took {format_seconds(took, 3)}"
+            for (candidate, _, s), took in zip(tried, times, strict=True)
+        ]
+    candidate, options, seconds = tried[best]
+    took_s = format_seconds(clock.now() - begin, 2)
+    lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {took_s})")
+    return ChosenLayout(with_options(config, options), tuple(lines), seconds)
+
+
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Return a configuration with the options of a layout, and none left open."""
+    return replace(config, parallel=replace(config.parallel, **options, layout="given", race=0))
+
+
+@dataclass(frozen=True)
+class TimedLayout:
+    """A layout that was run for some steps.
+
+    Attributes:
+        seconds: of a step: the median, of the slowest rank.
+        memory: the most bytes of each kind, of the rank that has most in all.
+    """
+
+    seconds: float
+    memory: Mapping[str, int]
+
+
+def time_layout(config: Config, group: Group, backend: Backend, local_rank: int) -> TimedLayout:
+    """Return what a configuration takes, run for some steps. Collective. What is trained meanwhile is thrown away.
+
+    Raises:
+        NnmpiError: on all ranks, where the layout cannot be.
+    """
+    layout, mesh = find_layout(config, group)
+    inputs = load_inputs(config, group, local_rank, _silent, (mesh.coordinates(group.rank).d, mesh.dp), mesh.pp)
+    if group.size > 1 and group.fit is None:
+        group.fit = find_fit(group)
+    wanted = layout if needs_arrangement(layout, mesh) else None
+    trainer = build_trainer(config, group, inputs, backend, None, wanted)
+    if not isinstance(trainer, Worker):
+        raise UsageError("only layouts of ranks in step are raced")
+    batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))
+    times: list[float] = []
+    steps = MOST_STEPS
+    for number, batch in enumerate(islice(batches, WARM_UP_STEPS + MOST_STEPS)):
+        group.barrier()
+        begin = clock.now()
+        trainer.step(batch, 0.0)
+        times.append(clock.now() - begin)
+        if number + 1 == WARM_UP_STEPS:
+            steps = round(RACE_S / max(group.max_floats([times[-1]])[0], 1e-9))
+            steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
+        if number + 1 == WARM_UP_STEPS + steps:
+            break
+    everyones = group.gather(dict(trainer.ledger.report().peaks))
+    trainer.release()
+    if trainer.arrangement is not None:
+        trainer.arrangement.free()
+    most = max(everyones, key=lambda peaks: sum(peaks.values()))
+    return TimedLayout(group.max_floats([median(times[WARM_UP_STEPS:])])[0], most)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def check_open(config: ParallelConfig, asynchronous: bool) -> None:
+    """Refuse options that say themselves what the planner is to choose.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    if asynchronous:
+        raise UsageError("--layout auto is for ranks in step; leave it, or --sync, out")
+    plain = ParallelConfig()
+    left_open = (
+        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
+        *("zero", "activation_memory", "allreduce", "fused_update"),
+    )
+    for name in left_open:
+        if getattr(config, name) != getattr(plain, name):
+            raise UsageError(f"--layout auto chooses --{name.replace('_', '-')} itself; leave one of them out")
+
+
+def compare(predicted_s: float, batch_size: int, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the step as it was predicted and as it was measured, the median of the metrics' windows."""
+    rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
+    rates = [rate for rate in rates[1:] or rates if rate]
+    if not rates:
+        return f"step predicted {format_seconds(predicted_s, 3)}; too few steps to measure it"
+    took_s = batch_size / median(rates)
+    return (
+        f"step predicted {format_seconds(predicted_s, 3)}, measured {format_seconds(took_s, 3)} "
+        f"({100 * (predicted_s / took_s - 1):+.0f} %)"
+    )

@@ -1,0 +1,211 @@
+"""The search finds what pricing every layout finds, its bounds hold, and its bytes are the ledger's."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.memory.ledger import GRADIENTS, PARAMETERS, STATE
+from nnmpi.models.gpt import gpt
+from nnmpi.nn.chain import ModelPart, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.optim.adam import Adam
+from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.planner.machine import PRESETS, PlannedNetwork, find_network
+from nnmpi.planner.price import Pricer
+from nnmpi.planner.profile import Profile, StepCost, Workload, between, row_counts, shares_of
+from nnmpi.planner.report import describe, options
+from nnmpi.planner.search import plan, search
+from nnmpi.planner.space import Candidate, candidates
+
+LAYERS, FEATURES, CONTEXT, TOKENS = 4, 16, 8, 12
+RANDOM = np.random.default_rng(0)
+
+
+def build(layers: int = LAYERS) -> Module:
+    return gpt(TOKENS, CONTEXT, features=FEATURES, layers=layers, heads=4)
+
+
+def workload(batch_size: int = 16, layers: int = LAYERS) -> Workload:
+    tokens = RANDOM.integers(0, TOKENS, (batch_size, CONTEXT + 1))
+    samples = Dataset("tokens", tokens[:, :-1], tokens[:, 1:], TOKENS)
+    return Workload(lambda: build(layers), Adam, lambda where: {}, samples, batch_size, 2)
+
+
+def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
+    """Return times that nobody has measured: each row costs what the links' parameters say, a link a little more."""
+    model = build(layers)
+    elements = [sum(p.size for p in ModelPart(model, [link]).parameters()) for link in open_chain(model)]
+    counts = row_counts(batch_size, ranks)
+    links, steps = {}, {}
+    for rows in counts:
+        each = [1e-6 + 1e-9 * rows * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
+        links[rows] = tuple(
+            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, 640 * rows, 64 * rows)
+            for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
+        )
+        steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows)
+    said = (("all-reduce", 512, 9),)
+    shared = {
+        (tp, sp): {
+            rows: replace(one, seconds=one.seconds / (tp * sp) + 2e-5, exchanges=said) for rows, one in steps.items()
+        }
+        for tp, sp in shares_of(ranks)
+    }
+    return Profile({"made": "up"}, {(1, 1): steps, **shared}, links)
+
+
+def network(ranks: int, per_node: int) -> PlannedNetwork:
+    inside, across = Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9)
+    nodes = None if per_node >= ranks else blocks(ranks, per_node)
+    return PlannedNetwork("made up", Machine(inside, across, nodes, Curve.line(0.0, 1e-10)), ranks)
+
+
+@cache
+def pricer(ranks: int, per_node: int) -> Pricer:
+    return Pricer(workload(), profile(ranks), network(ranks, per_node), numpy_backend())
+
+
+def layouts(one: Pricer) -> list[Candidate]:
+    links = len(next(iter(one.profile.links.values())))
+    found, _ = candidates(one.network.ranks, 16, list(one.profile.steps), links, one.network.on_one_node, True, False)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (4, 2)])
+def test_the_search_finds_what_pricing_all_layouts_finds(ranks: int, per_node: int) -> None:
+    one = pricer(ranks, per_node)
+    found = layouts(one)
+    best, priced = search(found, one.bound, one.price, kept=3)
+    everyone = sorted(one.price(each).seconds for each in found)
+    assert [each.price.seconds for each in best] == everyone[:3]
+    assert priced < len(found)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 4)])
+def test_no_price_is_below_its_bound(ranks: int, per_node: int) -> None:
+    one = pricer(ranks, per_node)
+    assert all(one.bound(each) <= one.price(each).seconds * (1 + 1e-12) for each in layouts(one)[::8])
+
+
+def test_what_does_not_fit_falls_out() -> None:
+    one = pricer(4, 2)
+    needs = {each: sum(one.memory(each).values()) for each in layouts(one)}
+    limit = sorted(needs.values())[len(needs) // 3]
+    found = plan(one, limit)
+    assert all(each.price.bytes <= limit for each in found.best)
+    assert sum(found.refused.values()) >= sum(each > limit for each in needs.values())
+    with pytest.raises(LayoutError, match="no layout of 4 ranks fits 10 bytes on each; .* comes nearest with"):
+        plan(one, 10)
+
+
+def test_a_report_is_readable_at_100_columns() -> None:
+    lines = list(describe(plan(pricer(6, 3))))
+    assert max(map(len, lines)) <= 100
+    assert any("fall out" in line for line in lines)
+
+
+def test_options_name_what_differs_from_the_default() -> None:
+    found = plan(pricer(4, 2), kept=500)
+    for each in found.best:
+        given = options(each)
+        assert ("split" in given) == (each.candidate.pp > 1)
+        if "split" in given:
+            assert len(given["split"].split(",")) == each.candidate.pp * each.candidate.virtual_stages
+
+
+def held(group: Group, one: Candidate) -> dict[str, int]:
+    """Return what a rank of a real layout holds between steps."""
+    work = workload()
+    sample = work.samples.rows(np.arange(4), "float32")
+    split = [len(cut) for cut in _cuts(one)] if one.pp > 1 else "auto"
+    layout = Layout(one.dp, one.pp, one.tp, one.schedule, one.virtual_stages, split, zero=one.zero)
+    where = arrange(work.build(), group, layout, sample)
+    where.model.initialize(storage=where.storage)
+    worker = Worker(where.model, Adam(where.model.storage), group, arrangement=where)
+    held: Any = worker.ledger.report().held
+    worker.release()
+    return dict(held)
+
+
+def _cuts(one: Candidate) -> tuple[range, ...]:
+    return pricer(4, 4)._part(one.tp, one.pp, one.virtual_stages).cuts
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Candidate(dp=4, zero=1, allreduce="ring"),
+        Candidate(dp=2, pp=2, microbatches=2, allreduce="ring"),
+        Candidate(dp=2, pp=2, zero=1, microbatches=2, allreduce="ring"),
+        Candidate(pp=2, tp=2, microbatches=2),
+        Candidate(pp=4, microbatches=4),
+        Candidate(tp=4),
+        Candidate(dp=4, zero=2, allreduce="ring"),
+        Candidate(dp=4, zero=3, allreduce="ring"),
+    ],
+    ids=str,
+)
+def test_the_state_is_that_of_the_ranks_to_the_byte(one: Candidate) -> None:
+    ranks = simulate(lambda group: held(group, one), 4)
+    predicted = pricer(4, 2).memory(one)
+    kinds = (PARAMETERS, GRADIENTS, STATE)
+    most = max(ranks, key=lambda each: sum(each[kind] for kind in kinds))
+    assert {kind: predicted[kind] for kind in kinds} == {kind: most[kind] for kind in kinds}
+
+
+def test_a_profile_is_read_as_it_was_written() -> None:
+    first = profile(4)
+    assert Profile.from_json(first.to_json()) == first
+    assert first.seconds((1, 1), 16) == first.steps[1, 1][16].seconds
+
+
+def test_values_between_measured_ones_are_on_straight_lines() -> None:
+    assert between({2: 10.0, 4: 20.0}, 3) == 15.0
+    assert between({2: 10.0, 4: 20.0}, 6) == 30.0
+    assert between({4: 20.0}, 2) == 10.0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_network_by_its_name_has_the_rate_that_is_stated(name: str) -> None:
+    found = find_network(name, 4, 4, None)
+    assert found.message(0, 1, 1e9) - found.message(0, 1, 0) == pytest.approx(8 / PRESETS[name].gbit)
+    assert PRESETS[name].source in found.name
+
+
+@pytest.mark.parametrize(
+    ("word", "ranks", "nodes", "text"),
+    [
+        ("fit", 4, 1, "there is no fit of this machine for 4 ranks; make one with mpirun -n 4"),
+        ("carrier-pigeon", 4, 2, "network 'carrier-pigeon' is unknown; give fit, numbers such as"),
+        ("ethernet-1g", 4, 3, "4 ranks cannot be as many on each of 3 nodes"),
+    ],
+)
+def test_networks_that_are_none_are_refused(word: str, ranks: int, nodes: int, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        find_network(word, ranks, nodes, None)
+
+
+def test_a_slower_network_makes_no_layout_quicker() -> None:
+    fast = pricer(4, 2)
+    slow_machine = replace(fast.network.machine, across=Link.line(1e-3, 1e-7))
+    slow = Pricer(fast.workload, fast.profile, PlannedNetwork("slow", slow_machine, 4), numpy_backend())
+    assert all(slow.price(each).seconds >= fast.price(each).seconds - 1e-12 for each in layouts(fast)[::40])
+
+
+def test_16_ranks_and_12_blocks_are_searched_by_their_bounds() -> None:
+    one = Pricer(workload(16, 12), profile(16, 16, 12), network(16, 4), numpy_backend())
+    found = plan(one)
+    assert found.looked_at > 1000
+    assert found.priced < found.looked_at / 10
