@@ -60,7 +60,20 @@ LATE_IMPORTS = {
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
 TALKERS = frozenset(
-    {"command", "doctor", "evaluate", "exercise", "export", "generate", "plan", "predict", "run", "train", "trained", "verify"}
+    {
+        "command",
+        "doctor",
+        "evaluate",
+        "exercise",
+        "export",
+        "generate",
+        "plan",
+        "predict",
+        "run",
+        "train",
+        "trained",
+        "verify",
+    }
 )
 LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/mpi/watchdog.py", "nnmpi/comm/start.py"})
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
