@@ -100,8 +100,16 @@ def check_contiguous(array: Buffer) -> Buffer:
 
 
 def as_bytes(array: Buffer) -> NDArray[np.uint8]:
-    """Return the bytes of a C-contiguous array, any shape, as a view: (array.nbytes,) uint8."""
-    return array.reshape(-1).view(np.uint8)
+    """Return the bytes of a C-contiguous array, any shape, as a view: (array.nbytes,) uint8.
+
+    Raises:
+        ShapeError: for an array whose elements lie apart at even distances; of other ones the bytes are copied.
+    """
+    try:
+        return array.reshape(-1).view(np.uint8)
+    except ValueError as error:
+        words = f"the {array.shape} array with strides {array.strides} has gaps; copy it: ascontiguousarray"
+        raise ShapeError(words) from error
 
 
 def pieces(array: Buffer, max_bytes: int) -> Iterator[Buffer]:

@@ -134,9 +134,13 @@ class Execution:
 
     def wait(self) -> None:
         """Return when this rank's part is finished and the array holds the result."""
-        while self._at < len(self._bound):
-            self._comm.wait_all(self._requests)
-            self._next()
+        self._comm.world.waiter = self
+        try:
+            while self._at < len(self._bound):
+                self._comm.wait_all(self._requests)
+                self._next()
+        finally:
+            self._comm.world.waiter = None
 
     def waits_for(self) -> str:
         """Return what it waits for, in words."""

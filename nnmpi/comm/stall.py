@@ -1,8 +1,9 @@
 """Where ranks are when they do not go on: what a rank says of itself, and one sentence about all of them.
 
 Nothing is written down in the step for this. A thread looks at the stack of the main thread now and then: the innermost
-of nnmpi's functions there says whether it waits for other ranks (those of `nnmpi.comm` do), and an object that waits
-says for what, in `waits_for`.
+of nnmpi's functions there says whether it waits for other ranks (those of `nnmpi.comm` do). What waits for long is the
+world's `waiter` meanwhile, and says for what, in `waits_for`. The thread does not read other threads' variables: Python
+hands out what they hold just then, and lets go of it in the wrong thread.
 
     rank 0   ... a step of training > the sum of its losses > an all-gather     waits, in an all-gather of 3 ranks
     rank 1   ... a step of training > the sum of its losses > an all-gather     waits
@@ -11,10 +12,12 @@ says for what, in `waits_for`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import FrameType
@@ -71,12 +74,36 @@ class RankStatus:
         return asdict(self)
 
 
-def find_place(frame: FrameType | None, operation: str) -> Place:
-    """Return where a thread is whose innermost frame this is.
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Hold off the collector of garbage while another thread's stack is looked at.
+
+    In Python 3.11 a collection may begin where an object for a frame is made. If it lets the other thread go on, the
+    frame has gone when the object is tied to it, and what lies in its place is overwritten: other objects in the place
+    of frames, and faults of memory. Later Pythons collect between instructions alone.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def find_place(thread: int, operation: str, waiter: object = None) -> Place:
+    """Return where a thread is.
 
     Args:
+        thread: its `ident`.
         operation: the last call to the world, which it may be in.
+        waiter: what it waits in, where that can say for what.
     """
+    with _nothing_collected():
+        return _find_place(sys._current_frames().get(thread), _ask(waiter) or operation)
+
+
+def _find_place(frame: FrameType | None, words: str) -> Place:
     frames = list(_outward(frame))
     inner = next((number for number, each in enumerate(frames) if _module(each).startswith(PACKAGE)), None)
     polled = [n for n, each in enumerate(frames) if _in_room(each) and each.f_code.co_name == POLLING]
@@ -85,8 +112,6 @@ def find_place(frame: FrameType | None, operation: str) -> Place:
         return Place(False, f"at {_line(frames[0])}" if frames else "nowhere", mark)
     found = polled[-1] if polled else inner or 0  # what is polled changes, and may be anybody's
     caller = next((n for n in range(found, len(frames)) if not _in_room(frames[n])), len(frames))
-    owners = (frames[n].f_locals.get("self") for n in reversed(range(found, caller)))
-    words = next(filter(None, map(_ask, owners)), operation)
     others = (each for each in frames[caller:] if _module(each).partition(".")[0] not in sys.stdlib_module_names)
     words += "".join(f", called at {_line(each)}" for each in islice(others, 1))
     return Place(True, words, words)

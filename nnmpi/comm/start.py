@@ -62,8 +62,8 @@ def _start() -> tuple[Group, Shutdown]:
     from nnmpi.comm.mpi.world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
     _limit_running_blas()
-    shutdown = Shutdown(mpi, limit_s)
     world = mpi_world()
+    shutdown = Shutdown(mpi, limit_s, world.comm.world)
     if world.comm.size > 1:
         sys.excepthook = shutdown.on_exception
         threading.excepthook = shutdown.on_thread_exception
@@ -73,7 +73,7 @@ def _start() -> tuple[Group, Shutdown]:
     if world.comm.size > 1:
         launch = read_launch(os.environ)
         alone = launch is not None and launch.local_size == world.comm.size
-        world.watchdog = Watchdog(group, world.operations, lambda: world.step, alone)
+        world.watchdog = Watchdog(group, world.operations, world.comm.world, alone)
     return group, shutdown
 
 

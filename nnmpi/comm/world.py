@@ -58,6 +58,7 @@ class World(Protocol):
         keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
             counter there may guard what was written before.
         step: the step of training that this rank is in, which whoever trains sets; for reports of what it waits for.
+        waiter: what waits for other ranks now and can say for what, see `stall.Waiter`; it sets and clears this itself.
     """
 
     comm: Comm
@@ -65,6 +66,7 @@ class World(Protocol):
     simulated: bool
     keeps_order: bool
     step: int | None
+    waiter: object
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return True when `ready()` is true, leaving the core to others between looks. `ready` may test requests.

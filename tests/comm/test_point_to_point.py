@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm import point_to_point
+from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 from nnmpi.errors import ShapeError
@@ -158,6 +159,8 @@ def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
 def test_an_array_with_gaps_is_refused() -> None:
     with pytest.raises(ShapeError, match="gaps"):
         Messages.receive(Messages.__new__(Messages), np.empty((4, 4))[:, ::2], 0, 0)
+    with pytest.raises(ShapeError, match=r"the \(4,\) array with strides \(16,\) has gaps"):
+        as_bytes(np.empty(8)[::2])
 
 
 @pytest.mark.both_worlds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nnmpi.comm import stall
 from nnmpi.comm.stall import Place, RankStatus, describe, find_place, is_over, processor_seconds
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
@@ -47,7 +49,7 @@ def test_when_it_is_over(
     assert is_over(statuses, silent, limit_s) == over
 
 
-def look(module: str, work: Callable[[], None]) -> Place:
+def look(module: str, work: Callable[[], None], waiter: object = None) -> Place:
     """Return where a thread is that does some work in a module of this name, once it has begun."""
     begun = threading.Event()
     names = {"__name__": module, "begun": begun, "work": work}
@@ -57,7 +59,7 @@ def look(module: str, work: Callable[[], None]) -> Place:
     begun.wait(10)
     time.sleep(0.02)
     assert thread.ident is not None
-    return find_place(sys._current_frames()[thread.ident], "a barrier of 2 ranks")
+    return find_place(thread.ident, "a barrier of 2 ranks", waiter)
 
 
 @pytest.mark.parametrize(("module", "waits"), [("nnmpi.comm.mpi.world", True), ("nnmpi.train.loop", False)])
@@ -93,12 +95,36 @@ def test_a_waiter_that_is_still_being_made_is_passed_over() -> None:
         def waits_for(self) -> str:
             return self.partner  # type: ignore[attr-defined, no-any-return]
 
-    names = {"__name__": "nnmpi.comm.mpi.world", "time": time}
-    exec("def wait(self):\n    time.sleep(0.3)\n", names)
-    thread = threading.Thread(target=names["wait"], args=(Half(),), daemon=True)  # type: ignore[arg-type]
-    thread.start()
-    time.sleep(0.05)
-    assert find_place(sys._current_frames()[thread.ident or 0], "a barrier of 2 ranks").words.startswith("a barrier")
+    class Whole:
+        def waits_for(self) -> str:
+            return "a message"
+
+    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(0.1), Half()).words == "a barrier of 2 ranks"
+    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(0.1), Whole()).words == "a message"
+
+
+def test_nothing_is_collected_while_a_stack_is_looked_at() -> None:
+    """A finalizer would let the other thread go on, whose frames Python 3.11 is about to tie to objects."""
+    here, found = threading.get_ident(), []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        caller = sys._getframe(1).f_code
+        if threading.get_ident() == here and caller.co_filename == stall.__file__:
+            found.append(caller.co_name)
+
+    def deep(calls: int) -> None:
+        deep(calls - 1) if calls else time.sleep(0.1)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        look("nnmpi.train.loop", lambda: deep(30))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert "_outward" not in found  # which makes the objects for frames
+    assert gc.isenabled()
 
 
 def test_what_is_polled_meanwhile_changes_nothing() -> None:

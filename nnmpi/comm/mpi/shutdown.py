@@ -27,6 +27,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from nnmpi.comm.agreement import name_ranks
+from nnmpi.comm.world import World
 from nnmpi.command import printable
 from nnmpi.errors import NnmpiError
 
@@ -43,10 +44,11 @@ class Shutdown:
     Args:
         mpi: mpi4py's MPI module, initialised. Collective over the world: a communicator is made.
         limit_s: how long a rank that ended well waits for the others; None for ever.
+        world: which hears of it.
     """
 
-    def __init__(self, mpi: ModuleType, limit_s: float | None) -> None:
-        self.limit_s = limit_s
+    def __init__(self, mpi: ModuleType, limit_s: float | None, world: World) -> None:
+        self.limit_s, self._world = limit_s, world
         self._mpi = mpi
         self._comm: Any = mpi.COMM_WORLD.Dup()
         self._process = os.getpid()
@@ -128,6 +130,7 @@ class Shutdown:
             None if not all ranks come to their end in time.
         """
         self._announced = True
+        self._world.waiter = self
         own = hashlib.blake2b(f"{status} {text}".encode(), digest_size=16).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.

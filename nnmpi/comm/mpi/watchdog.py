@@ -24,12 +24,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
 from nnmpi.comm.stall import WARNING_S, RankStatus, describe, find_place, is_over, processor_seconds
+from nnmpi.comm.world import World
 from nnmpi.command import printable
 
 STALLED = 75  # the status of a job that is ended so: sysexits' "temporary failure"
@@ -56,7 +56,7 @@ class Watchdog:
     Args:
         group: all ranks.
         operations: the last calls to the world.
-        step: returns the step of training.
+        world: of all ranks, which knows the step of training and what waits.
         alone: whether all ranks are on one node, as far as rank 0 knows.
 
     Attributes:
@@ -65,13 +65,11 @@ class Watchdog:
         folder: of the run, for the records; None for none.
     """
 
-    def __init__(
-        self, group: Communicator, operations: Operations, step: Callable[[], int | None], alone: bool
-    ) -> None:
+    def __init__(self, group: Communicator, operations: Operations, world: World, alone: bool) -> None:
         self.warning_s, self.limit_s = WARNING_S, 0.0
         self.folder: Path | None = None
         self.rank, self.size = group.rank, group.size
-        self._operations, self._step = operations, step
+        self._operations, self._world = operations, world
         self._period_s = max(PERIOD_S, group.size / RANKS_PER_S)
         self._main = threading.main_thread().ident
         self._worked_s = processor_seconds(self._main or 0)
@@ -94,8 +92,8 @@ class Watchdog:
         """Return where the main thread is, and for how long."""
         now = time.monotonic()
         began_s, operation = self._operations[-1] if self._operations else (0.0, "the start")
-        place = find_place(sys._current_frames().get(self._main or 0), operation)
-        step = self._step()
+        place = find_place(self._main or 0, operation, self._world.waiter)
+        step = self._world.step
         mark = (place.waits, place.mark, began_s, step)
         before_s, self._worked_s = self._worked_s, processor_seconds(self._main or 0)
         works = not place.waits and self._worked_s - before_s >= WORK_S

@@ -142,6 +142,7 @@ class MpiWorld:
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         self.library = name_library(MPI.Get_library_version())
         self.step: int | None = None
+        self.waiter: object = None
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:

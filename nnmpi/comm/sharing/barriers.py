@@ -46,28 +46,33 @@ class Watch:
         self.crowded = comm.size > count_cores(comm)
         self.polls = CROWDED_POLLS if self.crowded else PATIENT_POLLS
 
-    def until(self, passed: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `passed()`, offering the core to others at every look.
-
-        Args:
-            missing: which ranks of the node are still waited for, for the error.
+    def until(self, barrier: "Barrier") -> None:
+        """Return when all ranks have come to a barrier, offering the core to others at every look.
 
         Raises:
             CommError: after the time limit; names the missing ranks. A simulated world notices by itself.
         """
-        if self.comm.world.simulated:
-            self.comm.world.wait_until(passed)
+        world = self.comm.world
+        if world.simulated:
+            world.wait_until(barrier.poll)
             return
+        world.waiter = barrier
+        try:
+            self._look(barrier)
+        finally:
+            world.waiter = None
+
+    def _look(self, barrier: "Barrier") -> None:
         give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
         deadline = time.monotonic() + self.timeout_s
         looks = 0
-        while not passed():
+        while not barrier.poll():
             give_way()
             looks += 1
             if looks % POLLS_PER_CHECK == 0:
                 self.comm.poke()
                 if time.monotonic() > deadline:
-                    late = self.name(missing())
+                    late = self.name(barrier.missing())
                     step = self.comm.world.step
                     raise CommError(
                         f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s"
@@ -125,7 +130,7 @@ class FlagBarrier:
             while counter[0] < goal:
                 polls -= 1
                 if polls < 0:
-                    self._watch.until(self.poll, self._missing)
+                    self._watch.until(self)
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
@@ -138,9 +143,10 @@ class FlagBarrier:
 
     def waits_for(self) -> str:
         """Return what it waits for, in words."""
-        return f"crossing {self._goal} of a barrier in shared memory, for {self._watch.name(self._missing())}"
+        return f"crossing {self._goal} of a barrier in shared memory, for {self._watch.name(self.missing())}"
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """Return which ranks of the node have not arrived."""
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
 
 
@@ -182,7 +188,7 @@ class CollectiveBarrier:
         Raises:
             CommError: after the time limit.
         """
-        self._watch.until(self.poll, self._missing)
+        self._watch.until(self)
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
@@ -197,7 +203,8 @@ class CollectiveBarrier:
         """Return what it waits for, in words."""
         return f"crossing {self._own[0]} of a barrier in shared memory"
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """Return which ranks of the node have not arrived."""
         self._sync()
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._own[0]]
 

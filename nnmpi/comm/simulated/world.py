@@ -43,6 +43,7 @@ class SimulatedWorld:
     def __init__(self, board: MessageBoard, own: SimulatedRank) -> None:
         self._scheduler, self._own, self._made = board.scheduler, own, board.made
         self.comm = SimulatedComm(board, self, own, range(len(board.scheduler.ranks)), 0)
+        self.waiter: object = None
 
     @property
     def step(self) -> int | None:
