@@ -5,11 +5,14 @@ and where the code is hosted.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 
 import nnmpi
+from nnmpi.comm.__main__ import main as draw_collective
+from nnmpi.schedule.__main__ import main as draw_schedule
 
 project = "nnmpi"
 author = copyright = "the nnmpi developers"
@@ -114,8 +117,18 @@ def name_files(app: Any, tree: Any) -> None:
             block.rawsource, block.children = text, [nodes.Text(text)]
 
 
+def write_pages(app: Any) -> None:
+    """Write the pages that run, for those that embed them."""
+    folder = Path(app.outdir) / "pages"
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
+    words = ["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"]
+    draw_schedule([*words, "--html", str(folder / "1f1b.html")])
+
+
 def setup(app: Any) -> None:
     """Connect what is above, before Napoleon."""
+    app.connect("builder-inited", write_pages)
     app.connect("doctree-read", name_files)
     app.connect("autodoc-process-docstring", before_napoleon, priority=1)
     app.connect("autodoc-process-signature", shorten)

@@ -1,6 +1,7 @@
 """`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, price it, simulate it), fit a machine.
 
 python -m nnmpi.comm render ring --ranks 4
+python -m nnmpi.comm render ring --ranks 6 --html ring.html
 python -m nnmpi.comm prove halving-doubling --ranks 17
 python -m nnmpi.comm price tree --ranks 16 --bytes 1MB --alpha 1e-5 --beta 1e-9 --gamma 1e-10
 python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
@@ -22,6 +23,7 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm, find_col
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
+from nnmpi.comm.film import compare
 from nnmpi.comm.fit import check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.fitting.report import describe_fit, predictions
@@ -34,6 +36,7 @@ from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_se
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
 from nnmpi.own import is_own, load_own
+from nnmpi.pages.page import write_page
 
 
 def main(words: Sequence[str]) -> str:
@@ -59,8 +62,15 @@ def _prove(arguments: argparse.Namespace) -> str:
 
 
 def _render(arguments: argparse.Namespace) -> str:
-    """Draw a collective: rounds down, ranks across."""
-    return render(_collective(arguments), arguments.ranks)
+    """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
+    collective = _collective(arguments)
+    picture = render(collective, arguments.ranks)
+    if arguments.html is None:
+        return picture
+    beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
+    film = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
+    write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", film)
+    return f"{picture}\n\n{arguments.html} runs it in a browser"
 
 
 def _price(arguments: argparse.Namespace) -> str:
@@ -172,6 +182,8 @@ def _parser() -> Parser:
         if name in _OF_ONE:
             one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
+        if name == "render":
+            one.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs, for a browser")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue

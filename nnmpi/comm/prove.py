@@ -78,7 +78,7 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
             _check_step(f"rank {rank}, step {index}", step, rank, len(steps))
-    sums = _PartialSums(contract, len(steps))
+    sums = PartialSums(contract, len(steps))
     states = run(steps, [0] * len(steps), sums)
     _check_finished(states)
     sums.check()
@@ -90,7 +90,7 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
     )
 
 
-class _PartialSums:
+class PartialSums:
     """Carries messages as values, one round each: for every chunk on every rank, the ranks whose parts are in it.
 
     The sets of ranks are integers with a digit per rank (see `collective`), so that adding up chunks is adding

@@ -4,17 +4,21 @@ python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
 python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --forward-ms 3 --backward-ms 5 --message-ms 0.2
 python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --png zb.png --trace zb.json
+python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
 from nnmpi.own import is_own, load_own
+from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
+from nnmpi.schedule.film import compare
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.render import draw, events, render
@@ -30,7 +34,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make no schedule, or a file that cannot be written.
     """
     given = _parser().parse_args(words)
-    virtual = given.virtual_stages or (2 if given.schedule == INTERLEAVED else 1)
+    virtual = given.virtual_stages or _usual(given.schedule)
     own = is_own(given.schedule)
     name = load_own(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
@@ -46,9 +50,25 @@ def main(words: Sequence[str]) -> str:
         if given.trace:
             write_chrome(given.trace, to_chrome(events(found)))
             lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
+        if given.html:
+            beside = {each: (each, _usual(each)) for each in SCHEDULES}
+            films = compare(
+                beside | {schedule.name: (name, virtual)},
+                schedule.name,
+                given.stages,
+                given.microbatches,
+                partial(_costs, given),
+            )
+            write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", films)
+            lines.append(f"{given.html} runs it in a browser")
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None
     return "\n".join(lines)
+
+
+def _usual(name: str) -> int:
+    """Return how many stages a rank has in this schedule where nothing is said."""
+    return 2 if name == INTERLEAVED else 1
 
 
 def _costs(given: argparse.Namespace, schedule: Schedule) -> InstructionCosts:
@@ -112,6 +132,7 @@ def _parser() -> Parser:
     parser.add_argument("--step-ms", type=_ms, default=0.0, help="update of a rank's weights (0)")
     parser.add_argument("--rendezvous", action="store_true", help="a send holds its rank until its message is over")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the simulated run (needs matplotlib)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")
     return parser
 

@@ -2,7 +2,9 @@
 
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "own", "reading", "version"}),
+    frozenset(
+        {"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "own", "pages", "reading", "version"}
+    ),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),

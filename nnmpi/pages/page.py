@@ -1,0 +1,44 @@
+"""One page: the frame, the script of its kind, and its numbers as JSON."""
+
+import html
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nnmpi.errors import UsageError
+
+
+def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
+    """Return a page as HTML.
+
+    Args:
+        kind: which script shows the data: "collective", "schedule" or "run".
+        title: the heading.
+        data: JSON values, for that script.
+    """
+    parts = {name: (files("nnmpi.pages") / name).read_text() for name in ("frame.html", "frame.css", "common.js")}
+    script = parts["common.js"] + (files("nnmpi.pages") / f"{kind}.js").read_text()
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
+        "</", "<\\/"
+    )  # or a name could end the data
+    page = parts["frame.html"]
+    for mark, value in (("TITLE", html.escape(title)), ("STYLE", parts["frame.css"]), ("SCRIPT", script)):
+        page = page.replace(f"@{mark}@", value)
+    return page.replace("@DATA@", text)
+
+
+def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> None:
+    """Write a page into a file; one that is there is replaced.
+
+    Args:
+        file, kind, title, data: see `make_page`.
+
+    Raises:
+        UsageError: when the file cannot be written.
+    """
+    try:
+        file.write_text(make_page(kind, title, data))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None

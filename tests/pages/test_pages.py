@@ -1,0 +1,145 @@
+"""Pages show what the package computes: driven by keys and sliders, on a phone's width and a desk's, light and dark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.__main__ import main as comm
+from nnmpi.comm.algorithms.registry import COLLECTIVES
+from nnmpi.comm.collective import everyone
+from nnmpi.comm.film import PRICED, coefficients, film
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.simulate import price
+from nnmpi.errors import UsageError
+from nnmpi.pages.page import make_page, write_page
+from nnmpi.schedule.__main__ import main as schedule
+from tests.pages.browser import look
+
+pytestmark = pytest.mark.host_only("pages are text")
+
+
+@pytest.mark.parametrize("one", COLLECTIVES.values(), ids=["-".join(key) for key in COLLECTIVES])
+def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
+    """What is said of messages leads from the beginning to the end, and their clocks are those of `price`."""
+    for size in (2, 3, 5, 8):
+        found = film(one, size)
+        held = [row[:] for row in found["begins"]]
+        for message in found["messages"]:
+            for chunk, after in zip(message["chunks"], message["after"], strict=True):
+                held[message["to"]][chunk] = after
+        wanted = [[one.contract.ends(rank, chunk, size) for chunk in range(size)] for rank in range(size)]
+        for row, right in zip(held, wanted, strict=True):
+            assert all(parts is None or int(text, 16) == parts for text, parts in zip(row, right, strict=True))
+        latencies, buffers = max(message["clock"] for message in found["messages"])
+        assert (latencies, buffers) == pytest.approx(coefficients(one, size))
+
+
+@pytest.mark.parametrize("ranks", [PRICED[0], 7, 16])
+def test_the_coefficients_are_the_price(ranks: int) -> None:
+    """On any uniform link, whatever latency and bandwidth are: so sliders may put them in."""
+    nbytes = 4 * ranks * 840
+    for one in COLLECTIVES.values():
+        latencies, buffers = coefficients(one, ranks)
+        for alpha, beta in ((1e-3, 1e-10), (1e-7, 1e-6)):
+            exact = price(one, ranks, nbytes, Machine.uniform(alpha, beta)).seconds
+            assert latencies * alpha + buffers * nbytes * beta == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a ring on 4 ranks."""
+    file = tmp_path_factory.mktemp("pages") / "ring.html"
+    assert comm(["render", "ring", "--ranks", "4", "--html", str(file)]).endswith(f"{file} runs it in a browser")
+    return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of 1F1B with 3 stages and 4 microbatches."""
+    file = tmp_path_factory.mktemp("pages") / "1f1b.html"
+    schedule(["--schedule", "1f1b", "--stages", "3", "--microbatches", "4", "--html", str(file)])
+    return file.read_text()
+
+
+@pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
+def test_a_ring_is_stepped_through_with_keys(ring: str, tmp_path: Path, width: str, dark: bool) -> None:
+    script = """
+        const told = [texts(".figures"), count("svg rect.part")];
+        press("ArrowRight"); press("ArrowRight"); press("ArrowLeft"); press("ArrowRight");
+        told.push(texts(".figures")[0], texts(".told")[0]);
+        press("End");
+        told.push(texts(".figures"), count("svg rect.part"));
+        return { told };
+    """
+    before, parts, second, said, over, all_parts = look(ring, script, tmp_path, width, dark)["told"]
+    ring_s, tree_s = (
+        price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10)).seconds
+        for name in ("ring", "tree")
+    )
+    assert before[0].startswith("round 0 of 6, clock 0 s of ") and before[1].startswith("round 0 of 4")
+    assert second.startswith("round 2 of 6") and second.endswith("8 messages")
+    assert said == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
+    assert parts == 2 * 4 * 4 and all_parts == 2 * 4 * everyone(4).bit_count() * 4
+    for text, seconds in zip(over, (ring_s, tree_s), strict=True):
+        shown = re.search(r"clock ([\d.]+) ms of ([\d.]+) ms", text)
+        assert shown and shown[1] == shown[2] == f"{1e3 * seconds:.3g}"
+
+
+def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
+    """More ranks, another algorithm, shorter buffers; what is not drawn is priced."""
+    script = """
+        const told = [texts(".crossings")[0]];
+        take(1, "ps"); move("ranks", 0); press("End");
+        told.push(texts(".figures")[1]);
+        move("ranks", document.querySelector('input[aria-label="ranks"]').max);
+        told.push(texts(".told")[0], texts("table tr").slice(1)[0]);
+        move("buffer", 0);
+        told.push(texts("table tr").slice(1)[0]);
+        return { told };
+    """
+    crossings, server, undrawn, long, tiny = look(ring, script, tmp_path)["told"]
+    machine = Machine.uniform(1e-5, 8e-10)
+    found = re.search(r"ring and tree cross at ([\d.]+) KB", crossings)
+    assert found
+    around = [round(float(found[1]) * 1024 * part / 64) * 64 for part in (0.9, 1.1)]
+    ring_s, tree_s = (
+        [price(COLLECTIVES["all-reduce", name], 4, n, machine).seconds for n in around] for name in ("ring", "tree")
+    )
+    assert ring_s[0] > tree_s[0] and ring_s[1] < tree_s[1]
+    assert server.startswith("round 2 of 2")
+    assert undrawn == "steps are drawn for up to 8 ranks"
+    assert long.startswith(("ring126", "h"))
+    assert not tiny.startswith("ring")
+
+
+@pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
+def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str, dark: bool) -> None:
+    script = """
+        const told = [texts(".figures")[0], texts(".clock")[0]];
+        press("Home"); press("ArrowRight"); press("ArrowRight"); press("ArrowRight");
+        told.push(texts(".clock")[0], texts("text.kept").slice(0, 3));
+        take(0, "gpipe"); move("microbatches", 2);
+        told.push(texts(".figures")[0]);
+        return { told };
+    """
+    figures, over, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)["told"]
+    assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith("ms")
+    assert early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
+    assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
+
+
+def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
+    page = make_page("collective", "a <b> & c", {"name": "</script><script>alert(1)"})
+    assert "a &lt;b&gt; &amp; c" in page and page.count("</script>") == 2
+    assert json.loads(page.split('id="data">')[1].split("</script>")[0])["name"] == "</script><script>alert(1)"
+    assert not re.search(r"""(src|href)=["']|https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", page)
+    with pytest.raises(UsageError, match="cannot be written .*; give another file"):
+        write_page(tmp_path / "none" / "page.html", "collective", "t", {})
+    with pytest.raises(UsageError, match="a page draws 2 to 16 ranks, not 17"):
+        comm(["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")])
+    with pytest.raises(UsageError, match="up to 16 ranks and 32 microbatches, not 2 and 33"):
+        schedule(["--schedule", "1f1b", "--stages", "2", "--microbatches", "33", "--html", str(tmp_path / "p.html")])
