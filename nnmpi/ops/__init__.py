@@ -7,7 +7,7 @@ from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gelu import gelu, linear_gelu
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
-from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
+from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
@@ -25,6 +25,7 @@ __all__ = [
     "dropout",
     "embedding",
     "gelu",
+    "huber",
     "layer_norm",
     "leaky_relu",
     "linear",
@@ -33,6 +34,7 @@ __all__ = [
     "linear_transposed",
     "log_softmax",
     "lstm",
+    "mae",
     "max_pool2d",
     "mse",
     "relu",

@@ -1,4 +1,4 @@
-"""Losses: cross-entropy from logits, mean squared error, binary cross-entropy from logits.
+"""Losses: cross-entropy and binary cross-entropy from logits; squared, absolute and Huber's error.
 
 `reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global count.
 """
@@ -89,6 +89,57 @@ class SquaredError(Function):
         xp = self.xp
         result = xp.multiply(difference, xp.multiply(_averaged(xp, grad, difference.size, self.reduction), 2))
         return result if self.needs[0] else None, xp.negative(result) if self.needs[1] else None
+
+
+class Huber(Function):
+    """Huber's error, with d = x - target and c = d cut to [-delta, delta]: c (d - c / 2)."""
+
+    __slots__ = ("delta", "reduction")
+
+    replayable = True
+
+    def __init__(self, reduction: str, delta: float) -> None:
+        self.reduction, self.delta = reduction, delta
+
+    def forward(self, x: Array, target: Array) -> Array:
+        xp = self.xp
+        difference = xp.subtract(x, target)
+        slope = xp.clip(difference, -self.delta, self.delta)
+        self.saved = (slope,)
+        losses: Array = xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5)))
+        return losses if self.reduction == "none" else _averaged(xp, xp.sum(losses), x.size, self.reduction)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return _along(self, grad)
+
+
+class AbsoluteError(Function):
+    """|x - target|, summed or averaged; where both are equal its gradient is 0."""
+
+    __slots__ = ("reduction",)
+
+    replayable = True
+
+    def __init__(self, reduction: str) -> None:
+        self.reduction = reduction
+
+    def forward(self, x: Array, target: Array) -> Array:
+        xp = self.xp
+        difference = xp.subtract(x, target)
+        self.saved = (xp.sign(difference),)
+        losses: Array = xp.absolute(difference)
+        return losses if self.reduction == "none" else _averaged(xp, xp.sum(losses), x.size, self.reduction)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return _along(self, grad)
+
+
+def _along(loss: Huber | AbsoluteError, grad: Array) -> tuple[Array | None, ...]:
+    """Return the gradients of x and of the target, from the slope that was saved."""
+    (slope,) = loss.saved
+    xp = loss.xp
+    result = xp.multiply(slope, _averaged(xp, grad, slope.size, loss.reduction))
+    return result if loss.needs[0] else None, xp.negative(result) if loss.needs[1] else None
 
 
 class BinaryCrossEntropy(Function):
@@ -188,6 +239,34 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """
     _check_reduction(reduction)
     return in_float32(SquaredError(reduction), require_floating("mse", x), _target("mse", x, target), narrow=False)
+
+
+def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """Return the absolute error |x - target|: its mean over all elements, its sum, or each one (PyTorch's l1_loss).
+
+    Args and errors are those of `mse`.
+    """
+    _check_reduction(reduction)
+    return in_float32(AbsoluteError(reduction), require_floating("mae", x), _target("mae", x, target), narrow=False)
+
+
+def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
+    """Return Huber's error: half the square where |x - target| <= delta, else a straight line of slope delta.
+
+    Huber, "Robust estimation of a location parameter", 1964.
+
+    Args:
+        x, target, reduction: see `mse`.
+        delta: above 0.
+
+    Raises:
+        UsageError: for another delta; see also `mse`.
+    """
+    _check_reduction(reduction)
+    if not delta > 0:
+        raise UsageError(f"delta is {delta}; give a number above 0")
+    function = Huber(reduction, float(delta))
+    return in_float32(function, require_floating("huber", x), _target("huber", x, target), narrow=False)
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:

@@ -199,7 +199,12 @@ def losses() -> list[Check]:
     """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow dtypes."""
     found = []
     for reduction in ("mean", "sum", "none"):
-        for public, function in (("ops.mse", ops.mse), ("ops.binary_cross_entropy", ops.binary_cross_entropy)):
+        for public, function in (
+            ("ops.mse", ops.mse),
+            ("ops.mae", ops.mae),
+            ("ops.huber", ops.huber),
+            ("ops.binary_cross_entropy", ops.binary_cross_entropy),
+        ):
             found.append(
                 check(
                     public,

@@ -157,12 +157,18 @@ def cross_entropy(draw: Draw) -> Case:
     return Case(lambda x: ops.cross_entropy(x, labels, *options), [array(draw, anywhere, (*rows_shape, classes))])
 
 
-def error(function):
-    """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array."""
+def error(function, apart=0.0):
+    """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array.
+
+    Args:
+        apart: what lies between them at least, for losses whose slope jumps where they are equal.
+    """
 
     def build(draw: Draw) -> Case:
         size, reduction = draw_shape(draw), draw(st.sampled_from(REDUCTIONS))
         x, target = arrays(draw, anywhere, (size, size))
+        if apart:
+            target = x + np.where(np.signbit(target), -apart, apart) + np.clip(target, -1, 1)
         if draw(st.booleans()):
             return Case(lambda a, b: function(a, b, reduction), [x, target])
         return Case(lambda a: function(a, target.astype(a.dtype), reduction), [x])
@@ -216,6 +222,8 @@ OPS: list[Row] = [
     *rows("ops.scaled_dot_product_attention", any=scaled_dot_product_attention),
     *rows("ops.cross_entropy", any=cross_entropy),
     *rows("ops.mse", any=error(ops.mse)),
+    *rows("ops.mae", any=error(ops.mae, 3.0)),
+    *rows("ops.huber", any=error(ops.huber, 3.0)),
     *rows("ops.binary_cross_entropy", any=error(ops.binary_cross_entropy)),
     *rows("ops.dropout", any=dropout_case),
     *rows("ops.embedding", any=embedding_case),

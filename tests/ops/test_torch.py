@@ -175,8 +175,21 @@ def test_cross_entropy(reduction, smoothing, ignore, leading, normal):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_errors(reduction, normal):
-    """Mean squared error and binary cross-entropy, with gradients of both operands."""
+    """Squared, absolute and Huber's error and binary cross-entropy, with gradients of both operands."""
     inputs = [normal(3, 4), np.random.default_rng(3).uniform(0, 1, (3, 4))]
+    compare(
+        lambda x, t: ops.mae(x, t, reduction),
+        lambda x, t: functional.l1_loss(x, t, reduction=reduction),
+        inputs,
+        [same] * 2,
+    )
+    for delta in (0.3, 1.0):
+        compare(
+            lambda x, t, delta=delta: ops.huber(x, t, reduction, delta),
+            lambda x, t, delta=delta: functional.huber_loss(x, t, reduction=reduction, delta=delta),
+            inputs,
+            [same] * 2,
+        )
     compare(
         lambda x, t: ops.mse(x, t, reduction),
         lambda x, t: functional.mse_loss(x, t, reduction=reduction),

@@ -31,6 +31,8 @@ REFUSED = {
     "ops.conv_relu_pool",
     "ops.cross_entropy",
     "ops.embedding",
+    "ops.huber",
+    "ops.mae",
     "ops.mse",
 }
 
