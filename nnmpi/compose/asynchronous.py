@@ -43,7 +43,7 @@ class AsynchronousWorker(Trainer):
         optimizer: made over `model.storage`.
         group: all ranks, the dedicated servers too.
         sync: how they go on; see `synchrony.sync`.
-        loss: (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
+        loss: the name of one, or (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         numerics: the precision, and the largest length of the gradient of one worker's part.
         seed: of the run; keys dropout masks.
@@ -64,7 +64,7 @@ class AsynchronousWorker(Trainer):
         optimizer: Optimizer,
         group: Group,
         sync: Sync,
-        loss: SumLoss | None = None,
+        loss: SumLoss | str | None = None,
         evaluation_loss: SumLoss | None = None,
         numerics: Numerics = DEFAULT_NUMERICS,
         seed: int = 0,

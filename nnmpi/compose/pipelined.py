@@ -28,16 +28,16 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.runner import (
-    CORRECT,
     LOSS,
+    SCORE,
     DeferredScalars,
     DeviceBatch,
     Outcome,
     SumLoss,
     Values,
     check_cuts,
-    correct_of,
     label_check,
+    score_of,
     to_device,
 )
 from nnmpi.data.loader import Batch
@@ -115,7 +115,7 @@ class Pipelined:
         self._places = {stage: i for i, stage in enumerate(self._numbers)}
         self.fixed = FixedReduction(self.model, mesh.dp, _first_numbers(arrangement), backend) if layout.fixed else None
         self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
-        self._correct = correct_of(arrangement)
+        self._score = score_of(loss, arrangement)
         self.scalars, self._check = DeferredScalars(backend), label_check(loss, arrangement.classes)
         self._batch: _Running | None = None
         self._is_released = False
@@ -177,7 +177,7 @@ class Pipelined:
         if self.fixed is not None:
             total = self.fixed.sum_numbers(numbered, self.arrangement.mesh.world)
             total = total if self.arrangement.mesh.world.is_root else 0.0
-        return total, sum(values[CORRECT, m] for m in range(len(cuts)))
+        return total, sum(values[SCORE, m] for m in range(len(cuts)))
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `Runner.evaluate`."""
@@ -265,13 +265,13 @@ class Pipelined:
             self._check(device_batch, running.parts[microbatch][0], result)
         loss = running.loss(result, device_batch.y)
         if not again:
-            hits = self._correct(result, device_batch)
+            score = self._score(result, device_batch)
             if running.trains:
                 running.scalars.put((LOSS, microbatch), loss.data)
-                running.scalars.put((CORRECT, microbatch), hits)
+                running.scalars.put((SCORE, microbatch), score)
             elif self._counts:
                 running.scalars.add(LOSS, loss.data)
-                running.scalars.add(CORRECT, hits)
+                running.scalars.add(SCORE, score)
         return loss
 
     def _recomputes(self, microbatch: int) -> bool:

@@ -3,7 +3,7 @@
 ForwardBackward     microbatch after microbatch, forward; whoever asks for them takes each one backward. And evaluation
 Replicas            the runner of a Worker: gradients are summed over the replicas while backward goes on
 LocalGradient       the gradient of one part of a batch for an asynchronous worker: no message is sent for it
-evaluate_all        loss and accuracy over many batches, as means over the ranks
+evaluate_all        loss and score over many batches, as means over the ranks
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.norm import note_squares, read_norm
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.runner import (
-    CORRECT,
     LOSS,
+    SCORE,
     DeferredScalars,
     DeviceBatch,
     EvalReport,
@@ -36,8 +36,8 @@ from nnmpi.compose.runner import (
     SumLoss,
     Values,
     check_cuts,
-    correct_of,
     label_check,
+    score_of,
     to_device,
 )
 from nnmpi.compose.trainer import Totals
@@ -66,7 +66,7 @@ def evaluate_all(
     backend: Backend,
     parts: int = 1,
 ) -> EvalReport:
-    """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective.
+    """Return loss and score over this rank's parts of all batches, put together over the ranks; collective.
 
     On a device the sums are read once, at the end.
 
@@ -80,11 +80,11 @@ def evaluate_all(
         if evaluate(batch, scalars):
             rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
-    sums = group.sum_floats([values.get(LOSS, 0.0), values.get(CORRECT, 0.0), rows, own_targets])
-    loss_sum, correct, samples, targets = sums
+    sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
+    loss_sum, score_sum, samples, targets = sums
     count = max(targets, 1)
     samples = int(samples) // parts
-    return EvalReport(loss_sum / count, correct / count, samples, int(targets), clock.now() - begin)
+    return EvalReport(loss_sum / count, score_sum / count, samples, int(targets), clock.now() - begin)
 
 
 class ForwardBackward:
@@ -101,7 +101,7 @@ class ForwardBackward:
         pace: how long computing lasts.
 
     Attributes:
-        scalars: CORRECT, and LOSS; with a fixed order each microbatch's loss by its number.
+        scalars: SCORE, and LOSS; with a fixed order each microbatch's loss by its number.
         pace: as given.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
     """
@@ -124,7 +124,7 @@ class ForwardBackward:
         classes = 0 if where is None else where.classes
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
         # It is called on every rank, since it may communicate where the classes are shared out.
-        self._correct = correct_of(where)
+        self._score = score_of(loss, where)
         self._sequence = None if where is None else where.sequence
         self.counts = where is None or where.mesh.place.t == 0
         self.scalars = DeferredScalars(backend)
@@ -152,24 +152,24 @@ class ForwardBackward:
                 self.fixed.microbatch = cut.number
             with timeline.span(f"F{step if self._alone else cut.number}", "forward"):
                 begin = clock.now()
-                loss, hits = self._forward(device_batch, cut, step, batch)
+                loss, score = self._forward(device_batch, cut, step, batch)
                 self.pace.finish(Kind.F, 0, begin)
             yield cut, loss
             self.scalars.add(LOSS if self.fixed is None else cut.number, loss.data)
-            self.scalars.add(CORRECT, hits)
+            self.scalars.add(SCORE, score)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add LOSS and CORRECT of a batch, in evaluation mode; return whether they count."""
+        """Add LOSS and SCORE of a batch, in evaluation mode; return whether they count."""
         device_batch = to_device(batch, self.model, self.backend)
         with no_grad(), evaluation():
             logits = self._leave(self.model(self._enter(device_batch)), device_batch)
             self._check_evaluation(device_batch, 0, logits)
             loss_sum = self._evaluation_loss(logits, device_batch.y).data
-            hits = self._correct(logits, device_batch)
+            score = self._score(logits, device_batch)
         if not self.counts:  # it takes part for the others
             return False
         scalars.add(LOSS, loss_sum)
-        scalars.add(CORRECT, hits)
+        scalars.add(SCORE, score)
         return True
 
     def suspect(
@@ -191,15 +191,15 @@ class ForwardBackward:
         return self._forward(device_batch, cut, step, batch)[0]
 
     def _forward(self, device_batch: DeviceBatch, cut: Cut, step: int, batch: Batch) -> tuple[Tensor, Array | float]:
-        """Return the loss of a microbatch, and how many answers are right. The logits do not outlive it."""
+        """Return the loss of a microbatch, and its score. The logits do not outlive it."""
         part = device_batch.rows(slice(cut.start, cut.stop))
-        hits: Array | float = 0.0
+        score: Array | float = 0.0
 
         def head(logits: Tensor) -> Tensor:
-            nonlocal hits
+            nonlocal score
             logits = self._leave(logits, part)
             self._check(part, cut.start, logits)  # before the loss, which on a device would read out of range silently
-            hits = self._correct(logits, part)
+            score = self._score(logits, part)
             return self._loss(logits, part.y)
 
         with training(self.seed, step, cut.first_row):
@@ -207,7 +207,7 @@ class ForwardBackward:
                 loss = head(self.model(self._enter(part)))
             else:
                 loss = self._recomputed(batch)(self._enter(part), head, batch.global_rows)
-        return loss, hits
+        return loss, score
 
     def _recomputed(self, batch: Batch) -> RecomputedModel:
         """Return the model as it runs within its budget."""
@@ -243,14 +243,14 @@ class Gradient:
     """What computing a gradient gave; the gradient itself is in the model's storage.
 
     Attributes:
-        loss_sum, correct: over the part.
+        loss_sum, score_sum: over the part.
         rows, targets: of the part: its samples, and how many of its labels count.
         norm: the length of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
         compute_s: seconds.
     """
 
     loss_sum: float
-    correct: float
+    score_sum: float
     rows: int
     targets: int
     norm: float
@@ -263,7 +263,7 @@ class Gradient:
 
     def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0, wall_s: float = 0.0) -> Totals:
         """Return the sums of the step that it was, which took its worker so many seconds in all."""
-        return Totals(1, self.rows, self.targets, self.loss_sum, self.correct, compute_s, wait_s, input_s, wall_s)
+        return Totals(1, self.rows, self.targets, self.loss_sum, self.score_sum, compute_s, wait_s, input_s, wall_s)
 
 
 class LocalGradient:
@@ -344,8 +344,8 @@ class LocalGradient:
         values = scalars.read()
         if targets:
             norm = self._clip(values, batch.global_targets / targets)
-        loss_sum, correct = values.get(LOSS, 0.0), values.get(CORRECT, 0.0)
-        return Gradient(loss_sum, correct, len(batch.y), targets, norm, clock.now() - begin)
+        loss_sum, score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
+        return Gradient(loss_sum, score_sum, len(batch.y), targets, norm, clock.now() - begin)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `ForwardBackward.evaluate`."""
@@ -456,11 +456,11 @@ class Replicas:
         return Outcome(partial(self._sums_fixed, fixed, batch.cuts), batch.own_targets, traffic)
 
     def _sums(self, values: Values) -> tuple[float, float]:
-        return (values.get(LOSS, 0.0), values.get(CORRECT, 0.0)) if self._passes.counts else (0.0, 0.0)
+        return (values.get(LOSS, 0.0), values.get(SCORE, 0.0)) if self._passes.counts else (0.0, 0.0)
 
     def _sums_fixed(self, fixed: FixedReduction, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
         total = fixed.sum_numbers({cut.number: values[cut.number] for cut in cuts}, self.world)
-        return total if self.world.is_root else 0.0, values.get(CORRECT, 0.0)
+        return total if self.world.is_root else 0.0, values.get(SCORE, 0.0)
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """See `Runner.explain`."""

@@ -4,7 +4,7 @@
     DeferredScalars     loss, right answers and squares of a step, read from a device all at once at its end
     Runner, Outcome     the interface that a Worker uses; `compose.replicas` and `compose.pipelined` implement it
     StepReport          what a Worker says of a step; EvalReport: of an evaluation
-    sum_cross_entropy   the default loss, and what counts right answers
+    sum_cross_entropy   the default loss; score_of: what gives the score beside a loss
 
 To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
 it anything to do. So a step reads once:
@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import exp, inf, log
+from math import exp, inf, log, nan
 from sys import float_info
 from typing import Any, Protocol, TypeAlias
 
@@ -35,6 +35,7 @@ from nnmpi.backend.casting import to_float32
 from nnmpi.backend.record import Backend
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.losses import ERRORS, SumError, rmse, squared_errors
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
 from nnmpi.errors import ShapeError, UsageError
@@ -49,6 +50,7 @@ from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_
 from nnmpi.tensor.tensor import Tensor
 
 FIRST_PLACES = 64
+CROSS_ENTROPY = "cross-entropy"
 
 
 class DeferredScalars:
@@ -206,7 +208,8 @@ class StepReport:
 
     Attributes:
         loss: the mean over the targets of all ranks.
-        accuracy: the share of targets whose largest logit is their label's.
+        score: the mean over the targets, see `compose.losses`: where classes are predicted the accuracy, the share of
+            targets whose largest logit is their label's.
         samples, targets: of the global batch; the labels that count are targets.
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         compute_s: seconds in which this rank computed.
@@ -219,7 +222,7 @@ class StepReport:
     """
 
     loss: float
-    accuracy: float
+    score: float
     samples: int
     targets: int
     grad_norm: float
@@ -231,16 +234,36 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
 
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers; NaN where quantities are predicted."""
+        return accuracy(self.score)
+
+    @property
+    def rmse(self) -> float:
+        """The root of the mean squared error; NaN where classes are predicted."""
+        return rmse(self.score)
+
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One evaluation: mean loss and accuracy over the targets in the samples of all ranks, in `seconds`."""
+    """One evaluation: mean loss and score over the targets in the samples of all ranks, in `seconds`."""
 
     loss: float
-    accuracy: float
+    score: float
     samples: int
     targets: int
     seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers; NaN where quantities are predicted."""
+        return accuracy(self.score)
+
+    @property
+    def rmse(self) -> float:
+        """The root of the mean squared error; NaN where classes are predicted."""
+        return rmse(self.score)
 
     @property
     def perplexity(self) -> float:
@@ -248,15 +271,20 @@ class EvalReport:
         return perplexity(self.loss)
 
 
+def accuracy(score: float) -> float:
+    """Return the share of right answers whose score this is; NaN for one of squared errors, which is below 0."""
+    return score if score >= 0 else nan
+
+
 def perplexity(loss: float) -> float:
     """Return e to a mean loss; inf where that is too large a number."""
     return exp(loss) if loss < log(float_info.max) else inf
 
 
-LOSS, CORRECT = "loss", "correct"  # the names of their sums in `DeferredScalars`
+LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
-Correct: TypeAlias = Callable[[Tensor, DeviceBatch], Array | float]
+Score: TypeAlias = Callable[[Tensor, DeviceBatch], Array | float]
 Values: TypeAlias = Mapping[Hashable, float]
 Sums: TypeAlias = Callable[[Values], tuple[float, float]]
 
@@ -267,7 +295,7 @@ class Outcome:
 
     Attributes:
         sums: to be called with what `scalars.read()` returned; returns what this rank contributes: the sum of its
-            targets' losses, and how many were predicted correctly (NaN where there are no class labels). Ranks that
+            targets' losses, and how many were predicted correctly, or their score otherwise. Ranks that
             duplicate another's work return zeros. It may communicate, so call it on all ranks.
         targets: how many labels that count this rank contributes.
         traffic: what was communicated for it.
@@ -305,7 +333,7 @@ class Runner(Protocol):
         """
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add LOSS and CORRECT of a batch in evaluation mode, if this rank's count; return whether they do."""
+        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do."""
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
@@ -368,6 +396,21 @@ def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 
     return SumCrossEntropy(partial(sharded_cross_entropy, **options), shared=True)
 
 
+def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
+    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None; a function as it is.
+
+    Raises:
+        UsageError: for a name that is not known.
+    """
+    if callable(loss):
+        return loss
+    if loss in ERRORS:
+        return SumError(loss)
+    if loss not in (None, CROSS_ENTROPY):
+        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
+    return sum_cross_entropy(arrangement)
+
+
 def _ignored(loss: Callable[..., Tensor], labels: Array) -> int | None:
     """Return which label counts for nothing in a cross-entropy; None for none."""
     if isinstance(loss, SumCrossEntropy):
@@ -426,8 +469,10 @@ def _refuse_mean(loss: SumLoss) -> None:
         )
 
 
-def correct_of(arrangement: Arrangement | None) -> Correct:
-    """Return what counts right answers for logits as an arrangement's model gives them."""
+def score_of(loss: SumLoss, arrangement: Arrangement | None) -> Score:
+    """Return what gives the score of outputs as an arrangement's model gives them; see `compose.losses`."""
+    if isinstance(loss, SumError):
+        return lambda outputs, device_batch: loss.score(outputs, device_batch.y)
     if arrangement is None or not arrangement.classes:
         return count_correct
     group, classes = arrangement.mesh.tp, arrangement.classes
@@ -440,11 +485,13 @@ def correct_of(arrangement: Arrangement | None) -> Correct:
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return how many labels have their row's largest logit; NaN where there are no class labels.
+    """Return how many labels have their row's largest logit; of quantities the score of their squared errors.
 
-    On a device that is an array of one number, for which nobody has waited.
+    On a device that is an array of one number, for which nobody has waited. Where neither is defined it is NaN.
     """
     y = device_batch.y
+    if y.dtype.kind == "f":
+        return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest

@@ -150,7 +150,7 @@ class ParameterServerRunner:
                         segment.lr(number),
                         0,
                         gradient.loss_sum,
-                        gradient.correct,
+                        gradient.score_sum,
                         gradient.norm,
                         spent_s,
                         wait_s,
@@ -185,7 +185,7 @@ class ParameterServerRunner:
         controller = self.server.controller
         if controller.dropped == self._dropped and not push.broken:
             before_s, self._told_s = self._told_s, clock.now()
-            sums = (push.rows, push.targets, push.loss_sum, push.correct, push.compute_s, push.wait_s)
+            sums = (push.rows, push.targets, push.loss_sum, push.score_sum, push.compute_s, push.wait_s)
             totals = Totals(1, *sums, wall_s=self._told_s - before_s)
             self._used = self._used.plus(totals)
             progress(Progress(push.task.batch, worker, totals, push.norm, self._told_s - begin))

@@ -34,8 +34,9 @@ from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.losses import rmse
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.runner import EvalReport, SumLoss, perplexity, sum_cross_entropy
+from nnmpi.compose.runner import EvalReport, SumLoss, accuracy, named_loss, perplexity
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
@@ -101,7 +102,7 @@ class Totals:
     Attributes:
         steps, samples: counts.
         targets: the labels that count: the tokens that were to be predicted; elsewhere the samples.
-        loss_sum, correct: sums over targets.
+        loss_sum, score_sum: sums over targets; see `compose.losses` for what a score is.
         compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
         hidden_s: seconds of computing while messages were under way.
         comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
@@ -115,7 +116,7 @@ class Totals:
     samples: int = 0
     targets: int = 0
     loss_sum: float = 0.0
-    correct: float = 0.0
+    score_sum: float = 0.0
     compute_s: float = 0.0
     sync_s: float = 0.0
     input_s: float = 0.0
@@ -134,7 +135,7 @@ class Totals:
             self.samples + other.samples,
             self.targets + other.targets,
             self.loss_sum + other.loss_sum,
-            self.correct + other.correct,
+            self.score_sum + other.score_sum,
             self.compute_s + other.compute_s,
             self.sync_s + other.sync_s,
             self.input_s + other.input_s,
@@ -181,8 +182,18 @@ class Totals:
 
     @property
     def accuracy(self) -> float:
-        """Return the share of targets that were predicted, 0 to 1."""
-        return self.correct / self.targets if self.targets else 0.0
+        """Return the share of targets that were predicted, 0 to 1; NaN where quantities are."""
+        return accuracy(self.score)
+
+    @property
+    def score(self) -> float:
+        """Return the mean score of a target; see `compose.losses`."""
+        return self.score_sum / self.targets if self.targets else 0.0
+
+    @property
+    def rmse(self) -> float:
+        """Return the root of the mean squared error; NaN where classes are predicted."""
+        return rmse(self.score)
 
     @property
     def samples_per_second(self) -> float:
@@ -344,7 +355,7 @@ class Trainer(ABC):
         model: Module,
         optimizer: Optimizer,
         group: Group,
-        loss: SumLoss | None,
+        loss: SumLoss | str | None,
         evaluation_loss: SumLoss | None,
         numerics: Numerics,
         seed: int,
@@ -353,7 +364,7 @@ class Trainer(ABC):
         arrangement: Arrangement | None = None,
     ) -> None:
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
-        self.loss: SumLoss = sum_cross_entropy(arrangement) if loss is None else loss
+        self.loss = named_loss(loss, arrangement)
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
@@ -398,7 +409,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
-        """Return loss and accuracy over this rank's parts of all batches, put together over the ranks; collective."""
+        """Return loss and score over this rank's parts of all batches, put together over the ranks; collective."""
 
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.

@@ -212,10 +212,10 @@ class Worker(Trainer):
         model: initialized; `arrangement.model` where there is an arrangement.
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
-        loss: (logits, labels) -> the *sum* of the labels' losses; cross-entropy by default. It is divided by the
-            labels of the global batch that count, once: those of whole numbers that are not negative (with labels of
-            another kind, by its samples). Where `arrangement.classes` are shared out, it must be
-            `compose.runner.sum_cross_entropy(arrangement)`.
+        loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`; or a function
+            (logits, labels) -> the *sum* of the labels' losses. It is divided by the labels of the global batch that
+            count, once: those of whole numbers that are not negative (with labels of another kind, by its samples).
+            Where `arrangement.classes` are shared out, it must be `compose.runner.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with that.
         numerics: the precision, and the largest length of the gradient.
@@ -242,7 +242,7 @@ class Worker(Trainer):
         model: Module,
         optimizer: Optimizer,
         group: Group,
-        loss: SumLoss | None = None,
+        loss: SumLoss | str | None = None,
         evaluation_loss: SumLoss | None = None,
         exchange: GradientExchange = DEFAULT_EXCHANGE,
         numerics: Numerics = DEFAULT_NUMERICS,
@@ -370,7 +370,7 @@ class Worker(Trainer):
             outcome = self.runner.run(batch, step, factor)
         if self._meter.needed:
             self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
-        (loss_sum, correct, targets), norm, traffic = self._meet(outcome)
+        (loss_sum, score_sum, targets), norm, traffic = self._meet(outcome)
         norm /= factor
         if targets != batch.global_targets:
             raise UsageError(
@@ -395,7 +395,7 @@ class Worker(Trainer):
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.exchange.check:
             self._check_equal()
-        report = self._report(batch, outcome, loss_sum, correct, norm, traffic, clock.now() - begin)
+        report = self._report(batch, outcome, loss_sum, score_sum, norm, traffic, clock.now() - begin)
         return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
 
     def _held_memory(self) -> dict[str, int]:
@@ -469,7 +469,7 @@ class Worker(Trainer):
         batch: Batch,
         outcome: Outcome,
         loss_sum: float,
-        correct: float,
+        score_sum: float,
         norm: float,
         traffic: Traffic,
         total_s: float,
@@ -479,7 +479,7 @@ class Worker(Trainer):
         wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
         return StepReport(
             loss_sum / max(targets, 1),
-            correct / max(targets, 1),
+            score_sum / max(targets, 1),
             batch.global_rows,
             targets,
             norm,
@@ -684,7 +684,7 @@ def _totals(report: StepReport, throttled_s: float, input_s: float, wall_s: floa
         report.samples,
         report.targets,
         report.loss * report.targets,
-        report.accuracy * report.targets,
+        report.score * report.targets,
         report.compute_s + throttled_s,
         traffic.sync_s,
         input_s,

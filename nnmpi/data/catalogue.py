@@ -17,7 +17,7 @@ from nnmpi.data.cifar import ARCHIVE as CIFAR_ARCHIVE
 from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
 from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
-from nnmpi.data.dataset import Dataset, check_pair, split
+from nnmpi.data.dataset import Dataset, Wanted, check_pair, split
 from nnmpi.data.documents import is_text
 from nnmpi.data.files import VARIABLE, cache_folder, expand, find, locked
 from nnmpi.data.idx import has_idx, load_idx
@@ -53,7 +53,14 @@ CIFAR_WANTED = (
 )
 
 
-def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, test_fraction: float = 0.2) -> Pair:
+def load(
+    name_or_path: str,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    wanted: Wanted = "classes",
+    target: str = "",
+) -> Pair:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
@@ -61,12 +68,16 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or with a folder mnist, ... in it;
             without it the download folder is read.
         seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv, .npz).
+        wanted: what the labels in a file are: classes, quantities, or any, as they look.
+        target: the column of a table's labels, by name or number; empty for the last.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a folder that may not be
             entered.
         DataError: for a file that is damaged, or not downloaded yet; the message names it.
     """
+    if target and name_or_path in NAMES:
+        raise UsageError(f"data set {name_or_path!r} knows its labels itself; leave the target out")
     if name_or_path in DOWNLOADED:
         return _load_files(name_or_path, _place(name_or_path, data_dir))
     _refuse_data_dir(name_or_path, data_dir)
@@ -78,7 +89,7 @@ def load(name_or_path: str, data_dir: str | Path | None = None, seed: int = 0, t
         raise UsageError(f"data set {name_or_path!r} is a text: see nnmpi.data.load_text")
     path = _existing(name_or_path)
     with _allowed(f"data set {name_or_path!r}"):
-        return _load_path(path, seed, test_fraction)
+        return _load_path(path, seed, test_fraction, wanted, target)
 
 
 def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
@@ -204,22 +215,25 @@ def _existing(text: str) -> Path:
     )
 
 
-def _load_path(path: Path, seed: int, test_fraction: float) -> Pair:
+def _load_path(path: Path, seed: int, test_fraction: float, wanted: Wanted, target: str) -> Pair:
     name = path.name.split(".")[0] or path.resolve().name
     if path.is_dir():
-        return _load_folder(path, path.resolve().name)
+        return _load_folder(path, path.resolve().name, wanted, target)
     if path.name.endswith((".csv", ".csv.gz")):
-        return split(to_dataset(read_csv(path), name), test_fraction, seed)
+        return split(to_dataset(read_csv(path, target), name, wanted=wanted), test_fraction, seed)
+    if target:
+        raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
     if path.suffix == ".npz":
-        return load_npz(path, name, seed=seed, test_fraction=test_fraction)
+        return load_npz(path, name, seed=seed, test_fraction=test_fraction, wanted=wanted)
     raise UsageError(f"data set {path}: files of this kind are not read; give .csv, .csv.gz, .npz or a folder")
 
 
-def _load_folder(folder: Path, name: str) -> Pair:
+def _load_folder(folder: Path, name: str, wanted: Wanted, target: str) -> Pair:
     tables = [find(folder, (f"{part}.csv",)) for part in ("train", "test")]
     if tables[0] and tables[1]:
-        train = to_dataset(read_csv(tables[0]), name)
-        return check_pair(train, to_dataset(read_csv(tables[1]), name, train.class_names))
+        train = to_dataset(read_csv(tables[0], target), name, wanted=wanted)
+        kind: Wanted = "classes" if train.predicts == "classes" else "quantities"
+        return check_pair(train, to_dataset(read_csv(tables[1], target), name, train.class_names, kind))
     if has_idx(folder):
         train = load_idx(folder, "train", name)
         classes = tuple(str(label) for label in range(train.classes))

@@ -3,7 +3,8 @@
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from math import prod
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -12,6 +13,8 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError
 
+Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
+Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
 IGNORED = -1  # the label of what is not to be predicted, such as padding
 
 
@@ -75,8 +78,8 @@ class Samples(Protocol):
     def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
         """Return the samples at these indices as they are stored; see `rows`."""
 
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
-        """Return their labels, (rows,) or (rows, ...) int64, padded with `IGNORED`."""
+    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
+        """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +91,9 @@ class Dataset:
         x: (n, *sample_shape). float32 or uint8: quantities. Images are (n, height, width, channels), grayscale with 1
             channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. Other whole
             numbers: tokens, for an embedding.
-        y: (n,) or (n, ...), int64, labels in 0..classes-1. With several for each sample, `IGNORED` may be among them.
-        classes: number of classes.
+        y: (n,) or (n, ...). int64: labels in 0..classes-1; with several for each sample, `IGNORED` may be among them.
+            float32: quantities that are predicted; or with 2 classes, how sure it is that a sample is of class 1.
+        classes: number of classes; 0 where quantities are predicted.
         scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for floats).
         class_names: one name for each class, or empty.
 
@@ -99,16 +103,17 @@ class Dataset:
 
     name: str
     x: Array
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     classes: int
     scale: float = 1.0
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.x.dtype != np.float32 and self.x.dtype.kind not in "iu") or self.y.dtype != np.int64:
+        whole = self.y.dtype == np.int64
+        if (self.x.dtype != np.float32 and self.x.dtype.kind not in "iu") or not (whole or self.y.dtype == np.float32):
             raise DataError(
                 f"{self.name}: samples are {self.x.dtype} and labels {self.y.dtype}; "
-                "give float32 or whole numbers as samples and int64 labels"
+                "give float32 or whole numbers as samples, and int64 labels or float32 quantities"
             )
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(
@@ -117,11 +122,24 @@ class Dataset:
             )
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
+        if not whole:
+            return self._check_quantities()
         least = IGNORED if self.y.ndim > 1 else 0
         wrong = np.argwhere((self.y < least) | (self.y >= self.classes))
         if wrong.size:
             place = tuple(wrong[0])
             raise DataError(f"{self.name}: label {self.y[place]} of sample {place[0]} is not in 0..{self.classes - 1}")
+        return None
+
+    def _check_quantities(self) -> None:
+        most = float(np.finfo(np.float32).max) if self.classes == 0 else 1.0
+        wrong = np.argwhere(~(np.abs(self.y) <= most))
+        if self.classes not in (0, 2) or self.y.size == 0:
+            raise DataError(f"{self.name}: quantities are predicted in {self.classes} classes; give 0")
+        if wrong.size:
+            place = tuple(wrong[0])
+            wanted = "a finite number" if self.classes == 0 else "from 0 to 1"
+            raise DataError(f"{self.name}: the target {self.y[place]} of sample {place[0]} is not {wanted}")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -129,12 +147,39 @@ class Dataset:
     def __repr__(self) -> str:
         """Say what is in it, without the numbers."""
         shape = " x ".join(map(str, self.sample_shape))
-        return f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype}, {self.classes} classes)"
+        return f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype}, {self.describe_targets()})"
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Return the shape of one sample: (features,) or (height, width, channels)."""
         return tuple(self.x.shape[1:])
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Return the shape of what belongs to one sample; () for one label or quantity."""
+        return tuple(self.y.shape[1:])
+
+    @property
+    def predicts(self) -> Predicts:
+        """What a model of it gives."""
+        if self.y.dtype.kind == "i":
+            return "classes"
+        return "yes-or-no" if self.classes else "quantities"
+
+    @cached_property
+    def variance(self) -> float:
+        """The mean squared distance of quantities from their mean; each place in `target_shape` has a mean of its own.
+
+        What R2 is measured by.
+        """
+        return float(np.var(self.y, axis=0, dtype=np.float64).mean())
+
+    def describe_targets(self) -> str:
+        """Return what is predicted, in words."""
+        if self.predicts != "quantities":
+            return f"{self.classes} classes"
+        count = prod(self.target_shape)
+        return "1 quantity" if count == 1 else f"{' x '.join(map(str, self.target_shape))} quantities"
 
     @property
     def is_tokens(self) -> bool:
@@ -149,7 +194,11 @@ class Dataset:
     @cached_property
     def targets(self) -> NDArray[np.int64] | None:
         """How many labels of each sample count, (n,); None where each has one."""
-        return None if self.y.ndim == 1 else (self.y >= 0).sum(axis=tuple(range(1, self.y.ndim)), dtype=np.int64)
+        return (
+            None
+            if self.y.ndim == 1 or self.predicts != "classes"
+            else (self.y >= 0).sum(axis=tuple(range(1, self.y.ndim)), dtype=np.int64)
+        )
 
     @property
     def lengths(self) -> None:
@@ -167,7 +216,7 @@ class Dataset:
         """Return the samples at these indices as they are stored; see `Samples`."""
         return np.take(self.x, indices, axis=0)
 
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
+    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
         return self.y[indices]
 
@@ -188,6 +237,25 @@ class Dataset:
     def take(self, indices: NDArray[np.int64]) -> "Dataset":
         """Return a data set of the samples at these indices, in that order (copied)."""
         return replace(self, x=self.x[indices], y=self.y[indices])
+
+
+def as_yes_or_no(dataset: Dataset) -> Dataset:
+    """Return a data set of two classes whose labels are how sure it is that a sample is of class 1: 0.0 and 1.0.
+
+    Raises:
+        DataError: for other numbers of classes, and quantities that are not from 0 to 1.
+    """
+    if dataset.predicts == "quantities":
+        wrong = (dataset.y < 0) | (dataset.y > 1)
+        if wrong.any():
+            raise DataError(
+                f"{dataset.name}: a target is {dataset.y[wrong][0]}; for yes or no give numbers from 0 to 1"
+            )
+        return replace(dataset, classes=2)
+    if dataset.classes > 2 or (dataset.y < 0).any():
+        raise DataError(f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1")
+    names = dataset.class_names if len(dataset.class_names) == 2 else ()
+    return replace(dataset, y=dataset.y.astype(np.float32), classes=2, class_names=names)
 
 
 def split(dataset: Dataset, test_fraction: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -224,6 +292,9 @@ def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:
     for part, what in ((train, "training"), (test, "test")):
         if len(part) == 0:
             raise DataError(f"{part.name}: the {what} part has no samples")
+    if (train.target_shape, train.predicts) != (test.target_shape, test.predicts):
+        kinds = [f"{part.describe_targets()} of shape {part.target_shape}" for part in (train, test)]
+        raise DataError(f"{train.name}: training samples have {kinds[0]} and test samples {kinds[1]}")
     if train.sample_shape != test.sample_shape:
         raise DataError(
             f"{train.name}: training samples have shape {train.sample_shape} and test samples {test.sample_shape}"

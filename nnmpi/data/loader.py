@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -42,7 +42,7 @@ class Batch:
     Attributes:
         x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
         y: (rows, ...), int64, one label or several for each sample; a negative one does not count (see
-            `dataset.IGNORED`).
+            `dataset.IGNORED`). Of quantities the loader's dtype.
         indices: (rows,), int64, the samples' places in the data set.
         cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no microbatches.
         global_rows: rows of the global batch.
@@ -56,14 +56,14 @@ class Batch:
     """
 
     x: Array
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     indices: NDArray[np.int64]
     cuts: tuple[Cut, ...]
     global_rows: int
     epoch: int
     number: int
     microbatches: int = 1
-    host_y: NDArray[np.int64] | None = None
+    host_y: NDArray[Any] | None = None
     targets: tuple[int, ...] = ()
     length: int | None = None
 
@@ -90,7 +90,7 @@ class Batch:
         return count_targets(self.y if self.labels is None else self.labels)
 
     @property
-    def labels(self) -> NDArray[np.int64] | None:
+    def labels(self) -> NDArray[Any] | None:
         """The labels on the host; None where they are on a device alone."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
 
@@ -252,6 +252,8 @@ class Loader:
             indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
         targets, length = self._extent(epoch_order, epoch, number, world, indices)
         x, y = self._samples(indices, epoch, stored, length), self.dataset.labels(indices, length)
+        if y.dtype.kind == "f":
+            y = y.astype(self.dtype, copy=False)
         cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
@@ -329,12 +331,13 @@ class Loader:
 
     def _classes(self) -> NDArray[np.int64]:
         """Return each sample's class; without one each, zeros."""
-        if self.dataset.targets is None:
-            return self.dataset.labels(np.arange(len(self.dataset)))
+        labels = self.dataset.labels(np.arange(len(self.dataset))) if self.dataset.targets is None else None
+        if labels is not None and labels.dtype.kind != "f":
+            return labels
         if self.partition == "label":
+            have = "several labels each" if labels is None else "quantities"
             raise UsageError(
-                f"the partition 'label' sorts samples by class, but those of {self.dataset.name} have several labels "
-                "each; take iid"
+                f"the partition 'label' sorts samples by class, but those of {self.dataset.name} have {have}; take iid"
             )
         return np.zeros(len(self.dataset), np.int64)
 

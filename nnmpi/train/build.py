@@ -21,6 +21,7 @@ from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.losses import ERRORS
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.trainer import Throttle, Trainer
@@ -96,7 +97,7 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     Args:
         config: which model, with which layers.
         sample_shape: of one sample, such as (28, 28, 1).
-        classes: how many the data set has.
+        classes: how many outputs it has: one for each class, or quantity.
 
     Raises:
         UsageError: when the model does not take such samples, or the user's own cannot be built.
@@ -301,7 +302,7 @@ def build_trainer(
     options, sync = config.optimization, config.sync
     with agreed(group), explained(backend, TOO_LARGE):
         check_samples(config.model.model, inputs.train)
-        model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
+        model = build_model(config.model, inputs.train.sample_shape, inputs.signature.outputs)
         check_vocabulary(model, inputs.train)
     where = None
     if layout is not None:
@@ -343,6 +344,8 @@ def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[
     """
     if is_own(config.loss):
         return {"loss": load_own(config.loss, "--loss", "(logits, labels)")}
+    if config.loss in ERRORS:
+        return {"loss": config.loss}
     return {
         "loss": sum_cross_entropy(where, config.label_smoothing),
         "evaluation_loss": sum_cross_entropy(where),

@@ -461,6 +461,9 @@ class DataConfig:
     """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as problem,solution."""
     text_samples: Literal["blocks", "sentences"] = "blocks"
     """Of a text: blocks of --context tokens; or sentences, one for each line or row, in batches of like lengths."""
+    target: str = ""
+    """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its number from 1 (default:
+    the last one)."""
     data_dir: Path | None = None
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
@@ -505,8 +508,10 @@ class OptimizationConfig:
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
     optimizer: Literal["sgd", "adam", "adamw"] | Own = "adam"
     """Rule of the update; or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
-    loss: Literal["cross-entropy"] | Own = "cross-entropy"
-    """What is minimized; or a function (logits, labels) of your own, FILE.py:NAME: the sum of the labels' losses."""
+    loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Own = "cross-entropy"
+    """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
+    in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a function (logits, labels) of your own,
+    FILE.py:NAME: the sum of the labels' losses."""
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
@@ -554,7 +559,7 @@ class OptimizationConfig:
         if self.clip is not None:
             positive("--clip", self.clip)
         self._check_schedule()
-        plain = not is_own(self.loss) or not self.label_smoothing
+        plain = self.loss == "cross-entropy" or not self.label_smoothing
         require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
         fixed = not is_own(self.optimizer) or self.weight_decay is None
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")

@@ -115,10 +115,16 @@ def _both(key: str) -> dict[str, tuple[str, str]]:
 
 
 PERPLEXITY = Panel("Perplexity", "perplexity", _both("perplexity"), "perplexity.png", from_zero=False)
+ACCURACY = Panel("Accuracy", "accuracy", _both("accuracy"), "accuracy.png", from_zero=False)
+QUANTITIES = (
+    Panel("Root of the mean squared error", "RMSE", _both("rmse"), "rmse.png"),
+    Panel("Share of the variance that is explained", "R2", _both("r2"), "r2.png", from_zero=False),
+)
 PANELS = (
     Panel("Loss", "loss", _both("loss"), "loss.png", from_zero=False),
     PERPLEXITY,
-    Panel("Accuracy", "accuracy", _both("accuracy"), "accuracy.png", from_zero=False),
+    ACCURACY,
+    *QUANTITIES,
     Panel("Learning rate", "learning rate", _trained("learning_rate"), "learning_rate.png"),
     Panel("Length of the gradient", "norm", _trained("grad_norm")),
     Panel("Passes over the training data", "epochs", _trained("epoch")),
@@ -132,6 +138,7 @@ OVER_TIME = (
     Panel("Loss over time", "loss", _both("loss"), "loss_over_time.png", SECONDS, from_zero=False),
     Panel("Accuracy over time", "accuracy", _both("accuracy"), "accuracy_over_time.png", SECONDS, from_zero=False),
 )
+AS_NEEDED = (PERPLEXITY, ACCURACY, *QUANTITIES, OVER_TIME[1])  # drawn where a run has them
 OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
 COLUMNS = 3  # of the overview
 SIZE = (4.8, 3.2)  # inches
@@ -159,8 +166,9 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    panels = [panel for panel in PANELS if panel is not PERPLEXITY or panel.has_points(records)]
-    alone = {panel.file: partial(_draw_panel, records, panel) for panel in (*panels, *OVER_TIME) if panel.file}
+    shown = [each for each in (*PANELS, *OVER_TIME) if each not in AS_NEEDED or each.has_points(records)]
+    panels = [panel for panel in shown if panel not in OVER_TIME]
+    alone = {panel.file: partial(_draw_panel, records, panel) for panel in shown if panel.file}
     alone[STEP_TIME] = partial(_draw_times, records)
     files = [_save(figure_type, [drawing], folder / name) for name, drawing in alone.items()]
     all_of_them = [*(partial(_draw_panel, records, panel) for panel in panels), alone[STEP_TIME]]

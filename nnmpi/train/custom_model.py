@@ -15,7 +15,7 @@ def build_custom_model(name: str, sample_shape: Sequence[int], classes: int) -> 
     Args:
         name: FILE.py:NAME or package.module:NAME.
         sample_shape: of one sample, such as (28, 28, 1).
-        classes: how many the data set has.
+        classes: how many outputs there are: one for each class, or quantity that is predicted.
 
     Raises:
         UsageError: when there is no such file, module or function, the file cannot be read, or it gives no `Module`.

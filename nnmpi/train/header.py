@@ -9,7 +9,7 @@ from nnmpi.backend.blas import find_older
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
-from nnmpi.data.dataset import Samples
+from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text, TextBlocks
 from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext, warmup_steps
@@ -50,7 +50,8 @@ def _samples(samples: Samples) -> str:
     if isinstance(samples, Text):
         kind = "blocks of" if isinstance(samples, TextBlocks) else "sentences of at most"
         return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
-    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {samples.classes} classes"
+    targets = samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
+    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
 
 
 def blas_warnings(group: Group) -> list[str]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
+from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import Dataset, Samples, check_pair
+from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.partition import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
@@ -47,6 +48,17 @@ class Inputs:
     train_loader: Loader
     test_loader: Loader
     signature: ModelSignature
+
+    @property
+    def best_by_loss(self) -> bool:
+        """Whether the best evaluation is the one of the lowest loss, and not of the highest accuracy."""
+        return self.train.is_tokens or self.signature.predicts == "quantities"
+
+    @property
+    def variances(self) -> tuple[float, float] | None:
+        """The variance of the quantities in the training and the test set; None where classes are predicted."""
+        sets = [each for each in (self.train, self.test) if isinstance(each, Dataset) and each.predicts == "quantities"]
+        return (sets[0].variance, sets[1].variance) if sets else None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -86,6 +98,7 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once("data", lambda: _load(config, source))
+            train, test = match_loss(config.optimization.loss, train), match_loss(config.optimization.loss, test)
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
     check_same_start(config, group, train, test, where)
@@ -113,6 +126,8 @@ def load_inputs(
     data, run, once = config.data, config.run, group.comm.world.once
     train, test = load_samples(config, group, local_rank, say)
     with agreed(group):
+        if isinstance(train, Dataset) and train.classes == 1:
+            raise UsageError(f"--dataset {data.dataset} has one class alone, so that there is nothing to tell apart")
         wanted = config.optimization.batch_size
         batch_size = len(train) if wanted == "full" else min(wanted, len(train))
         with _prefixed("--partition"):
@@ -140,7 +155,31 @@ def load_inputs(
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
-        return Inputs(train, test, batch_size, *loaders, ModelSignature.of(train, normalize))
+        signature = ModelSignature.of(train, normalize, data.target)
+        return Inputs(train, test, batch_size, *loaders, signature)
+
+
+def match_loss(loss: str, samples: Samples) -> Samples:
+    """Return the samples as a loss takes them.
+
+    Raises:
+        UsageError: for classes where numbers are predicted, and numbers where classes are.
+    """
+    predicts = samples.predicts if isinstance(samples, Dataset) else "classes"
+    if loss == YES_OR_NO and isinstance(samples, Dataset):
+        return as_yes_or_no(samples)
+    if loss in ERRORS and predicts == "classes":
+        raise UsageError(f"{samples.name} has classes, and --loss {loss} predicts numbers; give --loss cross-entropy")
+    if loss == "cross-entropy" and predicts != "classes":
+        raise UsageError(f"{samples.name} has numbers, and --loss {loss} predicts classes; give --loss mse")
+    return samples
+
+
+def wanted_of(loss: str) -> Wanted:
+    """Return what a loss takes the labels in a file for."""
+    if loss == YES_OR_NO or is_own(loss):
+        return "any"
+    return "quantities" if loss in ERRORS else "classes"
 
 
 def check_same_start(config: Config, group: Group, train: Samples, test: Samples, where: str) -> None:
@@ -198,8 +237,9 @@ def text_source(config: Config) -> TextSource | None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
             raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         return None
-    if data.data_dir is not None:
-        raise UsageError("a text names its file itself; leave --data-dir out")
+    for option, unused in (("--data-dir", data.data_dir is not None), ("--target", data.target != "")):
+        if unused:
+            raise UsageError(f"a text names its file itself, and its tokens are the labels; leave {option} out")
     tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
 
@@ -229,7 +269,8 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
             raise UsageError("the function must return two nnmpi.data.Dataset, for training and for the test")
         return check_pair(*pair)
     if source is None:
-        return load(data.dataset, data.data_dir, seed=seed, test_fraction=data.test_fraction)
+        wanted = wanted_of(config.optimization.loss)
+        return load(data.dataset, data.data_dir, seed, data.test_fraction, wanted, data.target)
     context = config.model.context
     if context is None:
         context = DEFAULT_CONTEXT if config.model.pretrained is None else read_size(config.model.pretrained).context

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from nnmpi import clock
 from nnmpi.command import printable
+from nnmpi.compose.losses import r2
 from nnmpi.compose.runner import EvalReport, perplexity
 from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
@@ -106,6 +107,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
+def describe_measures(measures: Mapping[str, float]) -> str:
+    """Return how good outputs are in words: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
+    if "accuracy" in measures:
+        return f"accuracy {percent(measures['accuracy'])}"
+    return f"RMSE {measures['rmse']:.4g}, R2 {measures['r2']:.4f}"
+
+
 class Reporter:
     """Prints lines and writes records.
 
@@ -124,8 +132,10 @@ class Reporter:
         recorder: MetricsRecorder,
         print_every_s: float,
         tokens: bool = False,
+        variances: tuple[float, float] | None = None,
     ) -> None:
         self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
+        self._variances = variances
         self._timer = PrintTimer(print_every_s)
         self._below: Sequence[str] = ()
 
@@ -145,7 +155,7 @@ class Reporter:
                 "global_step": state.step,
                 "epoch": self._extent.passes(state),
                 "loss": window.loss,
-                "accuracy": window.accuracy,
+                **self.measures(window),
                 "learning_rate": lr,
                 "grad_norm": norm if isfinite(norm) else None,
                 "elapsed_s": state.elapsed_s,
@@ -166,8 +176,19 @@ class Reporter:
             self._console.say(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
 
     def result(self, found: Totals | EvalReport, prefix: str = "") -> str:
-        """Return loss and accuracy in words; of tokens the perplexity, too."""
-        return f"{self.losses(found, prefix)}, {prefix}accuracy {percent(found.accuracy)}"
+        """Return the loss and how good it is in words; of tokens the perplexity, too."""
+        return f"{self.losses(found, prefix)}, {prefix}{self.quality(found)}"
+
+    def measures(self, found: Totals | EvalReport) -> dict[str, float]:
+        """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
+        if self._variances is None:
+            return {"accuracy": found.accuracy}
+        variance = self._variances[isinstance(found, EvalReport)]
+        return {"rmse": found.rmse, "r2": r2(found.score, variance)}
+
+    def quality(self, found: Totals | EvalReport) -> str:
+        """Return the measures in words."""
+        return describe_measures(self.measures(found))
 
     def losses(self, found: Totals | EvalReport, prefix: str = "") -> str:
         """Return the loss in words; of tokens the perplexity, too."""
@@ -209,9 +230,11 @@ class Reporter:
         """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""
         if not state.best_step:
             return ""
-        state = state.after_evaluation(report, self._tokens)
+        state = state.after_evaluation(report, self._tokens or self._variances is not None)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
+        if self._variances is not None:
+            return f"; {when} with loss {state.best:.4f}"
         return f"; {when} with " + (f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best))
 
     def _place(self, state: RunState) -> str:
@@ -274,7 +297,7 @@ class Reporter:
                 "global_step": state.step,
                 "epoch": self._extent.passes(state),
                 "loss": report.loss,
-                "accuracy": report.accuracy,
+                **self.measures(report),
                 "elapsed_s": state.elapsed_s,
                 "runtime": report.seconds,
                 "samples_per_second": report.samples / seconds,

@@ -263,7 +263,7 @@ class Loop:
 
     def _with_best(self, report: EvalReport) -> RunState:
         """Return the state with this evaluation as the best, if it is better."""
-        return self.state.after_evaluation(report, self._context.inputs.train.is_tokens)
+        return self.state.after_evaluation(report, self._context.inputs.best_by_loss)
 
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""

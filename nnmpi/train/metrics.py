@@ -39,6 +39,9 @@ way, and "skipped_steps": how many updates of the run were left out, as a gradie
 With --pipeline pipedream, train records have "staleness": by how many updates the weights of a microbatch's forward
 were older than those that its gradient changed, as a mean over the last step.
 
+Where quantities are predicted, train, eval and test records have "rmse" and "r2" in the place of "accuracy": the root
+of the mean squared error, and the share of the variance of all training (or test) targets that is explained.
+
 Where tokens are predicted, loss and accuracy are means over them, and train, eval and test records have "perplexity", e
 to the loss, and "tokens_per_second"; padding is no token.
 

@@ -44,8 +44,8 @@ class RunState:
         epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best, best_step: the accuracy of the best evaluation so far, of tokens its loss, and after how many steps it
-            was; 0 for none.
+        best, best_step: the accuracy of the best evaluation so far, of tokens and quantities its loss, and after how
+            many steps it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
     """

@@ -1,7 +1,7 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from math import isfinite
 
@@ -25,7 +25,7 @@ from nnmpi.train.curves import can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
 from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
 from nnmpi.train.header import count, header
-from nnmpi.train.log import Console, Reporter, percent
+from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.planned import check_open, choose, compare
@@ -133,13 +133,13 @@ def _train(context: RunContext, state: RunState, console: Console, predicted_s: 
     folder, group, backend, config = context.folder, context.group, context.backend, context.config
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
-        reporter = Reporter(context.extent, console, recorder, config.run.print_every, tokens)
+        reporter = Reporter(context.extent, console, recorder, config.run.print_every, tokens, context.inputs.variances)
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
     if not backend.is_device:  # there the host only starts what is computed
         _write_times(folder, context.trainer.throttle.pace, group)
-    _prove_end(context, loop.state, report)
+    _prove_end(context, loop.state, report, reporter.measures(report))
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, reporter, report, loop.state, folder, backend)
     if predicted_s is not None and group.is_root:
@@ -166,7 +166,7 @@ def _write_model(context: RunContext) -> None:
     on_root(context.group, write)
 
 
-def _prove_end(context: RunContext, state: RunState, report: EvalReport) -> None:
+def _prove_end(context: RunContext, state: RunState, report: EvalReport, measures: Mapping[str, float]) -> None:
     """Write that the run is finished, when each rank has said so. Collective.
 
     A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.
@@ -179,7 +179,7 @@ def _prove_end(context: RunContext, state: RunState, report: EvalReport) -> None
             "step": state.step,
             "ranks": len(last_steps),
             "loss": report.loss if isfinite(report.loss) else None,
-            "accuracy": report.accuracy if isfinite(report.accuracy) else None,
+            **{name: value if isfinite(value) else None for name, value in measures.items()},
             "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
         }
         replace_durably(folder.finished, json.dumps(values, indent=1).encode() + b"\n")
@@ -199,7 +199,7 @@ def _print_result(
 ) -> None:
     """Print the result."""
     console.say(
-        f"test accuracy {percent(report.accuracy)} ({reporter.losses(report)}) with the final weights"
+        f"test {reporter.quality(report)} ({reporter.losses(report)}) with the final weights"
         f"{reporter.best(state, report)}",
         f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),

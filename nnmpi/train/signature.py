@@ -13,12 +13,13 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Self
 
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import CheckpointError, DataError
 from nnmpi.version import VERSION
@@ -34,11 +35,14 @@ class ModelSignature:
     Attributes:
         data: the name of the data set that it was trained on.
         sample_shape: of one sample.
-        classes: how many outputs there are for each target; of texts the size of the vocabulary.
+        classes: how many there are; of texts the size of the vocabulary; 0 where quantities are predicted.
         class_names: one for each class, or empty.
         stored: what samples are before they are model input: "uint8", "float32" or "tokens".
         scale: what bytes are multiplied by.
         mean, std: of the normalization that follows; empty where there is none.
+        predicts: "classes"; "quantities"; or "yes-or-no", of which an output is the logit.
+        target_shape: of quantities, and yes or no, how many are predicted for a sample.
+        target: the column of a table that is predicted, by name or number; empty for the last.
     """
 
     data: str
@@ -49,18 +53,35 @@ class ModelSignature:
     scale: float = 1.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    predicts: Predicts = "classes"
+    target_shape: tuple[int, ...] = ()
+    target: str = ""
 
     @classmethod
-    def of(cls, samples: Samples, normalize: Normalize | None) -> Self:
-        """Return the signature of a model that is trained on these samples."""
+    def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
+        """Return the signature of a model that is trained on these samples.
+
+        Args:
+            samples: of the training set.
+            normalize: what shifts and scales them; None for nothing.
+            target: the column of a table that is predicted.
+        """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
-        if not isinstance(samples, Dataset) or samples.is_tokens:
+        if not isinstance(samples, Dataset):
             return cls(*first, stored=TOKENS)
+        shape = () if samples.predicts == "classes" else samples.target_shape
+        last: dict[str, Any] = {"predicts": samples.predicts, "target_shape": shape, "target": target}
+        if samples.is_tokens:
+            return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
-        numbers: list[tuple[float, ...]] = [(), ()]
         if normalize is not None:
-            numbers = [tuple(np.ravel(each).tolist()) for each in (normalize.mean, normalize.std)]
-        return cls(*first, samples.class_names, stored, samples.scale, *numbers)
+            last |= {name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")}
+        return cls(*first, samples.class_names, stored, samples.scale, **last)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs a model has for each target."""
+        return self.classes if self.predicts == "classes" else prod(self.target_shape)
 
     @property
     def is_tokens(self) -> bool:

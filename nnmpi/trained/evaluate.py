@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +16,8 @@ from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import Config, at_least_one
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.log import percent
-from nnmpi.trained.evaluation import Evaluation, draw, evaluate
+from nnmpi.train.log import describe_measures
+from nnmpi.trained.evaluation import Evaluation, Found, draw, evaluate
 from nnmpi.trained.options import PlaceConfig, read_command
 from nnmpi.trained.run import TrainedRun
 
@@ -100,7 +101,7 @@ def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
     return replace(config, data=data, model=replace(config.model, context=context))
 
 
-def _lines(run: TrainedRun, samples: Samples, found: Evaluation, options: EvaluationConfig) -> list[str]:
+def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationConfig) -> list[str]:
     """Return the result in words, or as JSON."""
     if options.json:
         values = {
@@ -110,18 +111,20 @@ def _lines(run: TrainedRun, samples: Samples, found: Evaluation, options: Evalua
             "part": options.part,
             "samples": len(samples),
             "targets": found.targets,
-            "accuracy": found.accuracy,
+            **{name: value if isfinite(value) else None for name, value in found.measures().items()},
             "loss": found.loss,
         }
         return [json.dumps(values)]
     unsure = f", perplexity {perplexity(found.loss):.4g}" if run.signature.is_tokens else ""
+    right = f"{found.correct} of {found.targets} right" if isinstance(found, Evaluation) else ""
+    counted = right or f"{found.targets} samples"
     return [
-        f"{options.part} accuracy {percent(found.accuracy)} (loss {found.loss:.4f}{unsure}), {found.correct} of "
-        f"{found.targets} right, with {samples.name} and the weights after step {run.step} of {run.folder}"
+        f"{options.part} {describe_measures(found.measures())} (loss {found.loss:.4f}{unsure}), {counted}, with "
+        f"{samples.name} and the weights after step {run.step} of {run.folder}"
     ]
 
 
-def _draw(found: Evaluation, run: TrainedRun, samples: Samples, folder: Path) -> list[str]:
+def _draw(found: Found, run: TrainedRun, samples: Samples, folder: Path) -> list[str]:
     return [str(file) for file in draw(found, run, samples, folder)]
 
 

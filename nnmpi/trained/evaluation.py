@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed
 from nnmpi.compose.inference import Inference
+from nnmpi.compose.losses import ERRORS, r2, rmse
 from nnmpi.data.dataset import IGNORED, Dataset, Samples
 from nnmpi.errors import DataError, UsageError
-from nnmpi.ops.loss import cross_entropy
+from nnmpi.ops.loss import cross_entropy, mse
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.signature import ModelSignature
@@ -38,6 +40,10 @@ class Evaluation:
     labels: NDArray[np.int64]
     predicted: NDArray[np.int64]
     losses: NDArray[np.float64]
+
+    def measures(self) -> dict[str, float]:
+        """Return how good that is, by name."""
+        return {"accuracy": self.accuracy}
 
     @property
     def targets(self) -> int:
@@ -67,7 +73,41 @@ class Evaluation:
         return counts
 
 
-def evaluate(run: TrainedRun, samples: Samples, batch_size: int) -> Evaluation:
+@dataclass(frozen=True, eq=False)
+class QuantityEvaluation:
+    """What a model made of some samples, where quantities are predicted.
+
+    Attributes:
+        labels: (n, *target_shape), what they are.
+        predicted: of their shape.
+        losses: of their shape, the loss of each one.
+    """
+
+    labels: NDArray[Any]
+    predicted: NDArray[Any]
+    losses: NDArray[np.float64]
+
+    @property
+    def targets(self) -> int:
+        """How many samples there are."""
+        return len(self.labels)
+
+    @property
+    def loss(self) -> float:
+        """Their mean loss."""
+        return float(self.losses.mean()) if self.losses.size else 0.0
+
+    def measures(self) -> dict[str, float]:
+        """Return how good that is, by name: RMSE and R2."""
+        labels = self.labels.astype(np.float64)
+        score = -float(np.mean((self.predicted - labels) ** 2))
+        return {"rmse": rmse(score), "r2": r2(score, float(np.var(labels, axis=0).mean()))}
+
+
+Found: TypeAlias = Evaluation | QuantityEvaluation
+
+
+def evaluate(run: TrainedRun, samples: Samples, batch_size: int) -> Found:
     """Return what a run's model makes of samples. Collective; the replicas share them.
 
     Args:
@@ -80,10 +120,12 @@ def evaluate(run: TrainedRun, samples: Samples, batch_size: int) -> Evaluation:
     """
     with agreed(run.where.mesh.world):
         labels = match_labels(run.signature, samples)
-    dp = run.where.mesh.dp
+        loss_of = _loss_of(run)
+    dp, numbers = run.where.mesh.dp, run.signature.predicts == "quantities"
     mine = part(len(samples), dp.size, dp.rank)
-    predicted, losses = np.full(labels.shape, IGNORED, np.int64), np.zeros(labels.shape)
-    each = 8 * run.classes * int(np.prod(labels.shape[1:]))
+    predicted: NDArray[Any] = np.zeros(labels.shape) if numbers else np.full(labels.shape, IGNORED, np.int64)
+    losses = np.zeros(labels.shape)
+    each = 8 * run.signature.outputs * int(np.prod(labels.shape[1:]))
     rows = max(1, min(batch_size, LOGITS_BYTES // each))
     inference = Inference(run.where, run.backend, run.config.run.precision)
     for start in range(mine.start, mine.stop, rows):
@@ -91,8 +133,7 @@ def evaluate(run: TrainedRun, samples: Samples, batch_size: int) -> Evaluation:
         x, width = _input(run.signature, samples, indices, run.config.run.dtype)
         logits = inference(x)
         wanted = labels[indices] if width is None else labels[indices, :width]
-        found = (logits.argmax(axis=-1), _losses(logits, wanted))
-        for whole, values in zip((predicted, losses), found, strict=True):
+        for whole, values in zip((predicted, losses), _judged(run.signature, logits, wanted, loss_of), strict=True):
             whole[indices if width is None else (indices, slice(width))] = values
     inference.release()
     if dp.size > 1:  # each replica has filled in its own samples
@@ -101,11 +142,37 @@ def evaluate(run: TrainedRun, samples: Samples, batch_size: int) -> Evaluation:
         predicted[others] = losses[others] = 0
         dp.all_reduce(predicted.reshape(-1))
         dp.all_reduce(losses.reshape(-1))
+    if numbers:
+        return QuantityEvaluation(labels, predicted, losses)
+    if run.signature.predicts == "yes-or-no":
+        labels = (labels > 0.5).astype(np.int64)
     return Evaluation(labels, predicted, losses)
 
 
-def match_labels(signature: ModelSignature, samples: Samples) -> NDArray[np.int64]:
-    """Return the labels of samples as numbers of the model's classes: (n,) or (n, time).
+def _loss_of(run: TrainedRun) -> Callable[[Array, Array], Array]:
+    """Return what gives the loss of each target: of classes the cross-entropy, else what the run was trained with.
+
+    Of numbers that were trained with a loss of the user's it is the squared error.
+    """
+    if run.signature.predicts == "classes":
+        return _losses
+    name = run.config.optimization.loss
+    function = ERRORS.get(name, mse)
+    return lambda outputs, targets: function(Tensor(outputs), targets.astype(outputs.dtype), "none").numpy()
+
+
+def _judged(
+    signature: ModelSignature, outputs: Array, wanted: NDArray[Any], loss_of: Callable[[Array, Array], Array]
+) -> tuple[Array, Array]:
+    """Return what a model's outputs are taken for, and the loss of each."""
+    if signature.predicts == "classes":
+        return outputs.argmax(axis=-1), loss_of(outputs, wanted)
+    values = outputs.reshape(wanted.shape)
+    return values if signature.predicts == "quantities" else values > 0, loss_of(values, wanted)
+
+
+def match_labels(signature: ModelSignature, samples: Samples) -> NDArray[Any]:
+    """Return the labels of samples as numbers of the model's classes, (n,) or (n, time); or quantities.
 
     Raises:
         DataError: for samples of another shape or kind, and labels that the model does not know.
@@ -115,13 +182,19 @@ def match_labels(signature: ModelSignature, samples: Samples) -> NDArray[np.int6
         kind = "tokens" if samples.is_tokens else f"samples of shape {tuple(samples.sample_shape)}"
         raise DataError(f"{samples.name} has {kind}, which do not fit a model that takes {signature.sample_shape}")
     labels = samples.labels(np.arange(len(samples)))
+    predicts = samples.predicts if isinstance(samples, Dataset) else "classes"
+    shape = labels.shape[1:] if predicts != "classes" else ()
+    if (predicts, shape) != (signature.predicts, signature.target_shape):
+        wanted = f"{signature.predicts} of shape {signature.target_shape}"
+        raise DataError(f"{samples.name} has {predicts} of shape {shape}, but the model predicts {wanted}")
     theirs = samples.class_names if isinstance(samples, Dataset) else ()
     if theirs and signature.class_names and theirs != signature.class_names:
         unknown = [name for name in theirs if name not in signature.class_names]
         if unknown:
             raise DataError(f"{samples.name} has the class {unknown[0]!r}, which the model does not know")
-        labels = np.array([signature.class_names.index(name) for name in theirs])[labels]
-    if labels.size and labels.max() >= signature.classes:
+        numbers = np.array([signature.class_names.index(name) for name in theirs], labels.dtype)
+        labels = numbers[labels.astype(np.int64)]  # of yes or no, too, where names stand for 0 and 1
+    if predicts == "classes" and labels.size and labels.max() >= signature.classes:
         raise DataError(f"{samples.name} has the label {labels.max()}, but the model {signature.classes} classes")
     return labels
 
@@ -142,8 +215,10 @@ def _losses(logits: Array, labels: NDArray[np.int64]) -> Array:
     return cross_entropy(Tensor(logits), labels, "none", IGNORED).numpy()
 
 
-def draw(found: Evaluation, run: TrainedRun, samples: Samples, folder: Path) -> list[Path]:
+def draw(found: Found, run: TrainedRun, samples: Samples, folder: Path) -> list[Path]:
     """Draw the confusion matrix, and of images those that the model is most wrong about; return the files.
+
+    Of quantities: what was predicted over what it is.
 
     Args:
         found: what the model made of the samples.
@@ -154,17 +229,32 @@ def draw(found: Evaluation, run: TrainedRun, samples: Samples, folder: Path) -> 
         UsageError: without matplotlib, and for what is no classification of samples.
         OSError: when a file cannot be written.
     """
-    if found.labels.ndim > 1 or run.classes > MOST_CLASSES:
+    if isinstance(found, Evaluation) and (found.labels.ndim > 1 or run.classes > MOST_CLASSES):
         raise UsageError(f"--plot draws classes, at most {MOST_CLASSES}, one for each sample; leave it out")
     try:
         figure_type: Any = importlib.import_module("matplotlib.figure").Figure
     except ImportError:
         raise UsageError("--plot draws with matplotlib, which is not installed (pip install 'nnmpi[plot]')") from None
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(found, QuantityEvaluation):
+        return [_draw_predicted(figure_type, found, run, folder / "predicted.png")]
     files = [_draw_confusion(figure_type, found, run, folder / "confusion.png")]
     if len(samples.sample_shape) == 3 and isinstance(samples, Dataset):
         files.append(_draw_wrong(figure_type, found, run, samples, folder / "wrong.png"))
     return files
+
+
+def _draw_predicted(figure_type: Any, found: QuantityEvaluation, run: TrainedRun, file: Path) -> Path:
+    figure = figure_type(figsize=(4.8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    labels, predicted = found.labels.reshape(-1), found.predicted.reshape(-1)
+    ends = [float(labels.min()), float(labels.max())]
+    axes.plot(ends, ends, color="gray", lw=1)
+    axes.plot(labels, predicted, ".", ms=3)
+    axes.set(xlabel="target", ylabel="predicted", title=f"{run.folder.name}: R2 {found.measures()['r2']:.4f}")
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+    return file
 
 
 def _draw_confusion(figure_type: Any, found: Evaluation, run: TrainedRun, file: Path) -> Path:

@@ -1,9 +1,9 @@
-"""The command `python -m nnmpi.predict`: the class of samples in a file, and the probability of each class."""
+"""The command `python -m nnmpi.predict`: the class of samples in a file, and the probability of each; or quantities."""
 
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,11 +19,11 @@ from nnmpi.trained.run import TrainedRun
 from nnmpi.trained.samples import read_file
 
 PROGRAM = "python -m nnmpi.predict"
-DESCRIPTION = """Say of what class samples are: python -m nnmpi.predict RUN FILE [options].
+DESCRIPTION = """Say of what class samples are, or predict quantities: python -m nnmpi.predict RUN FILE [options].
 
 FILE is an .npz with x, a .csv with the features that the run was trained on (a label behind them is not looked at), or
 an image such as digit.png. The run's own scaling and normalization are applied. Out comes a line for each sample: its
-class, and the probability of every class."""
+class, and the probability of every class; or the quantities that are predicted."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def main(words: Sequence[str], group: Group) -> None:
     run = place.open(folder, group, _check_model)
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
-    text = format_predictions(run, run.probabilities(x), options.format)
+    text = format_predictions(run, run.answers(x), options.format)
     if options.out is None:
         return console.say(text)
 
@@ -84,14 +84,25 @@ def _check_model(config: Config) -> None:
         raise UsageError(f"a run of model {config.model.model} says what comes next: see python -m nnmpi.generate")
 
 
-def format_predictions(run: TrainedRun, probabilities: Array, kind: str) -> str:
-    """Return the classes and their probabilities as text.
+def format_predictions(run: TrainedRun, answers: Array, kind: str) -> str:
+    """Return what a model says as text: classes and their probabilities, or quantities.
 
     Args:
-        run: whose classes they are.
-        probabilities: (n, classes).
+        run: whose answers they are.
+        answers: what `TrainedRun.predict` gives.
         kind: "csv" or "json".
     """
+    if run.signature.predicts != "quantities" and not run.signature.target_shape:
+        return _format_classes(run, answers, kind)
+    if kind == "json":
+        return json.dumps({"run": str(run.folder), "samples": [{"values": row.tolist()} for row in answers]})
+    rows = answers.reshape(len(answers), -1)
+    count = rows.shape[1]
+    header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
+    return _table([header, *([f"{each:.6g}" for each in row] for row in rows)])
+
+
+def _format_classes(run: TrainedRun, probabilities: Array, kind: str) -> str:
     names, best = run.class_names, probabilities.argmax(axis=-1)
     if kind == "json":
         rows = [
@@ -99,12 +110,13 @@ def format_predictions(run: TrainedRun, probabilities: Array, kind: str) -> str:
             for number, row in zip(best, probabilities, strict=True)
         ]
         return json.dumps({"run": str(run.folder), "classes": names, "samples": rows})
+    lines = ([names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True))
+    return _table([["class", *names], *lines])
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["class", *names])
-    writer.writerows(
-        [names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True)
-    )
+    csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue().rstrip("\n")
 
 

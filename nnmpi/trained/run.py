@@ -82,19 +82,31 @@ class TrainedRun:
         return self.signature.prepare(x, self.config.run.dtype)
 
     def predict(self, x: Array) -> Array:
-        """Return the probability of each class: (n, classes). Collective over the ranks of a replica.
+        """Return what the model says of samples. Collective over the ranks of a replica.
 
         Args:
             x: (n, *sample_shape), samples as the data set has them.
 
+        Returns:
+            The probability of each class: (n, classes); or quantities: (n, *target_shape).
+
         Raises:
             DataError: for samples that do not fit the model.
         """
-        return self.probabilities(self.transform(np.asarray(x)))
+        return self.answers(self.transform(np.asarray(x)))
 
-    def probabilities(self, x: Array) -> Array:
-        """Return the probability of each class, (n, classes), for model input. Collective as `outputs`."""
+    def answers(self, x: Array) -> Array:
+        """Return what `predict` does, for model input. Collective as `outputs`.
+
+        Of several answers of yes or no the probability of each yes: (n, *target_shape).
+        """
         logits = self.outputs(x)
+        if self.signature.predicts != "classes":
+            values = logits.reshape(len(x), *self.signature.target_shape)
+            if self.signature.predicts == "quantities":
+                return values
+            sure: Array = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
+            return sure if self.signature.target_shape else np.stack([1 - sure, sure], axis=-1)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probabilities: Array = shifted / shifted.sum(axis=-1, keepdims=True)
         return probabilities
@@ -109,7 +121,7 @@ class TrainedRun:
         inference = Inference(self.where, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
-        return np.concatenate(parts) if parts else np.zeros((0, self.classes), self.config.run.dtype)
+        return np.concatenate(parts) if parts else np.zeros((0, self.signature.outputs), self.config.run.dtype)
 
     def __repr__(self) -> str:
         """Say which run it is, and what it knows."""
@@ -175,7 +187,7 @@ def open_run(
         with agreed(group):
             # dropout does nothing here, and what says how large it was may be gone
             model = replace(config.model, dropout=0.0) if config.model.pretrained is not None else config.model
-            build = partial(build_model, model, signature.sample_shape, signature.classes)
+            build = partial(build_model, model, signature.sample_shape, signature.outputs)
             built = build()
         kind = np.int64 if signature.is_tokens else dtype
         sample = np.zeros((1, *signature.sample_shape), kind)

@@ -39,7 +39,7 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
         if file.name.endswith((".csv", ".csv.gz")):
             if len(signature.sample_shape) != 1:
                 raise DataError(f"rows of a table do not fit a model that takes {signature.sample_shape}")
-            return signature.prepare(read_features(file, signature.sample_shape[0]), dtype)
+            return signature.prepare(read_features(file, signature.sample_shape[0], signature.target), dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
     return read_image(file, signature, dtype, invert)

@@ -12,7 +12,7 @@ from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.train.run_state import Extent, RunState
 
-STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, correct=3.0, wall_s=0.5)
+STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
 
 
 def test_steps_are_counted_and_summed_up() -> None:

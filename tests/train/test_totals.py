@@ -9,8 +9,8 @@ from nnmpi.compose.trainer import Totals
 
 
 def test_a_mean_weighs_samples_not_steps() -> None:
-    full = Totals(steps=1, samples=60, targets=60, loss_sum=60 * 1.0, correct=30)
-    short = Totals(steps=1, samples=20, targets=20, loss_sum=20 * 3.0, correct=20)
+    full = Totals(steps=1, samples=60, targets=60, loss_sum=60 * 1.0, score_sum=30)
+    short = Totals(steps=1, samples=20, targets=20, loss_sum=20 * 3.0, score_sum=20)
     both = full.plus(short)
     assert (both.steps, both.samples, both.loss, both.accuracy) == (2, 80, 1.5, 0.625)
 

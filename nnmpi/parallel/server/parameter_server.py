@@ -58,7 +58,8 @@ class Push:
         targets: how many of its labels count, maybe 0; global_targets: of the whole batch.
         lr: the learning rate of that batch.
         version: of this server's weights that it was computed on.
-        loss_sum: the sum of the targets' losses; correct: how many of them were predicted.
+        loss_sum: the sum of the targets' losses; score_sum: how many of them were predicted, or
+            how well.
         norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports it.
         compute_s, wait_s: how long the worker computed, and waited before.
         signal: the number of the signal that the worker got, 0 for none: the segment ends with whole batches.
@@ -72,7 +73,7 @@ class Push:
     lr: float
     version: int
     loss_sum: float
-    correct: float
+    score_sum: float
     norm: float
     compute_s: float
     wait_s: float

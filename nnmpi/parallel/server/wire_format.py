@@ -118,7 +118,7 @@ def write_push(header: Array, message_id: MessageId, push: Push) -> None:
         *(message_id.segment, message_id.sequence, message_id.shard),
         *(push.task.batch, push.task.part, push.rows, push.targets, push.global_targets),
         *(push.lr, push.version),
-        *(push.loss_sum, push.correct, push.norm, push.compute_s, push.wait_s, push.signal, push.broken),
+        *(push.loss_sum, push.score_sum, push.norm, push.compute_s, push.wait_s, push.signal, push.broken),
     )
 
 
@@ -126,7 +126,7 @@ def read_push(header: Array) -> tuple[MessageId, Push]:
     """Return what `write_push` wrote into a header, (17,) float64."""
     numbers = header.tolist()
     segment, sequence, shard, batch, part, rows, targets, global_targets = (int(number) for number in numbers[:8])
-    lr, version, loss_sum, correct, norm, compute_s, wait_s, signal, broken = numbers[8:]
+    lr, version, loss_sum, score_sum, norm, compute_s, wait_s, signal, broken = numbers[8:]
     push = Push(
         task=Task(batch, part),
         rows=rows,
@@ -135,7 +135,7 @@ def read_push(header: Array) -> tuple[MessageId, Push]:
         lr=lr,
         version=int(version),
         loss_sum=loss_sum,
-        correct=correct,
+        score_sum=score_sum,
         norm=norm,
         compute_s=compute_s,
         wait_s=wait_s,

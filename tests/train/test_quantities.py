@@ -1,0 +1,235 @@
+"""Numbers that are predicted, and yes or no: trained under every layout with the serial run's numbers, then used."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import ops
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.losses import ERRORS, SumError
+from nnmpi.errors import DataError, NnmpiError, ShapeError
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.train.cli import main as train
+from nnmpi.train.curves import draw
+from nnmpi.train.metrics import read_metrics
+from nnmpi.trained.evaluate import main as evaluate
+from nnmpi.trained.predict import main as predict
+
+X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
+SUMS = X @ np.arange(5.0) + 1
+FILES = {
+    "one": SUMS,
+    "counts": np.arange(50) % 9,
+    "shaped": np.stack([SUMS * i for i in range(6)], 1).reshape(50, 2, 3),
+    "sign": (SUMS > 0).astype(np.int64),
+    "sure": 1 / (1 + np.exp(-SUMS)),
+    "signs": np.stack([SUMS > 0, X[:, 0] > 0], 1).astype(np.int64),
+    "three": np.arange(50) % 3,
+    "single": np.zeros(50, np.int64),
+}
+PLAIN = "--dtype float64 --batch-size 12 --epochs 2 --log-every 1 --lr 0.02"
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files, in the folder where the test runs; no curves."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
+    for name, y in FILES.items():
+        np.savez(f"{name}.npz", x=X, y=y)
+    rows = [[f"{SUMS[i]:.6f}", *map(str, X[i]), "no" if i % 2 else "yes"] for i in range(50)]
+    table = [["price", "a", "b", "c", "d", "e", "sold"], *rows]
+    Path("houses.csv").write_text("\n".join(",".join(row[:-1]) for row in table) + "\n")
+    Path("sold.csv").write_text("\n".join(",".join(row[1:]) for row in table) + "\n")
+
+
+def run(words: str, ranks: int = 1, out: str = "run") -> list[dict[str, Any]]:
+    """Return what a run records."""
+    model = "" if "--model" in words else "--model mlp --hidden 6 4"
+    simulate(lambda group: train([*f"{PLAIN} {model} {words}".split(), "--out", out], group), ranks)
+    return read_metrics(Path(out) / "metrics.jsonl")
+
+
+def numbers(records: list[dict[str, Any]]) -> np.ndarray:
+    """Return losses, gradients and scores in their order; times stay out."""
+    names = ("loss", "grad_norm", "rmse", "r2", "accuracy")
+    return np.array([each[name] for each in records for name in names if name in each])
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 2, 3)])
+def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[int, ...]) -> None:
+    """Divided by the samples, it is the loss and the gradient of all elements' mean, whatever the outputs' shape."""
+    draw = np.random.default_rng(1)
+    outputs, targets = draw.normal(size=(7, int(np.prod(shape[1:])))), draw.uniform(size=shape)
+    ours, theirs = (Tensor(outputs, requires_grad=True) for _ in range(2))
+    loss = SumError(name)(ours, targets) / 7
+    wanted = ERRORS[name](theirs, targets.reshape(outputs.shape))
+    loss.backward()
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-13)
+    np.testing.assert_allclose(ours.grad, theirs.grad, rtol=1e-13)
+    flat = targets.reshape(outputs.shape)
+    score = np.mean((outputs > 0) == (flat > 0.5)) if name == "bce" else -np.mean((outputs - flat) ** 2)
+    assert SumError(name).score(ours, targets) / 7 == pytest.approx(score, rel=1e-12)
+    with pytest.raises(ShapeError, match="for each sample"):
+        SumError(name)(Tensor(np.ones((7, 5))), targets)
+
+
+@pytest.mark.parametrize(
+    ("words", "layouts"),
+    [
+        ("--dataset one.npz --loss mse", [(3, ""), (2, "--pp 2"), (2, "--tp 2"), (3, "--zero 1")]),
+        ("--dataset shaped.npz --loss huber", [(3, "--reduction fixed --microbatches 4"), (4, "--pp 2 --tp 2")]),
+        ("--dataset counts.npz --loss mae", [(3, "--fused-update on"), (3, "--activation-memory 1MiB")]),
+        ("--dataset sign.npz --loss bce", [(3, ""), (2, "--pp 2 --recompute always"), (2, "--tp 2")]),
+        ("--dataset signs.npz --loss bce", [(3, "--servers 1 --sync ssp --staleness 0")]),
+        ("--dataset sure.npz --loss bce", [(3, "--grad-accum 3")]),
+    ],
+)
+def test_every_layout_gives_the_serial_numbers(words: str, layouts: list[tuple[int, str]]) -> None:
+    """Losses, gradients and scores, with a last batch that is short."""
+    serial = run(words)
+    assert np.isfinite(numbers(serial)).all()
+    for number, (ranks, layout) in enumerate(layouts):
+        found = run(f"{words} {layout}", ranks, f"run{number}")
+        kinds = ("eval", "test") if "--sync" in layout else ("train", "eval", "test")
+        ours, theirs = (numbers([each for each in records if each["kind"] in kinds]) for records in (found, serial))
+        assert np.allclose(ours, theirs, rtol=1e-9), layout
+
+
+def test_keys_and_the_place_of_the_accuracy() -> None:
+    """RMSE and R2 stand where the accuracy stands, are right, and decide with the loss which weights are the best."""
+    records = run("--dataset houses.csv --target price --loss mse --epochs 4 --keep-best")
+    for each in records:
+        assert list(each)[3:6] == ["loss", "rmse", "r2"] and "accuracy" not in each
+    last, file = records[-1], json.loads(Path("run/finished.json").read_text())
+    assert file["rmse"] == last["rmse"] == pytest.approx(last["loss"] ** 0.5)
+    best = min((each for each in records if each["kind"] == "eval"), key=lambda each: each["loss"])
+    assert Path("run/checkpoints/best").read_text().strip() == f"step-{best['global_step']:08d}"
+
+
+def test_a_run_goes_on_as_if_it_had_not_ended() -> None:
+    """Resumed with other ranks, in the middle of an epoch."""
+    words = "--dataset one.npz --loss mae --schedule constant"
+    whole = run(words, 1, "whole")
+    run(f"{words} --max-steps 3", 2, "part")
+    simulate(lambda group: train(["--resume", "part", "--max-steps", "8"], group), 3)
+    part = read_metrics(Path("part/metrics.jsonl"))
+    assert np.allclose(numbers(part), numbers(whole), rtol=1e-9)
+
+
+@pytest.mark.parametrize("sync", ["--sync asp", "--sync local", "--sync gossip"])
+def test_workers_out_of_step_learn(sync: str) -> None:
+    """Their evaluation is that of the weights."""
+    records = run(f"--dataset one.npz --loss mse --epochs 12 {sync}", 3)
+    assert records[-1]["kind"] != "eval" and next(e for e in records if e["kind"] == "test")["r2"] > 0.2
+
+
+def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
+    """Evaluated on ranks as training printed it, loaded, and asked for values in CSV and JSON."""
+    for words, name in (
+        ("--dataset houses.csv --target price --loss mse", "houses.csv"),
+        ("--dataset shaped.npz --loss huber", "shaped.npz"),
+        ("--dataset sold.csv --loss bce", "sold.csv"),
+        ("--dataset signs.npz --loss bce", "signs.npz"),
+    ):
+        out = name.partition(".")[0]
+        run(words, 1, out)
+        printed = re.findall(r"^test (.*) with the final", capfd.readouterr().out, re.MULTILINE)[0]
+        for ranks, layout in ((1, ""), (3, ""), (2, "--pp 2")):
+            simulate(lambda group, words=f"{out} {layout}": evaluate(words.split(), group), ranks)
+            assert f"test {printed}," in capfd.readouterr().out
+        model = nnmpi.load(out)
+        found = model.predict(X)
+        simulate(lambda group, words=f"{out} {name}": predict(words.split(), group), 2)
+        lines = capfd.readouterr().out.splitlines()
+        simulate(lambda group, words=f"{out} {name} --format json": predict(words.split(), group), 1)
+        values = json.loads(capfd.readouterr().out)["samples"]
+        if name == "sold.csv":
+            assert lines[0] == "class,no,yes" and found.shape == (50, 2)
+            assert np.allclose(found.sum(1), 1)
+            assert [each["class"] for each in values] == [("no", "yes")[i] for i in found.argmax(1)]
+            continue
+        assert found.shape == (50, *model.signature.target_shape)
+        assert np.allclose([each["values"] for each in values], found, rtol=1e-6)
+        assert lines[0] == ("value" if found.ndim == 1 else ",".join(f"value_{i + 1}" for i in range(found[0].size)))
+        table = np.array([list(map(float, line.split(","))) for line in lines[1:]])
+        assert np.allclose(table, found.reshape(50, -1), rtol=1e-5, atol=1e-12)
+
+
+def test_pictures_show_what_there_is() -> None:
+    """RMSE and R2 in the place of the accuracy; predictions over targets."""
+    pytest.importorskip("matplotlib")
+    run("--dataset one.npz --loss mse")
+    names = {file.name for file in draw(Path("run/metrics.jsonl"), Path("curves"))}
+    assert {"rmse.png", "r2.png"} <= names and not {"accuracy.png", "accuracy_over_time.png"} & names
+    simulate(lambda group: evaluate(["run", "--plot"], group), 1)
+    assert Path("run/evaluation/predicted.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--dataset three.npz", None),
+        ("--dataset iris --loss mse", "iris has classes, and --loss mse predicts numbers; give --loss cross-entropy"),
+        ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number; name another column"),
+        ("--dataset one.npz", "y is float64; save the labels as whole numbers .*, or ask for quantities"),
+        ("--dataset houses.csv --target price", "is not a whole number; give classes, .*, or ask for quantities"),
+        ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
+        ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
+        ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
+        ("--dataset one.npz --loss bce", "one: a target is .*; for yes or no give numbers from 0 to 1"),
+        ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),
+        ("--dataset paradise-lost --model lstm --loss mse", "has classes, and --loss mse predicts numbers"),
+        ("--dataset one.npz --loss mse --label-smoothing 0.1", "--label-smoothing belongs to the cross-entropy"),
+        ("--dataset one.npz --loss mse --partition label", "sorts samples by class, but those of one have quantities"),
+        ("--dataset one.npz --loss mean", "--loss is mean; it must be one of cross-entropy, mse, bce, mae, huber"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_a_sentence(words: str, sentence: str | None) -> None:
+    """Once, before anything runs."""
+    if sentence is None:
+        assert "accuracy" in run(words)[-1]
+        return
+    with pytest.raises(NnmpiError, match=sentence):
+        run(words, 2)
+
+
+def test_a_worker_knows_losses_by_name() -> None:
+    """As the command does; another name is refused."""
+    sets = nnmpi.data.Dataset("sums", X, SUMS.astype(np.float32), 0)
+
+    def learn(group: nnmpi.Group, loss: str) -> float:
+        model = nnmpi.models.mlp((5,), 1, hidden=[4]).initialize(dtype="float64")
+        worker = nnmpi.Worker(model, nnmpi.optim.SGD(model.storage, lr=0.1), group, loss=loss)
+        loader = nnmpi.data.Loader(sets, 50, rank=group.rank, world=group.size, shuffle=False, dtype="float64")
+        outputs = model(Tensor(X.astype(np.float64))).numpy()
+        wanted = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)
+        report = worker.step(next(iter(loader.epoch(0))))
+        assert report.loss == pytest.approx(wanted, rel=1e-12) and report.rmse == pytest.approx(wanted**0.5)
+        assert np.isnan(report.accuracy)
+        worker.release()
+        return report.loss
+
+    assert len(set(simulate(lambda group: learn(group, "mse"), 3))) == 1
+    with pytest.raises(NnmpiError, match="the loss 'squares' is unknown; choose one of cross-entropy, mse, bce"):
+        simulate(lambda group: learn(group, "squares"), 2)
+
+
+def test_data_of_other_shapes_are_not_taken() -> None:
+    """Neither by a data set nor by a run."""
+    with pytest.raises(DataError, match="the target nan of sample 0 is not a finite number"):
+        nnmpi.data.Dataset("mine", X[:1], np.array([np.nan], np.float32), 0)
+    with pytest.raises(DataError, match="the target 2.0 of sample 0 is not from 0 to 1"):
+        nnmpi.data.Dataset("mine", X[:1], np.array([2.0], np.float32), 2)
+    run("--dataset one.npz --loss mse --epochs 1")
+    with pytest.raises(DataError, match=r"predicts? quantities of shape \(\)"):
+        simulate(lambda group: evaluate(["run", "--dataset", "shaped.npz"], group), 1)
+    assert ops.mae(Tensor(np.array([1.0, -2.0])), np.zeros(2)).item() == 1.5
