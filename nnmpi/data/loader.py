@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -165,6 +165,7 @@ class Loader:
         self.dtype = np.dtype(dtype)
         self.workers = workers
         self.prefetch = prefetch
+        self._asked = 0  # how often for the next epoch
         self._own: dict[tuple[int, int], NDArray[np.int64]] = {}  # by part and parts: who has which samples
         if partition != "none":
             self._owned(rank, world)
@@ -174,13 +175,14 @@ class Loader:
         whose = f"rank {self.rank} of {self.world}"
         return f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size}, part of {whose})"
 
-    def __iter__(self) -> NoReturn:
-        """Refuse: the order of samples depends on the epoch.
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches of the next epoch: of epoch 0 when this is asked first, then of 1, and so on."""
+        self._asked += 1
+        return self.epoch(self._asked - 1)
 
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("a loader goes epoch by epoch: for x, y in loader.epoch(number)")
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return self.batches_per_epoch
 
     @property
     def batches_per_epoch(self) -> int:

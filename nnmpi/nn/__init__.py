@@ -14,15 +14,29 @@ from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.loss import BCEWithLogitsLoss, CrossEntropyLoss, HuberLoss, L1Loss, MSELoss
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Buffer, Module, Parameter
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.nn.transformer import TransformerBlock
 
+# PyTorch's names: one class normalizes all shapes, and a module finds what stands in its lists.
+BatchNorm1d = BatchNorm2d = BatchNorm
+ModuleList = list
+
 __all__ = [
+    "ModuleList",
+    "BatchNorm2d",
+    "BatchNorm1d",
+    "Parameter",
+    "MSELoss",
+    "L1Loss",
+    "HuberLoss",
+    "CrossEntropyLoss",
+    "BCEWithLogitsLoss",
     "GELU",
     "LSTM",
     "AvgPool2d",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nnmpi.aliases import also
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
@@ -21,6 +22,7 @@ class ReLU(Module):
 class LeakyReLU(Module):
     """x where positive, slope * x elsewhere."""
 
+    @also(negative_slope="slope")
     def __init__(self, slope: float = 0.01) -> None:
         self.slope = slope
 
@@ -67,6 +69,7 @@ class Sigmoid(Module):
 class Softmax(Module):
     """e^x / sum(e^x) along an axis."""
 
+    @also(dim="axis")
     def __init__(self, axis: int = -1) -> None:
         self.axis = axis
 

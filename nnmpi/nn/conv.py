@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nnmpi.aliases import also
 from nnmpi.backend.windows import Pair, pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.init import fan_in
@@ -25,6 +26,7 @@ class Conv2d(Module):
         init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and so is the bias.
     """
 
+    @also(in_channels="inputs", out_channels="outputs", kernel_size="kernel")
     def __init__(
         self,
         inputs: int,
@@ -67,6 +69,7 @@ class MaxPool2d(Module):
         padding: pixels around the image, which are never the largest.
     """
 
+    @also(kernel_size="kernel")
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
 
@@ -84,6 +87,7 @@ class AvgPool2d(Module):
         padding: pixels of zeros around the image, which count in the mean.
     """
 
+    @also(kernel_size="kernel")
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from nnmpi.aliases import also
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import current
@@ -23,6 +24,7 @@ class Dropout(Module):
         rate: the probability that an element is dropped, in [0, 1).
     """
 
+    @also(p="rate")
     def __init__(self, rate: float = 0.5) -> None:
         if not 0 <= rate < 1:
             raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")

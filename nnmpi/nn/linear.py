@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.errors import UsageError
 from nnmpi.nn.init import Normal, fan_in
 from nnmpi.nn.module import Module
@@ -23,6 +24,7 @@ class Linear(Module):
         bias_init: draws the bias.
     """
 
+    @also(in_features="inputs", out_features="outputs")
     def __init__(
         self,
         inputs: int,
@@ -54,6 +56,7 @@ class Embedding(Module):
         init: draws the table; by default normal with standard deviation 1.
     """
 
+    @also(num_embeddings="entries", embedding_dim="features")
     def __init__(self, entries: int, features: int, init: Initializer | None = None) -> None:
         if entries < 1 or features < 1:
             raise UsageError(f"an embedding needs at least 1 entry and 1 feature, not {entries} and {features}")

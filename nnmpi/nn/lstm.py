@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.errors import UsageError
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import fan_in
@@ -51,6 +52,7 @@ class LSTM(Module):
         dropout: the probability with which an element between two layers is dropped in training.
     """
 
+    @also(input_size="inputs", hidden_size="features", num_layers="layers")
     def __init__(
         self, inputs: int, features: int, layers: int = 1, bidirectional: bool = False, dropout: float = 0.0
     ) -> None:

@@ -34,7 +34,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import Parameter as Parameter  # nn.Parameter
 from nnmpi.tensor.tensor import Tensor
 
 # What other libraries have here, and what stands in its place.
@@ -44,8 +44,6 @@ ELSEWHERE = {
     "to": "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)",
     "cuda": "the backend is chosen once, by initialize(backend=...)",
     "cpu": "state() gives arrays in host memory",
-    "state_dict": "state() gives the arrays by name",
-    "load_state_dict": "load_state(arrays) takes them",
     "modules": "named_modules() yields them with their names",
 }
 
@@ -161,9 +159,9 @@ class Module:
         """Yield the parameters of the model that this one is a part of, with their full names; by default its own."""
         yield from self.named_parameters()
 
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> ModelParameters:
         """Return all parameters in order of definition."""
-        return [parameter for _, parameter in self.named_parameters()]
+        return ModelParameters(self)
 
     def _members(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
         """Yield this module's attributes of a kind, and those in its lists and tuples, with their names here."""
@@ -274,6 +272,8 @@ class Module:
         for name, entry in entries.items():
             entry.data[...] = _like(entry.data, state[name])
 
+    state_dict, load_state_dict = state, load_state  # PyTorch's names
+
     def _check_whole(self) -> None:
         storage = vars(self).get("storage")
         if storage is not None and not storage.is_whole:
@@ -321,6 +321,23 @@ class Module:
             value[int(number)] = module
         else:
             raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+
+
+class ModelParameters(list[Parameter]):
+    """The parameters of a model, for which an optimizer can be made.
+
+    Args:
+        model: that they are all parameters of.
+    """
+
+    def __init__(self, model: Module) -> None:
+        super().__init__(parameter for _, parameter in model.named_parameters())
+        self._model = model
+
+    @property
+    def storage(self) -> FlatStorage:
+        """The model's storage; a model without values gets those of seed 0, as PyTorch's have some from the start."""
+        return (self._model if "storage" in vars(self._model) else self._model.initialize()).storage
 
 
 def _describe(path: str, module: Module) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.init import Constant
@@ -29,6 +30,7 @@ class BatchNorm(Module):
         eps: added to the variance.
     """
 
+    @also(num_features="channels")
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         if channels < 1 or not 0 <= momentum <= 1 or eps <= 0:
             raise UsageError(
@@ -102,6 +104,7 @@ class LayerNorm(Module):
         eps: added to the variance.
     """
 
+    @also(normalized_shape="features")
     def __init__(self, features: int | tuple[int, ...], eps: float = 1e-5) -> None:
         shape = (features,) if isinstance(features, int) else tuple(features)
         if not shape or prod(shape) < 1 or eps <= 0:

@@ -39,7 +39,7 @@ class Optimizer(ABC):
         """Allocate the state, and cut everything into blocks.
 
         Args:
-            storage: the buffers and their gradients.
+            storage: the buffers and their gradients, or what has them as its `storage`.
             lr: the learning rate.
             weight_decay: one number, or one for each group of the storage by name.
             slots: the names of the state; each gets one array of zeros per buffer, like that buffer.
@@ -49,8 +49,9 @@ class Optimizer(ABC):
                 that names a group the storage has not.
             ShapeError, DtypeError: see `storage.check`.
         """
-        if isinstance(storage, list | tuple):
-            raise UsageError("an optimizer works on a model's storage: give model.storage, not its parameters")
+        storage = getattr(storage, "storage", storage)  # of all parameters of a model
+        if not hasattr(storage, "grads"):
+            raise UsageError("an optimizer works on a model's storage: give model.storage, or model.parameters()")
         check(storage)
         self.lr = non_negative("lr", lr)
         self.steps = 0
@@ -158,6 +159,17 @@ class Optimizer(ABC):
         self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, as the model's `zero_grad` does.
+
+        Raises:
+            UsageError: where the storage is none of a model.
+        """
+        forget = getattr(self.storage, "zero_grad", None)
+        if forget is None:
+            raise UsageError("the optimizer's arrays are no model's; set their gradients to 0 yourself")
+        forget()
 
     def over(self, storage: Storage, parts: Sequence[slice]) -> Self:
         """Return one with the same settings for other arrays, which are as long as parts of this one's buffers.

@@ -20,6 +20,10 @@ from nnmpi.tensor.tensor import Tensor
 Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 
+def _zeros(_generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return np.zeros(shape)
+
+
 class Parameter(Tensor):
     """A trained tensor, empty until its model is initialized.
 
@@ -31,6 +35,8 @@ class Parameter(Tensor):
         guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None.
 
     Args:
+        shape: of the values; or an array of first values, which then needs no `init`.
+        init: draws its initial values; zeros by default.
         region: `shape` is then that of the part, and the values are the part's of those that the whole would get.
 
     Raises:
@@ -41,10 +47,17 @@ class Parameter(Tensor):
 
     guard: Callable[[], None] | None
 
-    def __init__(self, shape: tuple[int, ...], init: Initializer, region: Region | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
+    ) -> None:
+        if not isinstance(shape, tuple):
+            values = np.array(Tensor(shape).numpy())
+            shape, init = values.shape, lambda _generator, _shape: values
         if region is not None and region.local_shape != shape:
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
-        self.declared, self.init, self.name, self.region = shape, init, "", region
+        self.declared: tuple[int, ...] = shape
+        self.init: Initializer = init or _zeros
+        self.name, self.region = "", region
         self.requires_grad = True
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace
 from nnmpi.backend.constants import ones
 from nnmpi.backend.precision import is_floating
@@ -233,10 +234,12 @@ class Tensor(Variable):
         refuse("a comparison")
         return self.data >= _values(other)
 
+    @also(dim="axis", keepdim="keepdims")
     def sum(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the sum over axes. See `reduce.total`."""
         return reduce.total(self, axis, keepdims)
 
+    @also(dim="axis", keepdim="keepdims")
     def mean(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the mean over axes. See `reduce.mean`."""
         return reduce.mean(self, axis, keepdims)
@@ -253,6 +256,7 @@ class Tensor(Variable):
         """Return the smallest element over axes. See `reduce.smallest`."""
         return reduce.smallest(self, axis, keepdims)
 
+    @also(dim="axis")
     def argmax(self, axis: int | None = None) -> Any:
         """Return the indices of the largest elements, as a plain array."""
         refuse("argmax")
@@ -290,6 +294,9 @@ class Tensor(Variable):
         """Return the tensor with its axes in another order. See `shape.transpose`."""
         return shape.transpose(self, *axes)
 
+    view, permute = reshape, transpose  # PyTorch's names
+
+    @also(start_dim="start")
     def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on made into one."""
         return shape.flatten(self, start)

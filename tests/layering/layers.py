@@ -4,7 +4,8 @@
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "own", "pages", "reading", "version"}
-    ),
+    )
+    | {"aliases"},
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),

@@ -1,13 +1,14 @@
 """What people type out of habit works, or is answered in a sentence; what is printed helps."""
 
 import runpy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models, nn, optim
-from nnmpi.errors import UsageError
+from nnmpi import data, models, nn, ops, optim
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.train.cli import parse
 
 TREE = """\
@@ -48,7 +49,6 @@ def test_reprs_say_what_it_is() -> None:
 
 def test_what_stands_elsewhere_is_said() -> None:
     """By the name that it has here."""
-    train, _ = data.load("iris")
     model = models.mlp((4,), 3, ()).initialize()
     for name, sentence in (
         ("train", "training is a block"),
@@ -57,14 +57,74 @@ def test_what_stands_elsewhere_is_said() -> None:
     ):
         with pytest.raises(AttributeError, match=sentence):
             getattr(model, name)
-    with pytest.raises(UsageError, match="give model.storage, not its parameters"):
-        optim.SGD(model.parameters(), lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give model.storage, or model.parameters()"):
+        optim.SGD(list(model.parameters()), lr=0.1)
+    with pytest.raises(ShapeError, match="channels come last here"):
+        nn.Conv2d(3, 4, 3).initialize()(np.ones((2, 3, 8, 8), np.float32))
     with pytest.raises(UsageError, match="Sequential takes the modules themselves"):
         nn.Sequential([nn.ReLU()])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="for x, y in loader.epoch"):
-        list(data.Loader(train, 50))
+    with pytest.raises(TypeError, match="sum got dim and axis, which are one thing"):
+        nnmpi.Tensor([1.0]).sum(axis=0, dim=0)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="--learning-rate is not an option; did you mean --lr?"):
         parse(["--learning-rate", "0.1"])
+
+
+class Net(nn.Module):
+    """Written as for PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels=1, out_channels=4, kernel_size=3)
+        self.pool = nn.MaxPool2d(kernel_size=2)
+        self.normal = nn.ModuleList([nn.BatchNorm2d(num_features=4)])
+        self.out = nn.Linear(in_features=36, out_features=3)
+        self.drop = nn.Dropout(p=0.1)
+        self.scale = nn.Parameter(np.full(3, 2.0))
+
+    def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+        x = self.normal[0](self.pool(self.conv(x)))
+        x = self.drop(x.view(x.shape[0], -1))
+        return self.out(x) * self.scale
+
+
+def test_what_is_written_for_pytorch_computes_the_same() -> None:
+    """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their own."""
+    model, other = Net(), Net().initialize(seed=0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)  # the model has its values now
+    assert optimizer.storage is model.storage
+    criterion, draw = nn.CrossEntropyLoss(), np.random.default_rng(0)
+    sets = data.Dataset("mine", draw.normal(size=(10, 8, 8, 1)).astype(np.float32), np.arange(10) % 3, 3)
+    loader = data.Loader(sets, batch_size=4)
+    assert len(loader) == 3
+    for epoch in range(2):
+        for (x, y), same in zip(loader, loader.epoch(epoch), strict=True):
+            assert (x == same.x).all()
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    other.load_state_dict(model.state_dict())
+    assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
+    assert (Net().initialize().state_dict()["scale"] == 2).all()
+    tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
+    assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
+    assert tensor.sum(dim=-1, keepdim=True).shape == (1, 2, 1)  # type: ignore[call-arg]
+    assert tensor.argmax(dim=-1).tolist() == [[2, 2]]  # type: ignore[call-arg]
+    assert np.allclose(ops.softmax(tensor, dim=1).sum(axis=1).numpy(), 1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("loss", "operation"),
+    [
+        (nn.MSELoss(), ops.mse),
+        (nn.L1Loss("sum"), lambda x, y: ops.mae(x, y, "sum")),
+        (nn.HuberLoss(delta=0.5), lambda x, y: ops.huber(x, y, delta=0.5)),
+        (nn.BCEWithLogitsLoss(reduction="none"), lambda x, y: ops.binary_cross_entropy(x, y, "none")),
+    ],
+)
+def test_losses_are_modules_too(loss: nn.Module, operation: Callable[..., nnmpi.Tensor]) -> None:
+    """And give what the operations give."""
+    x, y = nnmpi.Tensor([[0.5, -2.0, 3.0]]), np.array([[0.1, 0.9, 0.3]], np.float32)
+    assert (loss(x, y).numpy() == operation(x, y).numpy()).all()
 
 
 def test_the_package_lists_its_product(capsys: pytest.CaptureFixture[str]) -> None:

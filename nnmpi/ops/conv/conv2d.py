@@ -240,9 +240,11 @@ def checked_spec(
     if groups < 1 or x.shape[3] % groups or weight.shape[3] % groups:
         raise UsageError(f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output channels")
     if weight.shape[2] * groups != x.shape[3]:
+        first = x.shape[1] == weight.shape[2] * groups
+        hint = "; channels come last here: x.transpose(0, 2, 3, 1) brings PyTorch's images over" if first else ""
         raise ShapeError(
             f"conv2d of images {x.shape} with {groups} groups needs a weight (.., .., {x.shape[3] // groups}, ..), "
-            f"not {weight.shape}"
+            f"not {weight.shape}{hint}"
         )
     if bias is not None and bias.shape != weight.shape[3:]:
         raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
