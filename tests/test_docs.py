@@ -6,6 +6,7 @@ Links and anchors are checked where the pages are built (`scripts/docs`).
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import os
 import re
@@ -14,9 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.data.dataset import Dataset
 from tests.layering.rules import Tree, dead_references
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +51,28 @@ def test_the_first_programs_train(page: str, group: Group, capsys: pytest.Captur
     everyone = group.gather(printed)
     assert len(everyone[0]) == 8 and everyone[0][-1] > 97, everyone
     assert not any(everyone[1:]), everyone
+
+
+def test_the_script_for_pytorch_is_ported_by_eight_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that differ are counted; the port runs, on images of its size that are learned quickly."""
+    theirs, ours = (
+        text.splitlines() for text in re.findall(r"```py\n(.*?)```", PAGES["docs/pytorch.md"], re.DOTALL)[:2]
+    )
+    changes = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes()
+    count = sum(max(end - begin, stop - start) for kind, begin, end, start, stop in changes if kind != "equal")
+    assert 38 <= len(theirs) <= 44 and count == 8, changes
+    y = np.arange(480) % 10
+    x = (np.random.default_rng(0).integers(0, 60, (480, 28, 28, 1)) + 190 * (y // 5)[:, None, None, None]).astype(
+        "uint8"
+    )
+    x[:, :, :14] //= (1 + y % 5)[:, None, None, None].astype("uint8")
+    sets = [Dataset("images", x[i::2], y[i::2], 10, 1 / 255) for i in (0, 1)]
+    monkeypatch.setattr("nnmpi.data.load", lambda name, folder: sets)
+    program = "\n".join(ours).replace("batch_size=64", "batch_size=16").replace("range(3)", "range(2)")
+    exec(compile(program, "docs/pytorch.md", "exec"), {"__name__": "__main__"})
+    assert float(re.findall(r"epoch 2: accuracy ([0-9.]+)%", capsys.readouterr().out)[0]) > 20
 
 
 @pytest.mark.parametrize("page", PROGRAMS)

@@ -138,7 +138,6 @@ OVER_TIME = (
     Panel("Loss over time", "loss", _both("loss"), "loss_over_time.png", SECONDS, from_zero=False),
     Panel("Accuracy over time", "accuracy", _both("accuracy"), "accuracy_over_time.png", SECONDS, from_zero=False),
 )
-AS_NEEDED = (PERPLEXITY, ACCURACY, *QUANTITIES, OVER_TIME[1])  # drawn where a run has them
 OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
 COLUMNS = 3  # of the overview
 SIZE = (4.8, 3.2)  # inches
@@ -166,7 +165,12 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [each for each in (*PANELS, *OVER_TIME) if each not in AS_NEEDED or each.has_points(records)]
+    left_out: tuple[Panel, ...] = QUANTITIES
+    if any(panel.has_points(records) for panel in QUANTITIES):
+        left_out = (ACCURACY, OVER_TIME[1])
+    if not PERPLEXITY.has_points(records):
+        left_out += (PERPLEXITY,)
+    shown = [panel for panel in (*PANELS, *OVER_TIME) if panel not in left_out]
     panels = [panel for panel in shown if panel not in OVER_TIME]
     alone = {panel.file: partial(_draw_panel, records, panel) for panel in shown if panel.file}
     alone[STEP_TIME] = partial(_draw_times, records)
