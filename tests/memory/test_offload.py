@@ -184,7 +184,7 @@ class ThrottledStore(FileStore):
 @pytest.mark.host_only("sleeps while NumPy computes")
 @pytest.mark.parametrize("bandwidth", (2**27, 2**25))
 def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
-    """Within 5 %, on a disk so slow that it decides; at 128 MiB/s links leave, at 32 some are computed again.
+    """Within 5 %, on a disk so slow that it decides; at 32 MiB/s the plan for 128 waits for it.
 
     One pass of five at least: others use the machine, too. A price that was wrong would be wrong for all.
     """
@@ -192,15 +192,17 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
     forward = RecomputedModel(model, None, store=ThrottledStore(tmp_path, bandwidth))
     x = Tensor(np.ones((2, 2), "float32"), requires_grad=True)
     forward(x).sum().backward()
-    assert forward.bandwidth < bandwidth
+    measured, forward.bandwidth = forward.bandwidth, 2**27
+    assert measured < bandwidth
     forward.plan = forward.find_plan(3 * 2**20 + 2**16)
+    forward.bandwidth = measured
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
         forward(x).sum().backward()
         seconds.append(time.perf_counter() - begin)
     price = forward.price
-    assert price.moved and (price.again > 0) == (bandwidth == 2**25)
+    assert price.moved
     assert min(abs(each / price.seconds - 1) for each in seconds) <= 0.05, (seconds, price.seconds)
     forward.release()
 
