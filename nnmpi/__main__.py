@@ -8,6 +8,7 @@ COMMANDS = {
     "train": "train a network: mpirun -n 4 python -m nnmpi.train",
     "run": "train, and start again after each fault, from the last checkpoint",
     "doctor": "what has become of a run; whether this machine is fit for one",
+    "report": "a run as a page for a browser: curves, where time went, memory, options",
     "evaluate": "how well a run does on data",
     "predict": "of what class samples and images are",
     "generate": "write on with a language model",

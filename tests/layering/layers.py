@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"planner"}),
     frozenset({"train"}),
     frozenset({"trained", "verify"}),
-    frozenset({"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "__main__"}),
+    frozenset({"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "__main__"}),
     frozenset({"run"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -72,6 +72,7 @@ TALKERS = frozenset(
         "generate",
         "plan",
         "predict",
+        "report",
         "run",
         "train",
         "trained",

@@ -1,0 +1,88 @@
+"""The page of a run: what its files say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.report import gather, main
+from nnmpi.train.config import Config, assemble, flatten
+from tests.pages.browser import look
+
+pytestmark = pytest.mark.host_only("pages are text")
+WORKER = {"worker": 0, "steps": 3, "mean": 1.0, "max": 2, "histogram": [[0, 1], [1, 1], [2, 1]]}
+CONSOLE = """\
+layout:      dp 2, 2 ranks on 1 node (here)
+MPI:         simulated
+all-reduce:  fused with the update, through shared memory
+epoch 1/2: loss 1.5, accuracy 50 %
+  step 6.64 ms = compute 2.79 ms
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with four steps, two evaluations, and a gradient that is two updates old."""
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    options = flatten(assemble({"model": "mlp", "lr": 0.25, "hidden": [3, 4]}))
+    (folder / "config.json").write_text(json.dumps(options))
+    memory = {"memory_parameters": 1024, "memory_optimizer": 3072, "memory_peak": 4096}
+    records = [
+        {"kind": "train", "global_step": step, "epoch": step / 2, "loss": 4 / step, "accuracy": None, "elapsed_s": step}
+        | {"compute_s": 0.003, "sync_s": 0.001, "wait_s": 0.0, "input_s": 0.0, "learning_rate": 0.25, **memory}
+        for step in (1, 2, 3, 4)
+    ]
+    records += [
+        {"kind": kind, "global_step": 4, "epoch": 2.0, "loss": 0.5, "accuracy": 0.75, "elapsed_s": 4.0}
+        for kind in ("eval", "test")
+    ]
+    records.append({"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr')
+    (folder / "console.txt").write_text(CONSOLE)
+    (folder / "starts.jsonl").write_text(json.dumps({"command": ["python", "-m", "nnmpi.train"], "ranks": 2}) + "\n")
+    return folder
+
+
+def test_the_numbers_are_the_runs(run: Path) -> None:
+    found = gather(run)
+    assert found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3
+    assert [each["kind"] for each in found["results"]] == ["eval", "test"]
+    assert found["charts"][0]["title"] == "Loss"
+    assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
+    assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
+    assert found["times"] == pytest.approx({"compute": 0.003, "synchronisation": 0.001})
+    assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
+    assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
+    assert sorted(found["options"]) == [["--hidden", "3 4"], ["--lr", "0.25"], ["--model", "mlp"]]
+    assert found["commands"] == ["python -m nnmpi.train"]
+
+
+@pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
+def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) -> None:
+    assert main([str(run)]) == f"{run / 'report.html'} shows the run in a browser"
+    script = """
+        return { told: [texts("h1"), texts("h2"), texts("tr"), count("path[data-name]"), count(".fill")] };
+    """
+    title, headings, rows, lines, fills = look((run / "report.html").read_text(), script, tmp_path, width, dark)["told"]
+    assert title == ["run my-run"]
+    assert {"What it was", "Where a step's time went", "Memory of rank 0: at most 4 KB", "Loss"} <= set(headings)
+    assert "Staleness: 1 on average, at most 2" in headings
+    assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
+    assert "compute3 ms, 75 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
+    assert lines >= 8 and fills == 4
+
+
+def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no run"):
+        main([str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
+    with pytest.raises(UsageError, match="the metrics of the run cannot be read"):
+        main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    main([str(tmp_path), "--out", str(tmp_path / "page.html")])
+    found = look((tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path)
+    assert found["headings"] == ["What it was", "Options that are not the defaults", "Commands"]
