@@ -4,8 +4,8 @@ Gradients and weights go through servers, or every rank trains alone and average
 
     worker = AsynchronousWorker(model, optimizer, group, Sync("ssp", staleness=4))
     for epoch in range(10):
-        report = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=lambda step: 0.1)
-        print(worker.evaluate(test_loader.epoch(0)).accuracy, report.staleness.mean())
+        segment = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=lambda step: 0.1)
+        print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
 Every rank runs the same calls. Between two of them all ranks have the same weights, so that evaluations and checkpoints
 are those of any other run; within `run` each goes on as soon as its way of synchronisation lets it.

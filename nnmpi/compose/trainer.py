@@ -1,7 +1,7 @@
 """What all trainers have in common, however their ranks go on: train up to a point, evaluate, state, report, release.
 
-    report = trainer.run(loader, epoch, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
-    print(report.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
+    segment = trainer.run(loader, epoch, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
+    print(segment.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
 
 The batches between two such points are a segment. At its ends all ranks have the same weights, so that evaluations and
 checkpoints are those of any other run. Within it the ranks may meet after every step, or each goes on at its own speed:
