@@ -82,8 +82,10 @@ def test_who_computes_at_one_place_is_told_from_who_sleeps() -> None:
     works, rests = (threading.Thread(target=target, daemon=True) for target in (compute, over.wait))
     works.start(), rests.start()
     before = [processor_seconds(each.ident or 0) for each in (works, rests)]
-    time.sleep(0.2)
-    worked, rested = (processor_seconds(t.ident or 0) - s for t, s in zip((works, rests), before, strict=True))
+    worked, rested, until_s = 0.0, 0.0, time.monotonic() + 10
+    while worked <= 1e-3 and time.monotonic() < until_s:  # others may have the processor
+        time.sleep(0.2)
+        worked, rested = (processor_seconds(t.ident or 0) - s for t, s in zip((works, rests), before, strict=True))
     over.set()
     assert rested < 1e-3 < worked
 
