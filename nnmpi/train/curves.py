@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -140,7 +142,8 @@ OVER_TIME = (
 )
 OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png"
 COLUMNS = 3  # of the overview
-SIZE = (4.8, 3.2)  # inches
+SIZE, DPI = (4.8, 3.2), 140  # of a picture: inches, dots per inch
+AXES = (0.18, 0.15, 0.79, 0.76)  # what curves have of a picture: from left and below, width, height; the rest is labels
 TIMES = (
     ("compute_s", "compute"),
     ("wait_s", "waiting for stages"),
@@ -162,7 +165,6 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
         ImportError: without matplotlib.
         OSError: when the folder cannot be written.
     """
-    figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
     records = read_metrics(metrics)
     folder.mkdir(parents=True, exist_ok=True)
     left_out: tuple[Panel, ...] = QUANTITIES
@@ -171,30 +173,43 @@ def draw(metrics: Path, folder: Path) -> list[Path]:
     if not PERPLEXITY.has_points(records):
         left_out += (PERPLEXITY,)
     shown = [panel for panel in (*PANELS, *OVER_TIME) if panel not in left_out]
-    panels = [panel for panel in shown if panel not in OVER_TIME]
-    alone = {panel.file: partial(_draw_panel, records, panel) for panel in shown if panel.file}
-    alone[STEP_TIME] = partial(_draw_times, records)
-    files = [_save(figure_type, [drawing], folder / name) for name, drawing in alone.items()]
-    all_of_them = [*(partial(_draw_panel, records, panel) for panel in panels), alone[STEP_TIME]]
-    files.append(_save(figure_type, all_of_them, folder / OVERVIEW))
+    drawings = [(panel.file, partial(_draw_panel, records, panel)) for panel in shown]
+    files = _save([*drawings, (STEP_TIME, partial(_draw_times, records))], folder)
     stale = sum_staleness(records)
     if stale.count():
-        files.append(draw_staleness(figure_type, stale, folder / STALENESS))
+        files.append(draw_staleness(_matplotlib("figure").Figure, stale, folder / STALENESS))
     return files
 
 
-def _save(figure_type: Any, drawings: Sequence[Callable[[Any], None]], file: Path) -> Path:
-    """Draw a picture alone, or several in rows, into a file."""
-    columns = min(COLUMNS, len(drawings))
-    rows = -(-len(drawings) // columns)
-    size = (6.4, 4.0) if len(drawings) == 1 else (SIZE[0] * columns, SIZE[1] * rows)
-    figure = figure_type(figsize=size, layout="constrained")
-    for number, drawing in enumerate(drawings, start=1):
-        axes = figure.add_subplot(rows, columns, number)
+def _matplotlib(name: str) -> Any:
+    return importlib.import_module(f"matplotlib.{name}")  # without pyplot: no state, no display
+
+
+def _save(drawings: Sequence[tuple[str, Callable[[Any], None]]], folder: Path) -> list[Path]:
+    """Draw pictures in cells, as the overview, and cut out those that have a file of their own.
+
+    Drawing takes most of the time, so it is done once for both; and looking for room for labels as long again, so there
+    is enough of it.
+    """
+    rows = -(-len(drawings) // COLUMNS)
+    figure = _matplotlib("figure").Figure(figsize=(SIZE[0] * COLUMNS, SIZE[1] * rows), dpi=DPI)
+    canvas, save = _matplotlib("backends.backend_agg").FigureCanvasAgg(figure), _matplotlib("image").imsave
+    left, low, width, height = AXES
+    for number, (_, drawing) in enumerate(drawings):
+        row, column = divmod(number, COLUMNS)
+        place = ((column + left) / COLUMNS, (rows - 1 - row + low) / rows, width / COLUMNS, height / rows)
+        axes = figure.add_axes(place)
         drawing(axes)
         axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    return file
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())
+    save(folder / OVERVIEW, pixels)
+    across, down = (round(DPI * inches) for inches in SIZE)
+    for number, (name, _) in enumerate(drawings):
+        row, column = divmod(number, COLUMNS)
+        if name:
+            save(folder / name, pixels[down * row : down * (row + 1), across * column : across * (column + 1)])
+    return [folder / name for name, _ in drawings if name] + [folder / OVERVIEW]
 
 
 def _draw_panel(records: Sequence[Mapping[str, Any]], panel: Panel, axes: Any) -> None:

@@ -58,6 +58,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import isfinite
@@ -175,6 +176,20 @@ def _no_number(value: Any) -> bool:
 SKIPPED = ("kind", "global_step", "epoch")
 
 
+def _load_writers() -> Any:
+    """Return tensorboardX without PyTorch, which it loads where it finds it, for seconds, to name a type.
+
+    What stands for a module that is not there is taken away again: a loader of the user's may want PyTorch.
+    """
+    if "torch" in sys.modules:
+        return importlib.import_module("tensorboardX")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("tensorboardX")
+    finally:
+        del sys.modules["torch"]
+
+
 class EventFile:
     """Writes every number of a metrics record as a scalar KIND/KEY at its step."""
 
@@ -184,16 +199,13 @@ class EventFile:
         self._writer: Any = None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add the record's numbers; what is no number, or not a finite one, is left out.
-
-        The first call opens the file: tensorboardX loads all of PyTorch where it finds it, which takes seconds in which
-        the other ranks would wait for the first step.
+        """Add the record's numbers; what is no number, or not a finite one, is left out. The first call opens the file.
 
         Raises:
             ImportError: without tensorboardX.
         """
         if self._writer is None:
-            module = importlib.import_module("tensorboardX")
+            module = _load_writers()
             self._writer = module.SummaryWriter(str(self._folder), purge_step=self._first_step or None)
         for key, value in record.items():
             if key not in SKIPPED and isinstance(value, int | float) and isfinite(value):
