@@ -12,12 +12,11 @@ from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
-from nnmpi.planner.profile import measure, shares_of  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
-from nnmpi.train.planned import take_network, time_layout, with_options, workload_of  # noqa: E402
+from nnmpi.train.planned import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",
@@ -59,8 +58,7 @@ def run(words, group, wanted, say):
     backend, config = numpy_backend(), parse(words.split())
     train, _ = load_samples(config, group, group.rank, say)
     begin = time.perf_counter()
-    workload = workload_of(config, train)
-    profile = measure(workload, group, group.size, shares_of(group.size), backend)
+    workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     profiled_s = time.perf_counter() - begin
     network = take_network(group, say)
     group.fit = network.fit

@@ -31,7 +31,8 @@ from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, 
 from nnmpi.mesh import Mesh
 from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share, Workload
 from nnmpi.planner.space import Candidate
@@ -102,7 +103,7 @@ class Pricer:
         self.workload, self.profile, self.network, self._backend = workload, profile, network, backend
         self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
         self._parts: dict[tuple[int, int, int], _Part] = {}
-        self._states: dict[tuple[int, ...], dict[str, int]] = {}
+        self._states: dict[tuple[int, ...], StateBytes] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
@@ -116,7 +117,11 @@ class Pricer:
         Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
         """
         once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
-        state = dict(self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once))
+        found = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
+        state = {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
+        state[COMMUNICATION] = found.units
+        if one.zero and one.allreduce in (AUTO, NATIVE):
+            state[COMMUNICATION] += BLOCK_BYTES if one.allreduce == AUTO else found.longest
         if one.allreduce == AUTO and one.has_whole_model and one.dp > 1:  # they stand once per node
             state[PARAMETERS], state[STATE] = state[PARAMETERS] // one.dp, state[STATE] // one.dp
         rows = -(-self.workload.batch_size // one.dp)
@@ -126,20 +131,14 @@ class Pricer:
             activations = self._pipeline_activations(one)
         return {**state, ACTIVATIONS: activations, BATCHES: rows * self.workload.row_bytes // one.sp}
 
-    def _state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> dict[str, int]:
+    def _state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
         key = (tp, pp, virtual, zero, replicas, int(once))
         if key not in self._states:
             itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
             unit_bytes = self.workload.unit_bytes if zero else None
             parts = [self._model(tp)[0]] if pp == 1 else self._part(tp, pp, virtual).parts
             found = [predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts]
-            most = max(found, key=lambda each: each.total)
-            self._states[key] = {
-                PARAMETERS: most.parameters,
-                GRADIENTS: most.gradients,
-                STATE: most.optimizer,
-                COMMUNICATION: most.units,
-            }
+            self._states[key] = max(found, key=lambda each: each.total)
         return self._states[key]
 
     def _pipeline_activations(self, one: Candidate) -> int:
@@ -148,13 +147,18 @@ class Pricer:
         share = one.tp * one.sp
         most = 0
         for rank in range(one.pp):
-            stages = [part.cuts[stage] for stage in schedule.stages_of(rank)]
-            kept = max(sum(self.profile.link(i, rows, "kept_bytes") for i in stage) for stage in stages)
-            peak = max(self.profile.link(i, rows, "peak_bytes") for stage in stages for i in stage)
+            own = [part.cuts[stage] for stage in schedule.stages_of(rank)]
+            entering = [self._entering(cut.start, rows) if cut.start else 0.0 for cut in own]
+            leaving = [self._entering(cut.stop, rows) for cut in own if cut.stop < part.cuts[-1].stop]
+            kept = max(
+                sum(self.profile.link(i, rows, "kept_bytes") for i in cut) + enters
+                for cut, enters in zip(own, entering, strict=True)
+            )
+            peak = max(self.profile.link(i, rows, "peak_bytes") for cut in own for i in cut)
             live = peak_activations(schedule, rank)
             if one.recompute != NEVER:
-                entering = max(self._entering(stage.start, rows) for stage in stages)
-                kept, peak, live = entering, kept + peak, live
+                kept, peak = max(entering), kept + peak
+            peak += sum(entering) + sum(leaving)  # a receive of each kind is posted ahead
             most = max(most, round((live * kept + peak) / share))
         return most
 
@@ -244,9 +248,9 @@ class Pricer:
 
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""
-        whole = self._state(1, 1, 1, 0, 1, once=False)[PARAMETERS]
+        whole = self._state(1, 1, 1, 0, 1, once=False).parameters
         own = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False)
-        part = own[STATE] / max(self.workload.state_arrays, 1) if one.zero and own[STATE] else own[PARAMETERS]
+        part = own.parameters / (one.replicas if one.zero else 1)
         if one.allreduce == AUTO and one.has_whole_model:
             part /= one.dp
         return self.profile.update_s() * part / max(whole, 1)
@@ -258,7 +262,8 @@ class Pricer:
         if one.pp == 1:
             found += sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
         if one.ranks > 1 and not (one.has_whole_model and one.allreduce == AUTO):
-            found += network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
+            meetings = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
+            found += meetings * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
         if one.pp > 1:
             part, ranks = self._part(one.tp, one.pp, one.virtual_stages), self._line(one)
             found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)
@@ -277,16 +282,13 @@ class Pricer:
 
     def _sums(self, one: Candidate, mesh: Mesh) -> float:
         """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
-        nbytes = self._state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False)[GRADIENTS]
+        nbytes = self._state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False).gradients
         ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
         sharing, network = self._sharing(one, ranks), self.network
-        if one.allreduce in (AUTO, SHARED):
-            whole_s = network.exchange("all-reduce", SHARED, ranks, nbytes)
-            return whole_s if one.zero < 3 else whole_s / 2  # parameters of stage 3 stand once, and are not gathered
         if one.zero:
-            scatter_s = network.exchange("reduce-scatter", one.allreduce, ranks, nbytes, sharing)
-            gather_s = network.exchange("all-gather", one.allreduce, ranks, nbytes, sharing)
-            return scatter_s + (2 if one.zero == 3 else 1) * gather_s
+            return self._sharded_sums(one, ranks, sharing)
+        if one.allreduce in (AUTO, SHARED):
+            return network.exchange("all-reduce", SHARED, ranks, nbytes)
         whole_s = network.exchange("all-reduce", one.allreduce, ranks, nbytes, sharing)
         if network.on_one_node or one.pp > 1:
             return whole_s
@@ -297,6 +299,20 @@ class Pricer:
         backward = 1 - sum(link.forward_s for link in links) / max(sum(link.seconds for link in links), 1e-12)
         hides_s = backward * self.profile.seconds((one.tp, one.sp), self._rows(one)) * (1 - 1 / buckets)
         return max(whole_s - hides_s, last_s)
+
+    def _sharded_sums(self, one: Candidate, ranks: Sequence[int], sharing: int) -> float:
+        """Return the seconds of ZeRO's exchanges, unit by unit, and of what it does besides."""
+        network = self.network
+        lengths = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False).lengths
+        found = self.profile.zero_s.get(one.zero, 0.0)
+        for nbytes in lengths:
+            if one.allreduce == AUTO:  # parameters of stage 3 stand once, and are not gathered
+                found += network.exchange("all-reduce", SHARED, ranks, nbytes) / (2 if one.zero == 3 else 1)
+            else:
+                gathers = 2 if one.zero == 3 else 1
+                found += network.exchange("reduce-scatter", one.allreduce, ranks, nbytes, sharing)
+                found += gathers * network.exchange("all-gather", one.allreduce, ranks, nbytes, sharing)
+        return found
 
     def _sharing(self, one: Candidate, ranks: Sequence[int]) -> int:
         """Return how many groups of replicas use a node's link at once."""

@@ -51,7 +51,7 @@ from nnmpi.version import VERSION
 
 Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
-RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.5, 5, 60, 3
+RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.0, 5, 60, 3
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,16 @@ class StateBytes:
     Attributes:
         parameters, gradients, optimizer: the rank's own parts, or all of them.
         units: slots of gathered parameters, and scratch for a unit's gradients.
+        lengths: of each unit, and of what several units have: what is gathered and summed at once.
+        longest: the longest of this rank's parts of them: where a sum arrives that MPI's own reduce-scatter makes.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     units: int
+    lengths: tuple[int, ...] = ()
+    longest: int = 0
 
     @property
     def total(self) -> int:
@@ -119,7 +123,8 @@ def predict_bytes(
     lengths = [_length(unit.parameters, itemsize) for unit in units]
     apart = _length(shared, itemsize)
     whole = _length(model.parameters(), itemsize) * itemsize
-    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
+    owns = [len(part(length, size, rank)) for length in [*lengths, apart]]
+    own = sum(owns) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
     slots = 0 if stands_once else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
     return StateBytes(
@@ -127,6 +132,8 @@ def predict_bytes(
         own if stage >= 2 else whole,
         (own if stage else whole) * state_arrays,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
+        tuple(length * itemsize for length in (*lengths, apart) if length),
+        max(owns) * itemsize,
     )
 
 

@@ -1,0 +1,72 @@
+"""`--layout auto`: the ranks agree on a layout, the run says which, and what cannot go with it is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.planner import profile
+from nnmpi.train import planned
+from nnmpi.train.cli import main, parse
+from nnmpi.train.config import ParallelConfig
+from nnmpi.train.planned import check_open, compare
+from nnmpi.train.planning import parse as parse_plan
+
+SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measure little, and keep nothing for others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    monkeypatch.setattr(planned, "FIT_S", 0.05)
+    monkeypatch.setattr(planned, "RACE_S", 0.0)
+
+
+@pytest.mark.simulated
+def test_a_run_goes_with_the_layout_that_was_chosen(group: Group, tmp_path: Path) -> None:
+    if group.size > 3:
+        pytest.skip("on few ranks as good")
+    out = tmp_path.parent / f"run-{group.size}"
+    main([*SMALL, "--layout", "auto", "--race", "2", "--out", str(out)], group)
+    group.barrier()  # the first rank prints last
+    console = (out / "console.txt").read_text()
+    assert "planner: " in console
+    assert "chosen: " in console
+    assert "step predicted " in console
+    kept = json.loads((out / "config.json").read_text())
+    assert kept["layout"] == "given"
+    assert kept["dp"] * kept["pp"] * kept["tp"] * kept["sp"] == group.size
+
+
+def test_options_that_say_a_layout_are_refused() -> None:
+    with pytest.raises(UsageError, match="--layout auto chooses --zero itself; leave one of them out"):
+        check_open(ParallelConfig(layout="auto", zero=1), asynchronous=False)
+    with pytest.raises(UsageError, match="--layout auto is for ranks in step"):
+        check_open(ParallelConfig(layout="auto"), asynchronous=True)
+    with pytest.raises(UsageError, match="--race belongs to --layout auto"):
+        parse(["--race", "3"])
+
+
+def test_a_step_is_compared_with_its_prediction() -> None:
+    records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
+    assert compare(0.1, 20, records) == "step predicted 100 ms, measured 100 ms (+0 %)"
+    assert "too few steps" in compare(0.1, 20, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--shape", "8", "--dataset", "iris"], "--shape stands in the place of --dataset"),
+        (["--memory", "much"], "much"),
+        (["--dp", "2"], "--dp"),
+    ],
+)
+def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        parse_plan(words)
