@@ -36,17 +36,15 @@ from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share, Workload
 from nnmpi.planner.space import Candidate
-from nnmpi.schedule.instruction import Kind
-from nnmpi.schedule.live import peak_activations
+from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate
 
 NUMBERS_BYTES = 24  # loss, right answers and targets, which all ranks add up in a step
-STAGE_S = (
-    25e-6  # what an instruction of a pipeline takes besides its computing: measured on 2 ranks, see benchmarks/plan
-)
+END_S = 50e-6  # what a pipeline's message takes of the processor at each end: 2 ranks here, see benchmarks/plan
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,7 @@ class _Part:
 
     cuts: tuple[range, ...]
     parts: tuple[Module, ...]
+    sorts: tuple[int, ...]  # which of the parts each rank has
     tied_bytes: int  # of parameters that stand on several ranks
 
 
@@ -103,7 +102,7 @@ class Pricer:
         self.workload, self.profile, self.network, self._backend = workload, profile, network, backend
         self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
         self._parts: dict[tuple[int, int, int], _Part] = {}
-        self._states: dict[tuple[int, ...], StateBytes] = {}
+        self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
@@ -117,50 +116,63 @@ class Pricer:
         Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
         """
         once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
-        found = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
-        state = {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
-        state[COMMUNICATION] = found.units
-        if one.zero and one.allreduce in (AUTO, NATIVE):
-            state[COMMUNICATION] += BLOCK_BYTES if one.allreduce == AUTO else found.longest
-        if one.allreduce == AUTO and one.has_whole_model and one.dp > 1:  # they stand once per node
-            state[PARAMETERS], state[STATE] = state[PARAMETERS] // one.dp, state[STATE] // one.dp
+        states = self._states_of(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
         rows = -(-self.workload.batch_size // one.dp)
         if one.pp == 1:
-            activations = self.profile.activations((one.tp, one.sp), rows)
-        else:
-            activations = self._pipeline_activations(one)
-        return {**state, ACTIVATIONS: activations, BATCHES: rows * self.workload.row_bytes // one.sp}
+            return self._held(one, states[0], self.profile.activations((one.tp, one.sp), rows))
+        sorts, activations = self._part(one.tp, one.pp, one.virtual_stages).sorts, self._pipeline_activations(one)
+        ranks = [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
+        return max(ranks, key=lambda kinds: sum(kinds.values()))
+
+    def _held(self, one: Candidate, state: StateBytes, activations: int) -> dict[str, int]:
+        """Return a rank's bytes by kind."""
+        shares = one.dp if one.allreduce == AUTO and one.has_whole_model else 1  # how often they stand once per node
+        communication = state.units
+        if one.zero and one.replicas > 1 and one.allreduce in (AUTO, NATIVE):
+            communication += BLOCK_BYTES if one.allreduce == AUTO else state.longest
+        return {
+            PARAMETERS: state.parameters // shares,
+            GRADIENTS: state.gradients,
+            STATE: state.optimizer // shares,
+            ACTIVATIONS: activations,
+            COMMUNICATION: communication,
+            BATCHES: -(-self.workload.batch_size // one.dp) * self.workload.row_bytes // one.sp,
+        }
 
     def _state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
+        return max(self._states_of(tp, pp, virtual, zero, replicas, once), key=lambda each: each.total)
+
+    def _states_of(
+        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool
+    ) -> tuple[StateBytes, ...]:
+        """Return what each sort of a pipeline's ranks holds; that of all layers without one."""
         key = (tp, pp, virtual, zero, replicas, int(once))
         if key not in self._states:
             itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
             unit_bytes = self.workload.unit_bytes if zero else None
             parts = [self._model(tp)[0]] if pp == 1 else self._part(tp, pp, virtual).parts
-            found = [predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts]
-            self._states[key] = max(found, key=lambda each: each.total)
+            self._states[key] = tuple(
+                predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts
+            )
         return self._states[key]
 
-    def _pipeline_activations(self, one: Candidate) -> int:
+    def _pipeline_activations(self, one: Candidate) -> list[int]:
+        """Return each rank's activations: what its stages keep of microbatches on their way, and a backward's peak."""
         part, rows = self._part(one.tp, one.pp, one.virtual_stages), self._rows(one)
-        schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
-        share = one.tp * one.sp
-        most = 0
+        schedule, share = make(one.schedule, one.pp, one.microbatches, one.virtual_stages), one.tp * one.sp
+        found = []
         for rank in range(one.pp):
-            own = [part.cuts[stage] for stage in schedule.stages_of(rank)]
-            entering = [self._entering(cut.start, rows) if cut.start else 0.0 for cut in own]
-            leaving = [self._entering(cut.stop, rows) for cut in own if cut.stop < part.cuts[-1].stop]
-            kept = max(
-                sum(self.profile.link(i, rows, "kept_bytes") for i in cut) + enters
-                for cut, enters in zip(own, entering, strict=True)
-            )
-            peak = max(self.profile.link(i, rows, "peak_bytes") for cut in own for i in cut)
-            live = peak_activations(schedule, rank)
+            own = {stage: part.cuts[stage] for stage in schedule.stages_of(rank)}
+            entering = {stage: self._entering(cut.start, rows) if cut.start else 0.0 for stage, cut in own.items()}
+            leaving = [self._entering(cut.stop, rows) for cut in own.values() if cut.stop < part.cuts[-1].stop]
+            inside = {stage: sum(self.profile.link(i, rows, "kept_bytes") for i in cut) for stage, cut in own.items()}
+            peak = max(self.profile.link(i, rows, "peak_bytes") for cut in own.values() for i in cut)
+            kept = {stage: entering[stage] + inside[stage] for stage in own}
             if one.recompute != NEVER:
-                kept, peak = max(entering), kept + peak
-            peak += sum(entering) + sum(leaving)  # a receive of each kind is posted ahead
-            most = max(most, round((live * kept + peak) / share))
-        return most
+                kept, peak = entering, peak + max(inside.values())
+            peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
+            found.append(round((_most_kept(schedule, rank, kept) + peak) / share))
+        return found
 
     # ---- seconds ----
 
@@ -189,12 +201,25 @@ class Pricer:
         key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute)
         if key not in self._passes:
             costs = self._stage_costs(one)
-            self._passes[key] = self._simulated(one, costs) if simulated else (_least(one, costs), 0.0)
+            alone = 1 / self.profile.contention if self.network.on_one_node else 1.0
+            bound = 0.0 if simulated else _least(one, _scaled(costs, alone))
+            self._passes[key] = self._simulated(one, costs) if simulated else (bound, 0.0)
         return self._passes[key]
 
     def _simulated(self, one: Candidate, costs: InstructionCosts) -> tuple[float, float]:
+        """Return the seconds of a pass, and for how long its longest rank computes.
+
+        Ranks that wait leave the others more of the caches and the memory: each is the slower the longer the others
+        compute, which is known when it was simulated; twice is near enough.
+        """
         schedule = add_transfers(make(one.schedule, one.pp, one.microbatches, one.virtual_stages))
-        found = simulate(schedule, costs)
+        found, most = simulate(schedule, costs), self.profile.contention
+        if most == 1.0 or not self.network.on_one_node:
+            return found.makespan_s, max(found.busy_s)
+        for _ in range(2):
+            busy = sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
+            factor = (1 + (most - 1) * busy) / most
+            found = simulate(schedule, _scaled(costs, factor))
         return found.makespan_s, max(found.busy_s)
 
     def _stage_costs(self, one: Candidate) -> InstructionCosts:
@@ -205,7 +230,10 @@ class Pricer:
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
-        forward, backward = [f + said / 3 + STAGE_S for f in forward], [b + 2 * said / 3 + STAGE_S for b in backward]
+        # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
+        ends = [END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
+        forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
+        backward = [b + 2 * said / 3 + end_s for b, end_s in zip(backward, ends, strict=True)]
         if one.recompute != NEVER:
             backward = [b + f for b, f in zip(backward, forward, strict=True)]
         ranks = self._line(one)
@@ -363,12 +391,33 @@ class Pricer:
             # Ranks whose links have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
             alike = {tuple(tuple(ids[i].values()) for i in each): each for each in own}
             parts = tuple(ModelPart(model, [links[i] for i in each]) for each in alike.values())
+            order = list(alike)
+            sorts = tuple(order.index(tuple(tuple(ids[i].values()) for i in each)) for each in own)
             held = [{number: size for i in each for number, size in ids[i].items()} for each in own]
             times = Counter(number for each in held for number in each)
             sizes = {number: size for each in held for number, size in each.items()}
             tied = sum(sizes[number] for number, count in times.items() if count > 1)
-            self._parts[key] = _Part(cuts, parts, tied * np.dtype(self.workload.dtype).itemsize)
+            self._parts[key] = _Part(cuts, parts, sorts, tied * np.dtype(self.workload.dtype).itemsize)
         return self._parts[key]
+
+
+def _most_kept(schedule: Schedule, rank: int, kept: Mapping[int, float]) -> float:
+    """Return the most bytes that wait for their backwards, of what each stage keeps of a microbatch."""
+    now = most = 0.0
+    for one in schedule.instructions(rank):
+        if one.kind is Kind.F:
+            now += kept[one.stage]
+        elif one.kind in (Kind.B, Kind.W):
+            now -= kept[one.stage]
+        most = max(most, now)
+    return most
+
+
+def _scaled(costs: InstructionCosts, factor: float) -> InstructionCosts:
+    """Return costs whose computing takes so many times as long."""
+    return InstructionCosts(
+        {kind: [each * (factor if kind in COMPUTE else 1.0) for each in times] for kind, times in costs.seconds.items()}
+    )
 
 
 def _least(one: Candidate, costs: InstructionCosts) -> float:

@@ -46,7 +46,7 @@ from nnmpi.reading import read_json
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 2
+FORMAT = 3
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 4.0  # a step that would take longer is not measured, but told from those of fewer rows
@@ -121,12 +121,14 @@ class Profile:
         steps: by share and rows.
         links: by rows, in the order of the chain.
         zero_s: by stage of ZeRO, how many seconds more a step of one rank takes: its own work, without messages.
+        contention: how many times as long a rank computes while all others compute, too, as while they wait.
     """
 
     facts: Mapping[str, Any]
     steps: Mapping[Share, Mapping[int, StepCost]]
     links: Mapping[int, tuple[LinkCost, ...]]
     zero_s: Mapping[int, float] = field(default_factory=dict)
+    contention: float = 1.0
 
     def seconds(self, share: Share, rows: int) -> float:
         """Return a step's seconds for any number of rows, on straight lines between what was measured."""
@@ -156,6 +158,7 @@ class Profile:
             "format": FORMAT,
             "facts": dict(self.facts),
             "steps": [[*share, rows, asdict(one)] for share, by in self.steps.items() for rows, one in by.items()],
+            "contention": self.contention,
             "zero_s": [[stage, seconds] for stage, seconds in self.zero_s.items()],
             "links": [[rows, [asdict(link) for link in links]] for rows, links in self.links.items()],
         }
@@ -177,7 +180,7 @@ class Profile:
         if (1, 1) not in steps or not links:
             raise ValueError("it has no times of a whole step, or none of links")
         zero_s = {int(stage): float(seconds) for stage, seconds in value["zero_s"]}
-        return cls(dict(value["facts"]), steps, links, zero_s)
+        return cls(dict(value["facts"]), steps, links, zero_s, float(value["contention"]))
 
 
 def between(known: Mapping[int, float], at: int) -> float:
@@ -236,8 +239,9 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
                 steps.pop(share, None)
                 break
             steps.setdefault(share, {})[rows] = shared
+    contention = _measure_contention(group, alone, workload, measured[len(measured) // 2], backend)
     alone.free()
-    own = Profile(dict(workload.key or {}), steps, links, zero_s).to_json()
+    own = Profile(dict(workload.key or {}), steps, links, zero_s, contention).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
 
 
@@ -283,6 +287,18 @@ def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend
     except NnmpiError:
         return None
     return replace(found[0], seconds=max(each.seconds for each in found))
+
+
+def _measure_contention(group: Group, alone: Group, workload: Workload, rows: int, backend: Backend) -> float:
+    """Return how many times as long a step takes while the other ranks compute, too, on rank 0. Collective."""
+    seconds = []
+    for together in (True, False) * ROUNDS:
+        group.barrier()
+        cost = _measure_step(alone, workload, (1, 1), rows, backend) if together or group.is_root else None
+        group.sum_floats([0.0], asleep=True)  # those who wait leave the processor to the others
+        seconds.append(0.0 if cost is None else cost.seconds)
+    slow_s, quick_s = min(seconds[::2]), min(seconds[1::2])
+    return float(group.share(max(1.0, slow_s / quick_s) if group.is_root and quick_s > 0 else 1.0))
 
 
 def _measure_zero(group: Group, workload: Workload, rows: int, backend: Backend) -> dict[int, float]:
