@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
+from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
@@ -130,6 +131,7 @@ def main():
     parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
     parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
     given = parser.parse_args()
+    keep_freed_memory()  # as the train command does
     group = start()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)
     cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]

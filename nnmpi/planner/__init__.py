@@ -2,6 +2,7 @@
 
     profile    what a model's parts take on this machine: whole passes, links, updates, and the bytes of each
     machine    what messages cost: fitted here, said in a file, or a network by its name
+    shapes     where a model is cut, and what its ranks hold, without values
     space      every layout of so many ranks, and what cannot be, with the reason
     price      seconds and bytes of one layout, and a bound below which its seconds cannot be
     search     the layouts in the order of their bounds, until the best are proved to be the best under these prices

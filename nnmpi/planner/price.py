@@ -13,32 +13,23 @@ Bounds: of a pipeline's stage s with M microbatches, whatever the order of its w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-
-import numpy as np
 
 from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.gradients import BUCKET_BYTES
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate as simulate_ranks
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import NEVER, Layout
+from nnmpi.compose.layout import NEVER
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.mesh import Mesh
-from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
-from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share, Workload
+from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
-from nnmpi.schedule.partition import partition
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate
@@ -78,16 +69,6 @@ class LayoutPrice:
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A model cut into stages in one way: where, the parts of the pipeline's ranks, each sort once, and its ties."""
-
-    cuts: tuple[range, ...]
-    parts: tuple[Module, ...]
-    sorts: tuple[int, ...]  # which of the parts each rank has
-    tied_bytes: int  # of parameters that stand on several ranks
-
-
 class Pricer:
     """Prices layouts of one workload on one machine.
 
@@ -99,10 +80,8 @@ class Pricer:
     """
 
     def __init__(self, workload: Workload, profile: Profile, network: PlannedNetwork, backend: Backend) -> None:
-        self.workload, self.profile, self.network, self._backend = workload, profile, network, backend
-        self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
-        self._parts: dict[tuple[int, int, int], _Part] = {}
-        self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
+        self.workload, self.profile, self.network = workload, profile, network
+        self.shapes = ModelShapes(workload, profile, backend)
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
@@ -116,11 +95,11 @@ class Pricer:
         Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
         """
         once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
-        states = self._states_of(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
         rows = -(-self.workload.batch_size // one.dp)
         if one.pp == 1:
             return self._held(one, states[0], self.profile.activations((one.tp, one.sp), rows))
-        sorts, activations = self._part(one.tp, one.pp, one.virtual_stages).sorts, self._pipeline_activations(one)
+        sorts, activations = self.shapes.part(one.tp, one.pp, one.virtual_stages).sorts, self._pipeline_activations(one)
         ranks = [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
         return max(ranks, key=lambda kinds: sum(kinds.values()))
 
@@ -139,26 +118,9 @@ class Pricer:
             BATCHES: -(-self.workload.batch_size // one.dp) * self.workload.row_bytes // one.sp,
         }
 
-    def _state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
-        return max(self._states_of(tp, pp, virtual, zero, replicas, once), key=lambda each: each.total)
-
-    def _states_of(
-        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool
-    ) -> tuple[StateBytes, ...]:
-        """Return what each sort of a pipeline's ranks holds; that of all layers without one."""
-        key = (tp, pp, virtual, zero, replicas, int(once))
-        if key not in self._states:
-            itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
-            unit_bytes = self.workload.unit_bytes if zero else None
-            parts = [self._model(tp)[0]] if pp == 1 else self._part(tp, pp, virtual).parts
-            self._states[key] = tuple(
-                predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts
-            )
-        return self._states[key]
-
     def _pipeline_activations(self, one: Candidate) -> list[int]:
         """Return each rank's activations: what its stages keep of microbatches on their way, and a backward's peak."""
-        part, rows = self._part(one.tp, one.pp, one.virtual_stages), self._rows(one)
+        part, rows = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._rows(one)
         schedule, share = make(one.schedule, one.pp, one.microbatches, one.virtual_stages), one.tp * one.sp
         found = []
         for rank in range(one.pp):
@@ -183,7 +145,7 @@ class Pricer:
     def price(self, one: Candidate) -> LayoutPrice:
         """Return what a layout takes."""
         seconds, busy_s = self._pass(one, simulated=True)
-        cuts = self._part(one.tp, one.pp, one.virtual_stages).cuts if one.pp > 1 else ()
+        cuts = self.shapes.part(one.tp, one.pp, one.virtual_stages).cuts if one.pp > 1 else ()
         return LayoutPrice(
             busy_s, seconds - busy_s, self._exposed(one), self._update_s(one), self.memory(one), tuple(map(len, cuts))
         )
@@ -225,7 +187,7 @@ class Pricer:
     def _stage_costs(self, one: Candidate) -> InstructionCosts:
         """Return the seconds of each instruction of a pipeline, by stage."""
         rows, share = self._rows(one), (one.tp, one.sp)
-        part, ratio = self._part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
+        part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
         stages, (forwards, passes) = part.cuts, self._link_times(rows)
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
@@ -276,8 +238,8 @@ class Pricer:
 
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""
-        whole = self._state(1, 1, 1, 0, 1, once=False).parameters
-        own = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False)
+        whole = self.shapes.state(1, 1, 1, 0, 1, once=False).parameters
+        own = self.shapes.state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False)
         part = own.parameters / (one.replicas if one.zero else 1)
         if one.allreduce == AUTO and one.has_whole_model:
             part /= one.dp
@@ -293,7 +255,7 @@ class Pricer:
             meetings = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
             found += meetings * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
         if one.pp > 1:
-            part, ranks = self._part(one.tp, one.pp, one.virtual_stages), self._line(one)
+            part, ranks = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._line(one)
             found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)
         if one.replicas > 1:
             found += self._sums(one, mesh)
@@ -310,7 +272,7 @@ class Pricer:
 
     def _sums(self, one: Candidate, mesh: Mesh) -> float:
         """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
-        nbytes = self._state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False).gradients
+        nbytes = self.shapes.state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False).gradients
         ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
         sharing, network = self._sharing(one, ranks), self.network
         if one.zero:
@@ -331,7 +293,7 @@ class Pricer:
     def _sharded_sums(self, one: Candidate, ranks: Sequence[int], sharing: int) -> float:
         """Return the seconds of ZeRO's exchanges, unit by unit, and of what it does besides."""
         network = self.network
-        lengths = self._state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False).lengths
+        lengths = self.shapes.state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False).lengths
         found = self.profile.zero_s.get(one.zero, 0.0)
         for nbytes in lengths:
             if one.allreduce == AUTO:  # parameters of stage 3 stand once, and are not gathered
@@ -348,8 +310,6 @@ class Pricer:
         own = sum(nodes[rank] == nodes[0] for rank in ranks)
         return max(1, nodes.count(nodes[0]) // max(own, 1)) if len({nodes[rank] for rank in ranks}) > 1 else 1
 
-    # ---- shapes ----
-
     def _mesh(self, one: Candidate) -> Mesh:
         if one.axes not in self._meshes:
             nodes = None if self.network.on_one_node else self.network.nodes
@@ -360,45 +320,6 @@ class Pricer:
         """Return the ranks of the first pipeline."""
         mesh = self._mesh(one)
         return [mesh.rank_at(0, p, 0) for p in range(one.pp)]
-
-    def _model(self, tp: int) -> tuple[Module, tuple[ChainLink, ...]]:
-        """Return the model as the first of tp ranks has it, without values, and its chain."""
-        if tp not in self._models:
-            model = self.workload.build()
-            if tp > 1:
-                sample = self.workload.samples.rows(np.arange(1), self.workload.dtype)
-
-                def spread(group: Group) -> Module:
-                    own = self.workload.build()
-                    return arrange(own, group, Layout(1, 1, tp), sample, self.workload.dtype, self._backend).model
-
-                model = simulate_ranks(spread, tp)[0]
-            self._models[tp] = model, open_chain(model)
-        return self._models[tp]
-
-    @cached_property
-    def _link_seconds(self) -> list[float]:
-        return [link.seconds for link in self.profile.links[max(self.profile.links)]]
-
-    def _part(self, tp: int, pp: int, virtual: int) -> _Part:
-        """Return where the chain is cut for so many stages, by the times of the most rows."""
-        key = (tp, pp, virtual)
-        if key not in self._parts:
-            model, links = self._model(tp)
-            cuts = partition(self._link_seconds, pp * virtual)
-            ids = [{id(p): p.size for _, module in link.members for p in module.parameters()} for link in links]
-            own = [[i for cut in cuts[rank::pp] for i in cut] for rank in range(pp)]
-            # Ranks whose links have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
-            alike = {tuple(tuple(ids[i].values()) for i in each): each for each in own}
-            parts = tuple(ModelPart(model, [links[i] for i in each]) for each in alike.values())
-            order = list(alike)
-            sorts = tuple(order.index(tuple(tuple(ids[i].values()) for i in each)) for each in own)
-            held = [{number: size for i in each for number, size in ids[i].items()} for each in own]
-            times = Counter(number for each in held for number in each)
-            sizes = {number: size for each in held for number, size in each.items()}
-            tied = sum(sizes[number] for number, count in times.items() if count > 1)
-            self._parts[key] = _Part(cuts, parts, sorts, tied * np.dtype(self.workload.dtype).itemsize)
-        return self._parts[key]
 
 
 def _most_kept(schedule: Schedule, rank: int, kept: Mapping[int, float]) -> float:

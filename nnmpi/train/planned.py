@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import threadpoolctl
 
 from nnmpi import clock
@@ -32,7 +33,7 @@ from nnmpi.own import own_file
 from nnmpi.planner import report
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.price import Pricer
-from nnmpi.planner.profile import Profile, Workload, default_file, load_profile, measure, shares_of
+from nnmpi.planner.profile import QUARTILE, Profile, Workload, default_file, load_profile, measure, shares_of
 from nnmpi.planner.search import plan
 from nnmpi.planner.space import Candidate
 from nnmpi.train.build import (
@@ -205,7 +206,7 @@ class TimedLayout:
     """A layout that was run for some steps.
 
     Attributes:
-        seconds: of a step: the median, of the slowest rank.
+        seconds: of a step, undisturbed: the lower quartile, of the slowest rank.
         memory: the most bytes of each kind, of the rank that has most in all.
     """
 
@@ -245,7 +246,7 @@ def time_layout(config: Config, group: Group, backend: Backend, local_rank: int)
     if trainer.arrangement is not None:
         trainer.arrangement.free()
     most = max(everyones, key=lambda peaks: sum(peaks.values()))
-    return TimedLayout(group.max_floats([median(times[WARM_UP_STEPS:])])[0], most)
+    return TimedLayout(group.max_floats([float(np.quantile(times[WARM_UP_STEPS:], QUARTILE))])[0], most)
 
 
 def _silent(_: str) -> None:

@@ -140,7 +140,7 @@ def held(group: Group, one: Candidate) -> dict[str, int]:
 
 
 def _cuts(one: Candidate) -> tuple[range, ...]:
-    return pricer(4, 4)._part(one.tp, one.pp, one.virtual_stages).cuts
+    return pricer(4, 4).shapes.part(one.tp, one.pp, one.virtual_stages).cuts
 
 
 @pytest.mark.parametrize(

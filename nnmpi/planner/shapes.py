@@ -1,0 +1,101 @@
+"""A model's shapes on the ranks of a layout, without values: where its chain is cut, and what each rank holds of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.planner.profile import Profile, Workload
+from nnmpi.schedule.partition import partition
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model cut into stages in one way: where, the parts of the pipeline's ranks, each sort once, and its ties."""
+
+    cuts: tuple[range, ...]
+    parts: tuple[Module, ...]
+    sorts: tuple[int, ...]  # which of the parts each rank has
+    tied_bytes: int  # of parameters that stand on several ranks
+
+
+class ModelShapes:
+    """The shapes of one workload's model; each is found once.
+
+    Args:
+        workload: whose model it is.
+        profile: its links' times, by which the chain is cut.
+        backend: for shapes alone; nothing is computed.
+    """
+
+    def __init__(self, workload: Workload, profile: Profile, backend: Backend) -> None:
+        self.workload, self.profile, self._backend = workload, profile, backend
+        self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
+        self._parts: dict[tuple[int, int, int], CutModel] = {}
+        self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
+
+    def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
+        """Return what the rank with most of it holds; see `states`."""
+        return max(self.states(tp, pp, virtual, zero, replicas, once), key=lambda each: each.total)
+
+    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+        """Return what each sort of a pipeline's ranks holds; that of all layers without one."""
+        key = (tp, pp, virtual, zero, replicas, int(once))
+        if key not in self._states:
+            itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
+            unit_bytes = self.workload.unit_bytes if zero else None
+            parts = [self._model(tp)[0]] if pp == 1 else self.part(tp, pp, virtual).parts
+            self._states[key] = tuple(
+                predict_bytes(each, zero, 0, replicas, itemsize, arrays, unit_bytes, once) for each in parts
+            )
+        return self._states[key]
+
+    def _model(self, tp: int) -> tuple[Module, tuple[ChainLink, ...]]:
+        """Return the model as the first of tp ranks has it, without values, and its chain."""
+        if tp not in self._models:
+            model = self.workload.build()
+            if tp > 1:
+                sample = self.workload.samples.rows(np.arange(1), self.workload.dtype)
+
+                def spread(group: Group) -> Module:
+                    own = self.workload.build()
+                    return arrange(own, group, Layout(1, 1, tp), sample, self.workload.dtype, self._backend).model
+
+                model = simulate(spread, tp)[0]
+            self._models[tp] = model, open_chain(model)
+        return self._models[tp]
+
+    @cached_property
+    def _link_seconds(self) -> list[float]:
+        return [link.seconds for link in self.profile.links[max(self.profile.links)]]
+
+    def part(self, tp: int, pp: int, virtual: int) -> CutModel:
+        """Return where the chain is cut for so many stages, by the times of the most rows."""
+        key = (tp, pp, virtual)
+        if key not in self._parts:
+            model, links = self._model(tp)
+            cuts = partition(self._link_seconds, pp * virtual)
+            ids = [{id(p): p.size for _, module in link.members for p in module.parameters()} for link in links]
+            own = [[i for cut in cuts[rank::pp] for i in cut] for rank in range(pp)]
+            # Ranks whose links have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
+            alike = {tuple(tuple(ids[i].values()) for i in each): each for each in own}
+            parts = tuple(ModelPart(model, [links[i] for i in each]) for each in alike.values())
+            order = list(alike)
+            sorts = tuple(order.index(tuple(tuple(ids[i].values()) for i in each)) for each in own)
+            held = [{number: size for i in each for number, size in ids[i].items()} for each in own]
+            times = Counter(number for each in held for number in each)
+            sizes = {number: size for each in held for number, size in each.items()}
+            tied = sum(sizes[number] for number, count in times.items() if count > 1)
+            self._parts[key] = CutModel(cuts, parts, sorts, tied * np.dtype(self.workload.dtype).itemsize)
+        return self._parts[key]
