@@ -31,6 +31,7 @@ from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import price, simulate
+from nnmpi.comm.slide import draw_slide
 from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, say
@@ -65,6 +66,9 @@ def _render(arguments: argparse.Namespace) -> str:
     """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
     collective = _collective(arguments)
     picture = render(collective, arguments.ranks)
+    if arguments.svg is not None:
+        draw_slide(collective, arguments.ranks, arguments.svg)
+        picture += f"\n\n{arguments.svg} shows it on a slide"
     if arguments.html is None:
         return picture
     beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
@@ -183,6 +187,7 @@ def _parser() -> Parser:
             one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
+            one.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides")
             one.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs, for a browser")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")

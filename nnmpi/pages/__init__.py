@@ -3,6 +3,7 @@
     page       puts a page together out of the files here and the numbers that it shows
     frame      what all pages have: head, and colours for light and dark (HTML, CSS)
     common     elements, sliders, stepping by buttons and keys, charts (JavaScript), and a script for each kind of page
+    svg        pictures for slides
 
 The numbers come from the package: a page draws them, and puts bytes and seconds into formulas that it was given.
 """

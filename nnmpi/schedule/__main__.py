@@ -21,7 +21,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.film import compare
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
-from nnmpi.schedule.render import draw, events, render
+from nnmpi.schedule.render import draw, draw_slide, events, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from nnmpi.timeline import to_chrome, write_chrome
@@ -50,6 +50,9 @@ def main(words: Sequence[str]) -> str:
         if given.trace:
             write_chrome(given.trace, to_chrome(events(found)))
             lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
+        if given.svg:
+            draw_slide(schedule, found, given.svg)
+            lines.append(f"{given.svg} shows it on a slide")
         if given.html:
             beside = {each: (each, _usual(each)) for each in SCHEDULES}
             films = compare(
@@ -132,6 +135,7 @@ def _parser() -> Parser:
     parser.add_argument("--step-ms", type=_ms, default=0.0, help="update of a rank's weights (0)")
     parser.add_argument("--rendezvous", action="store_true", help="a send holds its rank until its message is over")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the simulated run (needs matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")
     return parser

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.pages import svg
 from nnmpi.schedule.engine import Run, TimedInstruction
 from nnmpi.schedule.instruction import COMPUTE, PAPER_UNITS, RECEIVES, SENDS, Instruction, Kind, message_of
 from nnmpi.schedule.schedule import Schedule
@@ -158,6 +159,39 @@ def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(_COLOURS), fontsize=8, frameon=False)
     figure.savefig(file, format="png", dpi=120)
+
+
+# ---- as an SVG, for slides ----
+
+_LEFT, _HEIGHT, _WIDTH = 52.0, 26.0, 900.0  # pixels
+
+
+def draw_slide(schedule: Schedule, simulation: Simulation, file: Path) -> None:
+    """Write a simulated run as a picture for slides: ranks down, time across.
+
+    Args:
+        schedule: what was run.
+        simulation: when what happened.
+        file: the picture; one that is there is replaced.
+
+    Raises:
+        UsageError: when the file cannot be written.
+    """
+    parts = [svg.text(0, _HEIGHT * rank + 17, f"rank {rank}") for rank in range(schedule.ranks)]
+    parts += [
+        svg.rectangle(_LEFT, _HEIGHT * rank + 2, _WIDTH, _HEIGHT - 4, svg.EMPTY) for rank in range(schedule.ranks)
+    ]
+    scale = _WIDTH / (simulation.makespan_s or 1.0)
+    for span in simulation.spans:
+        one, wide = span.instruction, scale * (span.end_s - span.begin_s)
+        if one.kind in _COLOURS and one.kind is not Kind.REDUCE and wide:
+            x, y = _LEFT + scale * span.begin_s, _HEIGHT * span.rank
+            label = "" if one.microbatch is None else str(one.microbatch)
+            parts.append(svg.rectangle(x, y + 2, max(1.0, wide - 1), _HEIGHT - 4, _COLOURS[one.kind][1]))
+            if wide > 8 * len(label):
+                parts.append(svg.text(x + wide / 2, y + 17, label, "middle"))
+    title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    svg.write_svg(file, title, _LEFT + _WIDTH, _HEIGHT * schedule.ranks, parts)
 
 
 # ---- as a trace: the picture that a measured run has, too ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -130,6 +131,21 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
     assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith("ms")
     assert early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
+
+
+def test_slides_show_the_same(tmp_path: Path) -> None:
+    """As many stripes as parts, as many boxes as there is to compute; and both are XML."""
+    file = tmp_path / "slide.svg"
+    assert comm(["render", "tree", "--ranks", "3", "--svg", str(file)]).endswith(f"{file} shows it on a slide")
+    boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    columns = film(COLLECTIVES["all-reduce", "tree"], 3)["rounds"] + 1
+    assert len([box for box in boxes if box.get("stroke") != "none"]) == columns * 9
+    assert len([box for box in boxes if box.get("stroke") == "none"]) >= 9 + 27
+    schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])
+    boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == 2 + 2 * 2 * 3
+    with pytest.raises(UsageError, match="a slide shows 1 to 16 ranks, not 17"):
+        comm(["render", "ring", "--ranks", "17", "--svg", str(file)])
 
 
 def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
