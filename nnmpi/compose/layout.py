@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 from nnmpi.errors import UsageError
@@ -137,6 +137,11 @@ class Layout:
                 f"ZeRO {self.zero} does not go with pipedream, whose stages keep several versions of the weights; "
                 "choose another pipeline schedule, such as 1f1b"
             )
+
+    def __repr__(self) -> str:
+        """Name what is not as it is by default, which is one rank with everything."""
+        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value, plain in given if value != plain)})"
 
     @property
     def fixed(self) -> bool:

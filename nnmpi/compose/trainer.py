@@ -371,6 +371,12 @@ class Trainer(ABC):
         self.throttle = Throttle() if throttle is None else throttle
         self.arrangement = arrangement
 
+    def __repr__(self) -> str:
+        """Say what is trained, with what, and on which ranks."""
+        where = f"{self.group.size} ranks" if self.arrangement is None else str(self.arrangement.mesh.mesh)
+        model = f"{type(self.model).__name__} of {self.model.storage.size:,} parameters"
+        return f"{type(self).__name__}({model}, {self.optimizer!r}, rank {self.group.rank} of {where})"
+
     def run(
         self,
         loader: Loader,

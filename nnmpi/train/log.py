@@ -133,9 +133,10 @@ class Reporter:
         print_every_s: float,
         tokens: bool = False,
         variances: tuple[float, float] | None = None,
+        verbose: bool = False,
     ) -> None:
         self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
-        self._variances = variances
+        self._variances, self._verbose = variances, verbose
         self._timer = PrintTimer(print_every_s)
         self._below: Sequence[str] = ()
 
@@ -204,7 +205,7 @@ class Reporter:
         return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
 
     def epoch(self, number: int, totals: Totals, report: EvalReport | None, more: Sequence[str] = ()) -> None:
-        """Print an epoch.
+        """Print an epoch, in a line that fits into 100 columns.
 
         Args:
             number: of the epoch, from 1.
@@ -212,12 +213,15 @@ class Reporter:
             report: the evaluation after it, if there was one.
             more: lines below, see `say`.
         """
-        tested = f", {self.result(report, 'test ')}" if report else ""
-        self._console.say(
-            f"epoch {number}/{self._extent.epochs}: {self.result(totals)}{tested}, {self._rate(totals)}",
-            f"  {totals.breakdown()}",
-            *([f"  {totals.communication()}"] if totals.comm_calls else []),
-        )
+        trained = self.result(totals)
+        if report is not None and (self._tokens or self._variances is not None):  # there is more to say of the test
+            trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
+        elif report is not None:
+            trained += f", {self.result(report, 'test ')}"
+        self._console.say(f"epoch {number}/{self._extent.epochs}: {trained}, {self._rate(totals)}")
+        if self._verbose:
+            self._console.say(f"  {totals.breakdown()}")
+            self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._timer.restart()
 

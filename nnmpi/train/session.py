@@ -1,9 +1,9 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from math import isfinite
+from math import isfinite, nan
 
 import numpy as np
 
@@ -133,7 +133,10 @@ def _train(context: RunContext, state: RunState, console: Console, predicted_s: 
     folder, group, backend, config = context.folder, context.group, context.backend, context.config
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
-        reporter = Reporter(context.extent, console, recorder, config.run.print_every, tokens, context.inputs.variances)
+        reporter = Reporter(
+            *(context.extent, console, recorder, config.run.print_every),
+            *(tokens, context.inputs.variances, config.run.verbose),
+        )
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
@@ -166,7 +169,7 @@ def _write_model(context: RunContext) -> None:
     on_root(context.group, write)
 
 
-def _prove_end(context: RunContext, state: RunState, report: EvalReport, measures: Mapping[str, float]) -> None:
+def _prove_end(context: RunContext, state: RunState, report: EvalReport, measures: dict[str, float]) -> None:
     """Write that the run is finished, when each rank has said so. Collective.
 
     A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.
@@ -179,7 +182,7 @@ def _prove_end(context: RunContext, state: RunState, report: EvalReport, measure
             "step": state.step,
             "ranks": len(last_steps),
             "loss": report.loss if isfinite(report.loss) else None,
-            **{name: value if isfinite(value) else None for name, value in measures.items()},
+            **{name: value if isfinite(value) else None for name, value in ({"accuracy": nan} | measures).items()},
             "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
         }
         replace_durably(folder.finished, json.dumps(values, indent=1).encode() + b"\n")
