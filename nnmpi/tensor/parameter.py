@@ -50,6 +50,8 @@ class Parameter(Tensor):
     def __init__(
         self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:
+        if isinstance(shape, list):
+            shape = tuple(shape)
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())
             shape, init = values.shape, lambda _generator, _shape: values

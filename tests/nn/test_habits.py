@@ -117,6 +117,7 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     other.load_state_dict(model.state_dict())
     assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
     assert (Net().initialize().state_dict()["scale"] == 2).all()
+    assert nn.Parameter([2, 3]).shape == nn.Parameter((2, 3)).shape == (2, 3)  # type: ignore[arg-type]
     tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
     assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
     assert tensor.sum(dim=-1, keepdim=True).shape == (1, 2, 1)  # type: ignore[call-arg]
