@@ -1,4 +1,4 @@
-"""Loader: the batches of one rank, prepared by background threads."""
+"""Loader: the batches of one rank, prepared by background threads where that pays."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
 from nnmpi.data.sampler import batches_per_epoch, by_length, order, rows
-from nnmpi.data.transform import Transform, split_transform
+from nnmpi.data.transform import Transform, can_split, split_transform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.shard import split
+
+# A part of a batch that is not larger takes less time to make than to hand over from a thread. Measured on 2 cores, one
+# rank: without the thread training takes 0.57 of the time with an mlp and 512 bytes, 0.86 with a cnn and 8 KiB.
+SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Loader:
             `data.partition`. The batches then depend on the number of ranks.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
-        workers: threads that prepare batches; 0 prepares each one when it is asked for.
+        workers: threads that prepare batches; 0 prepares each one when it is asked for. By default one, but for small
+            batches on the host: see `SMALL_BYTES`.
         prefetch: the number of batches prepared ahead, at most.
 
     Raises:
@@ -133,7 +138,7 @@ class Loader:
         partition: str = "none",
         transform: Transform | None = None,
         dtype: DTypeLike = "float32",
-        workers: int = 1,
+        workers: int | None = None,
         prefetch: int = 2,
     ) -> None:
         if batch_size < 1:
@@ -148,7 +153,7 @@ class Loader:
             raise UsageError(
                 f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
             )
-        if workers < 0 or prefetch < 1:
+        if (workers is not None and workers < 0) or prefetch < 1:
             raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
         if np.dtype(dtype).kind != "f":
             raise UsageError(f"samples cannot be given as {np.dtype(dtype)}; choose float32 or float64")
@@ -203,9 +208,15 @@ class Loader:
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
-            workers=self.workers,
+            workers=int(stored or self._takes_long()) if self.workers is None else self.workers,
             ahead=self.prefetch,
         )
+
+    def _takes_long(self) -> bool:
+        """Return whether making a part of a batch may take longer than having it made by a thread."""
+        if self.dataset.is_tokens or not can_split(self.transform) or split_transform(self.transform)[0]:
+            return True
+        return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together."""

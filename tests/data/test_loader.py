@@ -153,6 +153,27 @@ def test_breaking_out_leaves_no_threads(prefetch_threads: Threads) -> None:
     assert prefetch_threads() == []
 
 
+@pytest.mark.parametrize(
+    ("options", "stored", "threads"),
+    [
+        ({}, False, 0),
+        ({"transform": Normalize(0.5, 2.0)}, False, 0),
+        ({"transform": Compose(Flip(), Normalize(0.5, 2.0))}, False, 1),
+        ({"transform": lambda x, *key: x}, False, 1),  # nobody knows how long it takes
+        ({"batch_size": 64}, False, 1),
+        ({"batch_size": 64, "world": 2}, False, 0),
+        ({}, True, 1),  # copies to a device go on meanwhile
+        ({"workers": 2}, False, 2),
+    ],
+)
+def test_a_thread_makes_batches_where_that_pays(
+    options: dict[str, Any], stored: bool, threads: int, prefetch_threads: Threads
+) -> None:
+    images = Dataset("images", np.zeros((128, 16, 32, 1), np.uint8), np.zeros(128, np.int64), 2)
+    with Loader(images, **{"batch_size": 8, **options}).epoch(0, stored=stored):
+        assert len(prefetch_threads()) == threads
+
+
 def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
     with pytest.raises(ShapeError, match="made 4 rows of float32 out of 5 rows of float32"):
         list(Loader(made_up(), 5, transform=lambda x, *_: x[1:]).epoch(0))
