@@ -207,7 +207,9 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Make the folder."""
-        self._folder.mkdir(exist_ok=True)  # not the run's folder: somebody may have removed it
+        if not self._folder.is_dir():
+            self._folder.mkdir()  # not the run's folder: somebody may have removed it
+            sync_folder(self._folder.parent)
         shutil.rmtree(self._temporary, ignore_errors=True)  # what a kill has left
         self._temporary.mkdir()
 

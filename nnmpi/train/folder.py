@@ -231,6 +231,7 @@ class RunFolder:
         """
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.path.parent)
 
     def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Save the tokenizer of a text, or check that a run which goes on has the one that it began with.

@@ -1,9 +1,10 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from math import isfinite, nan
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
+from nnmpi.errors import CheckpointError
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
@@ -162,9 +164,10 @@ def _write_model(context: RunContext) -> None:
 
     def write() -> None:
         end = None if tokenizer is None else tokenizer.end
-        save_pretrained(context.folder.model, weights, heads, dropout_of(options), end)
-        if tokenizer is not None:
-            tokenizer.save(context.folder.model)
+        with _explained(context.folder):
+            save_pretrained(context.folder.model, weights, heads, dropout_of(options), end)
+            if tokenizer is not None:
+                tokenizer.save(context.folder.model)
 
     on_root(context.group, write)
 
@@ -177,24 +180,40 @@ def _prove_end(context: RunContext, state: RunState, report: EvalReport, measure
     folder, last_steps = context.folder, context.group.gather(state.step)
 
     def write() -> None:
-        stored = read_json(newest(folder.checkpoints) / STATE_FILE)
-        values = {
+        with _explained(folder):
+            stored = read_json(newest(folder.checkpoints) / STATE_FILE)
+            replace_durably(folder.finished, json.dumps(values(stored), indent=1).encode() + b"\n")
+
+    def values(stored: Any) -> dict[str, Any]:
+        return {
             "step": state.step,
             "ranks": len(last_steps),
             "loss": report.loss if isfinite(report.loss) else None,
             **{name: value if isfinite(value) else None for name, value in ({"accuracy": nan} | measures).items()},
             "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
         }
-        replace_durably(folder.finished, json.dumps(values, indent=1).encode() + b"\n")
 
     on_root(context.group, write)
 
 
+@contextmanager
+def _explained(folder: RunFolder) -> Iterator[None]:
+    """Turn the system's refusals at the end of a run into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the end of the run cannot be written into {folder.path} ({error.strerror or error}); its last checkpoint "
+            f"is whole: make room, and go on with --resume {folder.path}"
+        ) from None
+
+
 def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
-    """Write what computing took. Collective."""
+    """Write what computing took, if the disk takes it. Collective."""
     costs = pace.measured(group)
     if group.is_root and costs is not None:
-        replace_durably(folder.times, json.dumps(costs.to_json()).encode())
+        with suppress(OSError):
+            replace_durably(folder.times, json.dumps(costs.to_json()).encode())
 
 
 def _print_result(

@@ -153,7 +153,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
 
 # ---- real jobs ----
 
-FIXED = "--model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --schedule constant --lr 1e-3"
+FIXED = "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --schedule constant"
 
 
 @pytest.mark.timeout(300)

@@ -1,5 +1,6 @@
 """The simulated world: every rank is a thread of this process, one of which runs at a time, on clocks of their own.
 
+    faults       what goes wrong on purpose
     scheduler    whose turn it is, the ranks' clocks, and what is said when nobody can go on
     network      when a message arrives
     requests     what was started, and the mistakes that show in it

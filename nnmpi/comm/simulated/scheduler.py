@@ -35,6 +35,7 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeAlias
 
+from nnmpi.comm.simulated.faults import LATE_S, Faults
 from nnmpi.errors import CommError
 
 LOOK_S = 1e-7  # what a look for messages costs a rank that computes in no time: else it could look for ever
@@ -43,6 +44,7 @@ FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
 # such ranks look so often again, with so many real seconds between.
 LAST_LOOKS, LAST_LOOK_S = 50, 2e-3
 INTERRUPTED_S = 2.0  # for the ranks to end in, once the program was broken off from outside
+LAUNCHER_TURNS = 8  # of each rank, at most, before the launcher has ended all after one was killed
 SPREAD = 4  # the seed may put somebody behind so many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
@@ -101,6 +103,7 @@ class Scheduler:
         seed: of everything that is drawn.
         cpu_factor: seconds of a rank's clock for each second of processor time that its thread computed; with 0
             computing takes no time, and the order is that of the clocks.
+        faults: what goes wrong.
 
     Attributes:
         ranks: by number.
@@ -108,14 +111,17 @@ class Scheduler:
         by_time: whether the order is that of the clocks.
         turns: how often the turn has changed.
         failure: the rank that failed first, and its exception; None while all is well.
+        fallen: what became of ranks that were killed or have stopped, in words.
     """
 
-    def __init__(self, size: int, seed: int, cpu_factor: float) -> None:
+    def __init__(self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None) -> None:
         self.ranks = [SimulatedRank(number) for number in range(size)]
         self.random = Random(seed)
         self.by_time = cpu_factor == 0
         self.turns = 0
         self.failure: tuple[int, BaseException] | None = None
+        self.fallen: dict[int, str] = {}
+        self._faults, self._last_turn = faults, inf
         self._factor = cpu_factor
         self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
         self._planned = self._last_looks = 0
@@ -127,6 +133,9 @@ class Scheduler:
         """Let a rank go on, or something happen, at a time (or when the seed says)."""
         self._planned += 1
         draw = self.random.random()
+        if self._faults is not None:
+            put_off = self._faults.delay(what.number if isinstance(what, SimulatedRank) else None, self.random)
+            at_s, draw = at_s + put_off * LATE_S, draw + put_off
         key = (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
         heapq.heappush(self._agenda, (*key, self._planned, what))
 
@@ -139,9 +148,30 @@ class Scheduler:
         if self.failure is not None:
             raise Abandoned
         rank.calls += 1
+        if self._faults is not None:
+            if rank.calls == self._faults.kill.get(rank.number):
+                self.fall(rank, "was killed")
+            if rank.calls == self._faults.stop.get(rank.number):
+                self.fall(rank, "has stopped", alone=True)
         self._charge(rank)
         if self.by_time and self._agenda and self._agenda[0][0] < rank.clock_s:
             self.give_way(rank)
+
+    def fall(self, rank: SimulatedRank, words: str, alone: bool = False) -> None:
+        """Let a rank, this thread's, never go on.
+
+        Args:
+            words: what has become of it.
+            alone: whether the launcher does not notice.
+
+        Raises:
+            Abandoned: at the end of all.
+        """
+        self.fallen[rank.number] = f"rank {rank.number} {words} in its call {rank.calls}{_at(find_lines())}"
+        if not alone:
+            self._last_turn = self.turns + self.random.randrange(LAUNCHER_TURNS * len(self.ranks))
+        self._pass_on(rank)
+        raise Abandoned
 
     def leave(self, rank: SimulatedRank) -> None:
         """End a call; the time since it began is not the rank's."""
@@ -162,7 +192,7 @@ class Scheduler:
         """
         rank.clock_s += LOOK_S if self.by_time else 0.0
         rank._looks = 0 if self._agenda else rank._looks + 1
-        if rank._looks > FRUITLESS_LOOKS:
+        if rank._looks > (FRUITLESS_LOOKS if not self.fallen else len(self.ranks)):
             rank.waits_for, rank.lines = "a loop that looks for messages", find_lines()
             raise self._deadlock()
 
@@ -277,6 +307,9 @@ class Scheduler:
     def _hand_over(self, own: SimulatedRank | None) -> bool:
         """Do what stands in the agenda up to the next rank; return whether that is `own`, whose turn it is already."""
         while self.failure is None and (self._agenda or self._look_again()):
+            if self.turns >= self._last_turn:
+                self.failure = (-1, self._deadlock())
+                break
             what = heapq.heappop(self._agenda)[-1]
             if not isinstance(what, SimulatedRank):
                 try:
@@ -303,7 +336,7 @@ class Scheduler:
     def _look_again(self) -> bool:
         """Let all ranks go on that wait for whatever comes next; return whether there are any, not too often."""
         lookers = [rank for rank in self.ranks if rank._awaits is not None and not rank._awaits]
-        if not lookers or self._last_looks == LAST_LOOKS:
+        if not lookers or self._last_looks == LAST_LOOKS or self.fallen:
             return False
         self._last_looks += 1
         time.sleep(LAST_LOOK_S)
@@ -313,10 +346,12 @@ class Scheduler:
         return True
 
     def _deadlock(self) -> CommError:
-        waiting = [rank for rank in self.ranks if not rank.ended]
+        waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.fallen]
         lines = [
             f"  rank {each.number} waits for {each.waits_for}, {_since(each)}{_at(each.lines)}" for each in waiting
         ]
+        if self.fallen:
+            return CommError("\n".join(["; ".join(self.fallen.values()) + "; the job is ended", *lines]))
         ended = [rank.number for rank in self.ranks if rank.ended]
         if ended:
             lines.append(f"  ended: {', '.join(f'rank {number}' for number in ended)}")

@@ -26,6 +26,7 @@ from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.comm import MessageBoard, SimulatedComm
+from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.network import SimulatedNetwork
 from nnmpi.comm.simulated.scheduler import Scheduler, SimulatedRank, find_lines
 from nnmpi.errors import CommError, UsageError
@@ -86,6 +87,20 @@ class SimulatedWorld:
         """Return that messages lie in the host's memory."""
         return False, "simulated ranks exchange arrays of the host"
 
+    def kill(self, words: str) -> None:
+        """Let this rank end here as by kill -9, and all others soon after: for faults in something else than calls.
+
+        Args:
+            words: what has become of it.
+        """
+        self._scheduler.enter(self._own)
+        self._scheduler.fall(self._own, words)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks are only cleared away: what they still do is not seen by anybody."""
+        return self._scheduler.failure is not None
+
     def now(self) -> float:
         """Return how late it is on this rank."""
         return self._scheduler.now(self._own)
@@ -125,6 +140,7 @@ def simulate(
     seed: int = 0,
     cpu_factor: float = 1.0,
     check: bool = True,
+    faults: Faults | None = None,
 ) -> list[T]:
     """Call `main(group)` on so many simulated ranks and return what each of them returned.
 
@@ -138,14 +154,16 @@ def simulate(
             With 0 computing takes no time but what `nnmpi.clock.sleep` gives it: then all seconds are exact and
             reproducible, and what happens first is what is earlier.
         check: whether messages that nobody received, and requests that nobody waited for, are an error at the end.
+        faults: what goes wrong: ranks that are killed, stop or are slow, and late messages.
 
     Raises:
         UsageError: for less than one rank.
         CommError: for a mistake in the program's communication: ranks that wait for one another for ever, collectives
-            that do not match, buffers that are used twice. It names the ranks and the lines.
+            that do not match, buffers that are used twice. It names the ranks and the lines. After a rank was killed or
+            has stopped: which one, and where.
         Exception: the first that a rank raised, with its own traceback and a note of its rank.
     """
-    return run_simulation(main, ranks, machine, seed, cpu_factor, check).results
+    return run_simulation(main, ranks, machine, seed, cpu_factor, check, faults).results
 
 
 def run_simulation(
@@ -155,18 +173,19 @@ def run_simulation(
     seed: int = 0,
     cpu_factor: float = 1.0,
     check: bool = True,
+    faults: Faults | None = None,
 ) -> SimulatedRun[T]:
     """Do what `simulate` does, and return how long it took and what was sent, too.
 
     Args:
-        main, ranks, machine, seed, cpu_factor, check: see `simulate`; it raises the same.
+        main, ranks, machine, seed, cpu_factor, check, faults: see `simulate`; it raises the same.
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
     if not 0 <= cpu_factor < float("inf"):
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
     share_freed_memory()
-    scheduler = Scheduler(ranks, seed, cpu_factor)
+    scheduler = Scheduler(ranks, seed, cpu_factor, faults)
     board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), scheduler))
     results: list[T | None] = [None] * ranks
 

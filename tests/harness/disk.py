@@ -1,0 +1,262 @@
+"""A disk that fails on purpose: full at some point, cut off in the middle of a write, without what was not synced.
+
+    with FaultyDisk(folder, dies_at=17, draws=Random(3)) as disk:
+        simulate(train, 3)                  # the rank that does the 17th operation is killed in it
+    disk.lose()                             # the power went, too: what was not brought to the disk may be gone
+
+What the disk promises is what POSIX does, and no more. A file's content is safe once it was synced; before, any part of
+its end may be missing. That a name exists, has gone, or belongs to another file is safe once its folder was synced;
+before, of what was done in a folder, the last of it may be undone. (CrashMonkey and ALICE test file systems and
+databases in this way: Mohan et al., OSDI 2018; Pillai et al., OSDI 2014.)
+
+The program is not changed: the functions of `os`, `io` and `shutil` that it calls are replaced while the block runs,
+for paths below the folder. A rank that is only cleared away, because another one was killed, changes nothing any more.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from nnmpi import clock
+from nnmpi.comm.simulated.world import SimulatedWorld
+
+Tree = dict[str, bytes | None]
+"""Files by path below a place, with their content; folders with None. "" is the place itself."""
+
+
+@dataclass
+class _Act:
+    """Something that was done to a name and is not safe yet."""
+
+    kind: str
+    path: str
+    source: str = ""
+    before: Tree | None = None
+
+
+class FaultyDisk(AbstractContextManager["FaultyDisk"]):
+    """The disk below a folder.
+
+    Args:
+        root: the folder.
+        draws: decides how much of a write comes through, and what is lost.
+        dies_at: in which operation the rank is killed that does it, from 1; 0 for none.
+        full_at: from which operation on nothing more can be written; 0 for never.
+
+    Attributes:
+        operations: how many there were so far.
+    """
+
+    def __init__(self, root: Path, draws: Random, dies_at: int = 0, full_at: int = 0) -> None:
+        self.root, self.operations = os.path.abspath(root), 0
+        self._draws, self._dies_at, self._full_at = draws, dies_at, full_at
+        self._acts: list[_Act] = []
+        self._safe_bytes: dict[str, int] = {}  # of files that were written to and not synced since
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> FaultyDisk:
+        """Take the place of the system's functions."""
+        for module, name, work in (
+            (io, "open", self._open),
+            (builtins, "open", self._open),
+            (os, "fsync", self._fsync),
+            (os, "rename", self._rename),
+            (os, "replace", self._rename),
+            (os, "mkdir", self._mkdir),
+            (os, "unlink", self._remove),
+            (shutil, "rmtree", self._rmtree),
+        ):
+            self._before.append((module, name, getattr(module, name)))
+            setattr(module, name, self._guarded(work, getattr(module, name)))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """Give them back."""
+        while self._before:
+            setattr(*self._before.pop())
+
+    def lose(self) -> None:
+        """Lose some of what was not brought to the disk, after the end of all."""
+        done: dict[str, list[_Act]] = {}
+        for act in self._acts:
+            done.setdefault(os.path.dirname(act.path), []).append(act)
+        undone = [act for acts in done.values() for act in acts[self._draws.randrange(len(acts) + 1) :]]
+        for act in reversed(list(self._acts)):
+            self._acts.remove(act)
+            if act in undone:
+                self._undo(act)
+        for path, safe in self._safe_bytes.items():
+            if os.path.isfile(path) and self._draws.random() < 0.5:
+                os.truncate(path, self._draws.randint(safe, max(safe, os.path.getsize(path))))
+
+    # ---- operations ----
+
+    def _guarded(self, work: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the work below the folder, and the system's elsewhere."""
+
+        def guarded(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if work == self._fsync:
+                place = os.readlink(f"/proc/self/fd/{path}")
+            else:
+                place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
+            inside = (place + os.sep).startswith(self.root + os.sep)
+            if (inside or place == os.path.dirname(self.root) and work == self._fsync) and "dir_fd" not in kwargs:
+                return work(real, place, path, *args, **kwargs)
+            return real(path, *args, **kwargs)
+
+        return guarded
+
+    def _begin(self, writes: bool = True) -> bool:
+        """Begin an operation; return whether it is still seen by anybody.
+
+        Raises:
+            OSError: when the disk is full.
+        """
+        world = clock._clock.get()
+        if isinstance(world, SimulatedWorld) and world.is_over:
+            return False
+        self.operations += 1
+        if self.operations == self._dies_at:
+            self._die()
+        if writes and self._full_at and self.operations >= self._full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return True
+
+    def _die(self) -> None:
+        world = clock._clock.get()
+        assert isinstance(world, SimulatedWorld)
+        world.kill(f"was killed in operation {self.operations} of the disk")
+
+    def _open(self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode not in ("wb", "ab"):
+            return real(path, mode, *args, **kwargs)
+        if not self._begin(writes=not os.path.exists(place)):
+            return real(os.devnull, mode)
+        if not os.path.exists(place):
+            self._acts.append(_Act("create", place))
+        stream = real(path, mode, buffering=0)
+        self._safe_bytes.setdefault(place, stream.seek(0, os.SEEK_END))
+        return _Stream(stream, self)
+
+    def _write(self, stream: Any, content: Any) -> int:
+        data = memoryview(content).cast("B")
+        if self.operations + 1 in (self._dies_at, self._full_at):  # a part of it comes through
+            world = clock._clock.get()
+            if not (isinstance(world, SimulatedWorld) and world.is_over):
+                stream.write(data[: self._draws.randrange(len(data) + 1)])
+        if self._begin():
+            stream.write(data)
+        return len(data)
+
+    def _fsync(self, real: Any, place: str, number: int) -> None:
+        if not self._begin(writes=False):
+            return
+        if os.path.isdir(place):
+            self._acts = [act for act in self._acts if os.path.dirname(act.path) != place]
+        else:
+            self._safe_bytes.pop(place, None)
+
+    def _rename(self, real: Any, place: str, path: Any, target: Any) -> None:
+        if not self._begin(writes=False):
+            return
+        aim = os.path.abspath(target)
+        before = read_tree(aim)
+        real(place, aim)
+        self._move(place, aim)
+        self._acts.append(_Act("rename", aim, place, before))
+
+    def _mkdir(self, real: Any, place: str, path: Any, *args: Any, **kwargs: Any) -> None:
+        if self._begin():
+            real(path, *args, **kwargs)
+            self._acts.append(_Act("create", place))
+
+    def _remove(self, real: Any, place: str, path: Any) -> None:
+        if self._begin(writes=False):
+            before = read_tree(place)
+            real(path)
+            self._acts.append(_Act("remove", place, before=before))
+
+    def _rmtree(self, real: Any, place: str, path: Any, ignore_errors: bool = False) -> None:
+        """Remove file by file, and be killed between two of them."""
+        for folder, _, names in os.walk(place, topdown=False):
+            for name in names:
+                os.unlink(os.path.join(folder, name))
+            if self._begin(writes=False):
+                os.rmdir(folder)
+                self._acts.append(_Act("remove", folder, before={"": None}))
+
+    # ---- what is not safe ----
+
+    def _move(self, source: str, target: str) -> None:
+        """Let what is known of a place go with it to another one."""
+
+        def moved(path: str) -> str:
+            return target + path[len(source) :] if (path + os.sep).startswith(source + os.sep) else path
+
+        for act in self._acts:
+            act.path, act.source = moved(act.path), moved(act.source) if act.source else ""
+        self._safe_bytes = {moved(path): safe for path, safe in self._safe_bytes.items()}
+
+    def _undo(self, act: _Act) -> None:
+        with suppress(OSError):
+            if act.kind == "rename":
+                os.rename(act.path, act.source)
+                self._move(act.path, act.source)
+            elif act.kind == "create":
+                shutil.rmtree(act.path) if os.path.isdir(act.path) else os.unlink(act.path)
+            if act.before:
+                write_tree(act.path, act.before)
+
+
+class _Stream:
+    """A file open for writing, without a buffer: a killed program's is lost anyway."""
+
+    def __init__(self, stream: Any, disk: FaultyDisk) -> None:
+        self._stream, self._disk = stream, disk
+        self.fileno, self.close, self.tell, self.truncate = stream.fileno, stream.close, stream.tell, stream.truncate
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def write(self, content: Any) -> int:
+        """Write it, or a part of it and be killed."""
+        return self._disk._write(self._stream, content)
+
+
+def read_tree(place: str) -> Tree | None:
+    """Return what lies in a place; None where there is nothing."""
+    if os.path.isfile(place):
+        return {"": Path(place).read_bytes()}
+    if not os.path.isdir(place):
+        return None
+    found: Tree = {"": None}
+    for path in Path(place).rglob("*"):
+        found[str(path.relative_to(place))] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def write_tree(place: str, tree: Tree) -> None:
+    """Put a tree back where it was."""
+    for name, content in tree.items():
+        path = Path(place, name)
+        if content is None:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)

@@ -1,0 +1,165 @@
+"""Trainings under faults that a seed draws; and that bugs which somebody might write are found by them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.faults import Faults
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.errors import CommError
+from nnmpi.train import checkpoint, checkpoint_files, folder, metrics, session
+from nnmpi.train.checkpoint_files import CheckpointWriter
+from nnmpi.train.tensor_file import TensorWriter
+from tests.harness.slow import MORE_SEEDS
+from tests.harness.survival import quick_trainings, survive, undisturbed
+
+SEEDS, MORE = 12, 60  # of the program as it is
+MOST = 150  # until a planted bug must have been found
+
+pytestmark = [
+    pytest.mark.host_only("it patches the system's files, not arrays"),
+    # A rank that is killed while it opens a file leaves it open, as a process does that ends so.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[bytes]]:
+    with quick_trainings():
+        yield undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def first_failure(seeds: range, place: Path, wanted: list[bytes]) -> tuple[int, str] | None:
+    for seed in seeds:
+        if wrong := survive(seed, place / f"run-{seed}", wanted):
+            return seed, wrong
+    return None
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(SEEDS, marks=pytest.mark.slow(MORE_SEEDS))])
+def test_every_run_ends_with_the_bits_of_an_undisturbed_one(first: int, wanted: list[bytes], tmp_path: Path) -> None:
+    """The seed that fails is told; with it the same happens again."""
+    assert first_failure(range(first, SEEDS if first == 0 else MORE), tmp_path, wanted) is None
+
+
+# ---- planted bugs ----
+
+
+def close_unsynced(writer: TensorWriter) -> dict[str, str | int]:
+    writer._stream.close()
+    return {"bytes": writer._bytes, "sha256": writer._sum.hexdigest()}
+
+
+def write_unsynced(file: Path, content: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(content)
+
+
+def begin_in_place(writer: CheckpointWriter) -> None:
+    """Write under the final name from the beginning, where what is old lies as well."""
+    writer._temporary = writer._final
+    writer._final.mkdir(parents=True, exist_ok=True)
+
+
+def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
+    writer._close()
+    values = {"format": checkpoint_files.FORMAT, **state, "files": writer._files}
+    text = checkpoint_files.json.dumps({**values, "sha256": checkpoint_files.digest(values)})
+    folder.write_durably(writer._final / "state.json", text.encode())
+    folder.replace_durably(writer._folder / "latest", writer._final.name.encode())
+    writer._temporary = writer._folder / ".none"
+    checkpoint_files._prune(writer._folder, writer._final, 1)
+    return writer._final.name
+
+
+BEGIN, SCATTER = CheckpointWriter.begin, checkpoint.restore
+
+
+def begin_by_removing(writer: CheckpointWriter) -> None:
+    for old in checkpoint_files.steps(writer._folder):
+        shutil.rmtree(old)
+    BEGIN(writer)
+
+
+def restore_no_optimizer(trainer: Any, *args: Any) -> Any:
+    found = SCATTER(trainer, *args)
+    for array in (array for arrays in trainer.optimizer.slots().values() for array in arrays):
+        array[...] = 0
+    return found
+
+
+PLANTED: dict[str, list[tuple[object, str, Any]]] = {
+    "files of arrays are not synced": [(TensorWriter, "close", close_unsynced)],
+    "state.json and latest are not synced": [
+        (checkpoint_files, "write_durably", write_unsynced),
+        (folder, "write_durably", write_unsynced),
+    ],
+    "the folder is not synced after a rename": [(checkpoint_files, "sync_folder", lambda place: None)],
+    "the older checkpoints are removed first": [(CheckpointWriter, "begin", begin_by_removing)],
+    "written in place, one is kept": [
+        (CheckpointWriter, "begin", begin_in_place),
+        (CheckpointWriter, "finish", finish_in_place),
+    ],
+    "config.json is written in place": [(folder, "replace_durably", folder.write_durably)],
+    "metrics are not brought to the disk before a checkpoint": [(metrics.MetricsFile, "sync", lambda file: None)],
+    "metrics are not cut at a resume": [(session, "cut_metrics", lambda file, step: 0)],
+    "the optimizer's state is not restored": [(session, "restore", restore_no_optimizer)],
+    "a full disk at the end is not explained": [(session, "_explained", lambda place: pytest.MonkeyPatch.context())],
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(
+    bug: str, wanted: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[..., None]
+) -> None:
+    for owner, name, wrong in PLANTED[bug]:
+        monkeypatch.setattr(owner, name, wrong)
+    found = first_failure(range(MOST), tmp_path, wanted)
+    assert found is not None
+    record_property("seeds", found[0] + 1)
+    print(f"{bug}: {found[0] + 1} seeds: {found[1]}")
+
+
+# ---- ranks that fall ----
+
+
+def work(group: Group) -> float:
+    array = np.ones(5)
+    for _ in range(6):
+        group.all_reduce(array, "ring")
+        array /= group.size
+    return float(array.sum())
+
+
+def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
+    """And what the others waited for; nobody waits for ever."""
+    for faults, words in ((Faults(kill={2: 30}), "was killed"), (Faults(stop={2: 30}), "has stopped")):
+        with pytest.raises(CommError) as caught:
+            simulate(work, 4, faults=faults)
+        said = str(caught.value)
+        assert said.startswith(f"rank 2 {words} in its call 30\n") and "test_survival.py" in said
+        assert said.count("waits for") == 3 or words == "was killed", said
+
+
+def test_slow_ranks_and_late_messages_change_no_result() -> None:
+    for seed in range(20):
+        drawn = Faults.drawn(seed, 4, 50)
+        assert simulate(work, 4, seed=seed, faults=Faults(slow=drawn.slow, late=0.3)) == [5.0] * 4
+        assert drawn == Faults.drawn(seed, 4, 50)
+
+
+def test_the_seed_repeats_what_happened() -> None:
+    texts = []
+    for _ in range(2):
+        with pytest.raises(CommError) as caught:
+            simulate(work, 3, seed=9, faults=Faults(kill={1: 17}, late=0.5))
+        texts.append([line for line in str(caught.value).splitlines() if "since" not in line])
+    assert texts[0] == texts[1]
