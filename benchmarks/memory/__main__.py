@@ -1,16 +1,24 @@
-"""Recomputation by budget: peaks and times of 20 budgets beside what was predicted. See README.md."""
+"""Activations by budget beside what was predicted: computed again, or swapped; a process beside its ledger."""
 
 import argparse
+import gc
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from nnmpi import models, nn, ops
+import nnmpi
+from nnmpi import models, nn, ops, optim
 from nnmpi.backend.allocations import counting
-from nnmpi.backend.memory import keep_freed_memory
+from nnmpi.backend.memory import host_memory, keep_freed_memory, reset_host_peak
 from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.units import parse_bytes
+from nnmpi.data.loader import Batch, Cut
+from nnmpi.memory.offload import FileStore
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.tensor.tensor import Tensor
 
@@ -71,14 +79,104 @@ def levels(model, x, y, rounds):
         yield budget, price.peak, count.peak, price.peak / plans.all, price.again, price.seconds, took, took / plain
 
 
+class ThrottledStore(FileStore):
+    """A file on a disk of so many bytes per second."""
+
+    def __init__(self, folder, bandwidth):
+        super().__init__(folder)
+        self.bandwidth = bandwidth
+
+    def write(self, place, memory):
+        """Write, and take the time that it would take."""
+        self._slowly(super().write, place, memory)
+
+    def read(self, place, memory):
+        """Read, and take the time that it would take."""
+        self._slowly(super().read, place, memory)
+
+    def _slowly(self, move, place, memory):
+        end = time.perf_counter() + sum(map(len, memory)) / self.bandwidth
+        move(place, memory)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+def swapped(name, model, x, y, rounds, bandwidth):
+    """Print a line for each of five budgets: predicted and measured bytes and seconds, elapsed, with a slow file."""
+    model.initialize(seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        forward = RecomputedModel(model, None, store=ThrottledStore(Path(folder), bandwidth))
+        step(forward, model, Tensor(x), y)
+        for budget in forward.plans.budgets(5):
+            forward.plan, seconds = forward.find_plan(budget), []
+            with counting(numpy_backend()) as count:
+                step(forward, model, Tensor(x), y)
+            for _ in range(rounds):
+                begin = time.perf_counter()
+                step(forward, model, Tensor(x), y)
+                seconds.append(time.perf_counter() - begin)
+            price, took = forward.price, median(seconds)
+            words = f"{price.moved} | {price.again} | {1e3 * price.seconds:.0f} | {1e3 * took:.0f}"
+            print(f"| {name} | {price.peak} | {count.peak} | {words} | {took / price.seconds - 1:+.1%} |", flush=True)
+        forward.release()
+
+
+def resident(number):
+    """Print a process's resident memory above what it has after training a small network, beside the ledger's peak."""
+    keep_freed_memory()
+    group = nnmpi.start()
+
+    def train(model, x, y, steps):
+        model.initialize(seed=0)
+        worker = nnmpi.Worker(model, optim.Adam(model.storage, lr=1e-3), group)
+        batch = Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0)
+        for _ in range(steps):
+            worker.step(batch)
+        worker.release()
+        return nnmpi.memory.report().peak
+
+    names = ("MLP, 2048 features", "GPT, 8 blocks of 256", "CNN, 512 images")
+    sizes = (((16,) * 3, (2048,) * 3), ((1, 16, 1), (8, 256, 8)), (2, 512))[number]
+    for size in sizes:
+        gc.collect()
+        base = host_memory().used_bytes
+        reset_host_peak()
+        if number == 0:
+            x, y, _ = *images(256, 28, 1), None
+            model = models.mlp((28, 28, 1), 10, hidden=size)
+        elif number == 1:
+            layers, features, batch = size
+            model = models.gpt(256, 128, features, layers, 4)
+            x, y = DRAW.integers(0, 256, (2, batch, 128))
+        else:
+            model, (x, y) = models.cnn((28, 28, 1), 10), images(size, 28, 1)
+        ledger = train(model, x, y, 6)
+        above = host_memory().peak_bytes - base
+    columns = (names[number], *(f"{each / 2**20:.1f}" for each in (base, above, ledger)), f"{above / ledger - 1:+.1%}")
+    print("|", " | ".join(columns), "|")
+
+
 def main():
     """Print the table; end with status 1 where a peak is not as predicted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="small networks, one round")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each plan, in turn (5)")
     parser.add_argument("--only", default="", help="networks whose names begin so")
+    parser.add_argument("--throttle", metavar="BYTES", help="instead: swap to a file of so many bytes per second")
+    parser.add_argument("--resident", nargs="?", const="", metavar="N", help="instead: processes beside their ledgers")
     given = parser.parse_args()
+    if given.resident is not None:
+        if given.resident:
+            return resident(int(given.resident))
+        print("| network | base, MiB | above it, MiB | ledger, MiB | off |\n|---|---|---|---|---|", flush=True)
+        return max(subprocess.call([sys.executable, __file__, "--resident", str(i)]) for i in range(3))
     keep_freed_memory()
+    if given.throttle is not None:
+        print("| network | peak, predicted | measured | moved | again | predicted, ms | elapsed, ms | off |")
+        print("|" + "---|" * 8)
+        for case in cases(given.check):
+            if case[0].startswith(given.only):
+                swapped(*case, given.rounds, parse_bytes(given.throttle))
+        return 0
     titles = (
         "network",
         "budget",

@@ -14,6 +14,7 @@ from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled, rewrite
 from benchmarks.training import start, tables
 from benchmarks.training.cases import CASES, SHALLOWSPEED, find
+from benchmarks.training.contestants import SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
 from nnmpi.comm.describe import read_cpu
@@ -65,6 +66,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--shallowspeed", action="store_true", help="also: ShallowSpeed's design beside nnmpi, on its own set-up")
     add("--start", action="store_true", help="also: the time from mpirun, and from torchrun, to the first step")
     add("--growth", action="store_true", help=f"also: memory before and after {GROWTH_STEPS} steps")
+    add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.2)
     text = "how often --start starts each (default: 7)"
@@ -80,6 +82,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.cases += (SHALLOWSPEED.name,)
     options.growth_steps = CHECK_STEPS if options.check else GROWTH_STEPS * options.growth
     options.start_repeats = 1 if options.check else options.start_repeats * options.start
+    if options.sharded and 1 in options.ranks:
+        raise UsageError("--sharded is for several ranks; give --ranks 2, say")
     if options.check:
         options.rounds, options.block_s = 2, 0.0
     for name in options.cases:
@@ -158,6 +162,8 @@ def _summaries(markdown: bool, found: Findings, started: Sequence[Mapping[str, A
     cases = [row for row in rows if row["case"] != SHALLOWSPEED.name]
     title = "Times: medians of blocks; CPU time of the thread on one rank, wall clock of the slowest on several"
     shown = {}
+    if any(row["group"] == SHARDED for row in rows):
+        return {"sharded": (title, tables.sharded(rows, markdown))}
     if cases:
         shown["speeds"] = (f"{title}; ratios with quartiles", tables.speeds(cases, markdown))
         shown["memory"] = ("Peak resident memory of a rank", tables.memory(cases, markdown))

@@ -10,7 +10,8 @@ NNMPI, TORCH, NAIVE = "nnmpi", "torch", "naive"
 # The groups of which the fastest one counts; EAGER is those of PURE that are not compiled.
 PURE, JIT, STOCK, TUNED = "nnmpi", "nnmpi jit", "PyTorch", "PyTorch, tuned malloc"
 EAGER = "nnmpi eager"
-GROUPS = (PURE, JIT, STOCK, TUNED, NAIVE)
+SHARDED, FSDP = "nnmpi zero 3", "PyTorch FSDP2"  # with --sharded alone
+GROUPS = (PURE, JIT, STOCK, TUNED, NAIVE, SHARDED, FSDP)
 # How nnmpi's ranks exchange gradients.
 WORKER, FUSED, PARALLEL = "worker", "fused", "parallel"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
@@ -30,6 +31,7 @@ class Contestant:
         attention: of PyTorch's blocks.
         fused_sgd, bucket_view: options of PyTorch's SGD and of DistributedDataParallel.
         tuned: whether malloc keeps freed memory by the variables of `environment.TUNED_MALLOC`.
+        sharded: whether the ranks share out weights, gradients and state: ZeRO 3 here, `fully_shard` there.
         dtype: float64 for the reference that everybody is compared with.
     """
 
@@ -44,6 +46,7 @@ class Contestant:
     fused_sgd: bool = False
     bucket_view: bool = False
     tuned: bool = False
+    sharded: bool = False
     dtype: str = "float32"
 
     @property
@@ -51,6 +54,7 @@ class Contestant:
         """Its side and what distinguishes it there; unique in a field."""
         words = [self.exchange, "compiled" * self.compiled, "jit" * self.jit, self.layout, self.attention]
         words += ["fused SGD" * self.fused_sgd, "bucket view" * self.bucket_view, "tuned malloc" * self.tuned]
+        words.append("sharded" * self.sharded)
         if self.dtype != "float32":
             words.append(self.dtype)
         return " ".join([self.side, *filter(None, words)])
@@ -58,6 +62,8 @@ class Contestant:
     @property
     def group(self) -> str:
         """The group in which it competes."""
+        if self.sharded:
+            return SHARDED if self.side == NNMPI else FSDP
         if self.side == NNMPI:
             return JIT if self.jit else PURE
         return self.side if self.side == NAIVE else TUNED if self.tuned else STOCK
@@ -99,6 +105,13 @@ def torch_field(case: Case, ranks: int, reduced: bool = False) -> list[Contestan
     if case.large:
         return [other[0], replace(other[0], tuned=True)]
     return [*plain, *other, *(replace(each, tuned=True) for each in (plain if ranks == 1 else other))]
+
+
+def sharded_field(case: Case, ranks: int, torch: bool) -> list[Contestant]:
+    """Return replicas and ranks that share all out, of nnmpi's `Worker` and of PyTorch."""
+    plain = [Contestant(NNMPI, case.name, ranks, exchange=WORKER), *(torch_field(case, ranks)[:1] if torch else [])]
+    fused = replace(plain[0], exchange=FUSED)
+    return [*plain, fused, *(replace(each, sharded=True) for each in plain)]
 
 
 def reference(case: Case, torch: bool) -> Contestant:

@@ -12,7 +12,16 @@ from typing import Any
 
 from benchmarks.harness.turns import shuffled, steps_in_block
 from benchmarks.training.cases import SHALLOWSPEED, Case, find
-from benchmarks.training.contestants import JIT, NAIVE, PURE, STOCK, Contestant, nnmpi_field, torch_field
+from benchmarks.training.contestants import (
+    JIT,
+    NAIVE,
+    PURE,
+    STOCK,
+    Contestant,
+    nnmpi_field,
+    sharded_field,
+    torch_field,
+)
 from benchmarks.training.judge import CaseFiles, Judge
 from benchmarks.training.rows import Seconds, best, row
 from benchmarks.training.team import Team, Teams
@@ -62,6 +71,8 @@ def measure(
         judge = Judge(files, torch)
         for ranks in options.ranks:
             contestants = entrants(case, ranks, options.check, torch)
+            if options.sharded:
+                contestants = sharded_field(case, ranks, torch)
             with Teams(contestants, files.folder) as teams:
                 rows = _together(list(teams), judge, options, found)
             found.rows += rows

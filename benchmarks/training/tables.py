@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.plots import new_figure, save
 from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
-from benchmarks.training.contestants import EAGER, JIT, NAIVE, PURE, STOCK, TUNED
+from benchmarks.training.contestants import EAGER, FSDP, JIT, NAIVE, PURE, SHARDED, STOCK, TUNED
 from benchmarks.training.rows import best, pairs, ratios, speedups
 
 Row = Mapping[str, Any]
@@ -72,6 +72,19 @@ def memory(rows: Rows, markdown: bool) -> str:
         ("PyTorch, MiB", lambda row: mib(peak(row, STOCK))),
         ("nnmpi / PyTorch", lambda row: share(row, PURE)),
         ("jit / PyTorch", lambda row: share(row, JIT)),
+    )
+    return render(columns, _cases(rows, naive=False), markdown)
+
+
+def sharded(rows: Rows, markdown: bool) -> str:
+    """Return the times of ranks that share the model out, beside replicas."""
+    groups = (PURE, SHARDED, STOCK, FSDP)
+    both = {"zero 3 / dp": (SHARDED, PURE), "FSDP2 / zero 3": (FSDP, SHARDED), "FSDP2 / DDP": (FSDP, STOCK)}
+    names = ("nnmpi dp, ms", "zero 3, ms", "DDP, ms", "FSDP2, ms")
+    columns = (
+        *_CASE,
+        *((title, lambda row, group=group: _step_ms(row, group)) for title, group in zip(names, groups, strict=True)),
+        *((title, lambda row, pair=pair: _ratio(row, *pair)) for title, pair in both.items()),
     )
     return render(columns, _cases(rows, naive=False), markdown)
 

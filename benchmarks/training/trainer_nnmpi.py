@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -18,7 +19,9 @@ from benchmarks.training.contestants import FUSED, PARALLEL, Contestant
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
+from nnmpi.compose.arrange import arrange
 from nnmpi.data.loader import Batch, Cut
+from nnmpi.parallel.zero.storage import ShardedStorage
 
 
 class NnmpiTrainer(Trainer):
@@ -40,7 +43,12 @@ class NnmpiTrainer(Trainer):
         self._x, self._y = self.load(folder)
         if self.case.loss == SOFTMAX_SQUARED:
             self._y = np.eye(self.case.classes, dtype=contestant.dtype)[self._y]
-        self._model = build(self.case).initialize(seed=self.case.seed, dtype=contestant.dtype)
+        self._where: Any = None
+        model, options = build(self.case), dict[str, Any]()
+        if contestant.sharded:
+            self._where = arrange(model, self._group, nnmpi.Layout(zero=3))
+            model, options = self._where.model, {"storage": self._where.storage}
+        self._model = model.initialize(seed=self.case.seed, dtype=contestant.dtype, **options)
         self._optimizer = optim.SGD(self._model.storage, lr=0.01)
         self._step = self._make_step()
 
@@ -56,7 +64,25 @@ class NnmpiTrainer(Trainer):
 
     def arrays(self) -> list[NDArray[np.floating]]:
         """See `Trainer.arrays`."""
+        storage = self._model.storage
+        if isinstance(storage, ShardedStorage):
+            return [storage.parts(span, storage.data).gather() for span in self._spans()]
         return [parameter.data for parameter in self._model.parameters()]
+
+    def restore(self, file: Path) -> None:
+        """See `Trainer.restore`."""
+        if not self.contestant.sharded:
+            super().restore(file)
+            return
+        with open(file, "rb") as values:
+            for span in self._spans():
+                shape = span.parameter.declared
+                self._model.storage.write(span, np.fromfile(values, np.float32, math.prod(shape)).reshape(shape))
+
+    def _spans(self) -> list[Any]:
+        """Return where the parameters lie, in order of definition."""
+        places = {id(span.parameter): span for span in self._model.storage.spans}
+        return [places[id(parameter)] for parameter in self._model.parameters()]
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
@@ -115,6 +141,7 @@ class NnmpiTrainer(Trainer):
             group,
             loss=sum_loss(self.case),
             exchange=nnmpi.GradientExchange(fused_update=self.contestant.exchange == FUSED),
+            arrangement=self._where,
         )
         self._release = worker.release
         return lambda: worker.step(batch).loss

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LSTM, SQUARED, Case
@@ -48,7 +51,11 @@ class TorchTrainer(Trainer):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             place = f"file://{folder / contestant.name.replace(' ', '-')}.meeting"
             torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
-            self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=contestant.bucket_view)
+            if contestant.sharded:
+                shard(self._model, contestant.ranks)
+            else:
+                buckets = contestant.bucket_view
+                self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=buckets)
         options = {"fused": True} if contestant.fused_sgd else {}
         self._parameters = [each for each in self._model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, **options)
@@ -69,7 +76,19 @@ class TorchTrainer(Trainer):
 
     def arrays(self) -> list[NDArray[np.floating]]:
         """See `Trainer.arrays`."""
-        return [parameter.detach().numpy() for parameter in self._parameters]
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self._parameters)
+        return [parameter.detach().numpy() for parameter in whole]
+
+    def restore(self, file: Path) -> None:
+        """See `Trainer.restore`."""
+        if not self.contestant.sharded:
+            super().restore(file)
+            return
+        with open(file, "rb") as values, torch.no_grad():
+            for p in self._parameters:
+                assert isinstance(p, DTensor)
+                whole = torch.from_numpy(np.fromfile(values, np.float32, p.numel()).reshape(p.shape))
+                p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
@@ -86,6 +105,15 @@ class TorchTrainer(Trainer):
         if self.case.loss == SQUARED:
             return F.mse_loss(output, self._y)
         return F.mse_loss(F.softmax(output, -1), self._y, reduction="sum") / len(self._y)
+
+
+def shard(model: nn.Module, ranks: int) -> None:
+    """Share a model out by FSDP2, block by block, or layer by layer where it has no blocks."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for module in blocks or [each for each in model.children() if list(each.parameters())]:
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class Block(nn.Module):
