@@ -23,6 +23,7 @@ from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, moved_bytes, simulate
 
 SEARCHED = 96  # sets of links, at most
+SAME = 1e-9  # times that differ by no more are the same
 
 
 class _Row(NamedTuple):
@@ -59,9 +60,12 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     starts = [frozenset(able[:count]) for count in range(len(able) + 1)]
     if 2 ** len(able) <= SEARCHED:
         starts = [frozenset(links) for count in range(len(able) + 1) for links in combinations(able, count)]
-    best = min(starts, key=take)
-    improved = True
-    while improved and len(tried) < SEARCHED:
+    ideal = sum(cost.keep_s + cost.backward_s for cost in costs) * (1 + SAME)
+    best, improved = frozenset[int](), True
+    for links in starts:
+        if take(best) > ideal:
+            best = min(best, links, key=take)
+    while take(best) > ideal and improved and len(tried) < SEARCHED:
         nearest = min((best ^ {i} for i in able), key=take, default=best)
         improved = take(nearest) < take(best)
         best = nearest if improved else best

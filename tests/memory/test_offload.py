@@ -16,6 +16,7 @@ from nnmpi.backend.device import cupy_backend
 from nnmpi.backend.record import numpy_backend
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
+from nnmpi.memory import swapping
 from nnmpi.memory.offload import FileStore, make_store
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, simulate
@@ -117,6 +118,7 @@ def test_a_plan_waits_for_what_moves():
         swapping_plan(OptimalPlans(costs), 1, 100.0)
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
     """Loss, gradients and running statistics, and the peak to the byte, by plans in which most links leave."""
@@ -142,6 +144,12 @@ def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
     assert moved and "go out and come back" in forward.describe()
     assert not list(tmp_path.iterdir())  # the file has no name
     forward.release()
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Let few plans be searched."""
+    monkeypatch.setattr(swapping, "SEARCHED", 8)
 
 
 class Slow(Function):
@@ -182,31 +190,38 @@ class ThrottledStore(FileStore):
 
 
 @pytest.mark.host_only("sleeps while NumPy computes")
-@pytest.mark.parametrize("bandwidth", (2**27, 2**25))
+@pytest.mark.parametrize("bandwidth", (2**27, 2**26))
 def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
-    """Within 5 %, on a disk so slow that it decides; at 32 MiB/s the plan for 128 waits for it.
+    """Within 5 %, on a disk so slow that it decides; at 64 MiB/s the plan for 128 waits for it.
 
-    One pass of five at least: others use the machine, too. A price that was wrong would be wrong for all.
+    In one round of eight at least, beside a pass in which nothing moves: others use the machine, too, which makes both
+    slower. A price that was wrong would be wrong in all.
     """
-    model = nn.Sequential(*(SlowLayer() for _ in range(5))).initialize(seed=0)
+    model = nn.Sequential(*(SlowLayer() for _ in range(4))).initialize(seed=0)
     forward = RecomputedModel(model, None, store=ThrottledStore(tmp_path, bandwidth))
     x = Tensor(np.ones((2, 2), "float32"), requires_grad=True)
     forward(x).sum().backward()
     measured, forward.bandwidth = forward.bandwidth, 2**27
     assert measured < bandwidth
-    forward.plan = forward.find_plan(3 * 2**20 + 2**16)
+    forward.plan = forward.find_plan(2 * 2**20 + 2**16)
     forward.bandwidth = measured
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        forward(x).sum().backward()
-        seconds.append(time.perf_counter() - begin)
-    price = forward.price
-    assert price.moved
-    assert min(abs(each / price.seconds - 1) for each in seconds) <= 0.05, (seconds, price.seconds)
+    prices, plans, found = [], (forward.plan, forward.plans.plan(forward.plans.all)), []
+    for plan in plans:
+        forward.plan = plan
+        prices.append(forward.price)
+    for _ in range(8):
+        ratios = []
+        for forward.plan, price in zip(plans, prices, strict=True):
+            begin = time.perf_counter()
+            forward(x).sum().backward()
+            ratios.append((time.perf_counter() - begin) / price.seconds)
+        found.append(ratios[0] / ratios[1])
+    assert prices[0].moved and not prices[1].moved
+    assert min(abs(each - 1) for each in found) <= 0.05, found
     forward.release()
 
 
+@pytest.mark.usefixtures("brief")
 def test_many_passes_leave_nothing_behind(tmp_path):
     """Neither objects nor places in the file; two passes at a time have a place each, and one may never go back."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))).initialize(seed=0)
@@ -238,6 +253,7 @@ def test_many_passes_leave_nothing_behind(tmp_path):
     forward.release()
 
 
+@pytest.mark.usefixtures("brief")
 def test_where_activations_cannot_go(tmp_path, monkeypatch):
     """A folder that is not there, no room, the host's own memory, no limit; each in a sentence."""
     backend = backend_here()
@@ -263,6 +279,7 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
     forward.release()
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.host_only("the device's go to memory")
 def test_a_file_that_cannot_be_read_back_ends_the_run(tmp_path):
     """In a sentence that names the folder."""
