@@ -85,7 +85,7 @@ class Pricer:
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
-        self._times: dict[int, tuple[list[float], list[float]]] = {}
+        self._times: dict[int, tuple[list[float], ...]] = {}
 
     # ---- bytes ----
 
@@ -188,7 +188,7 @@ class Pricer:
         """Return the seconds of each instruction of a pipeline, by stage."""
         rows, share = self._rows(one), (one.tp, one.sp)
         part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
-        stages, (forwards, passes) = part.cuts, self._link_times(rows)
+        stages, (forwards, passes, firsts) = part.cuts, self._link_times(rows)
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
@@ -205,13 +205,17 @@ class Pricer:
             sender, receiver = ranks[stage % one.pp], ranks[(stage + 1) % one.pp]
             sends[stage] = self.network.message(sender, receiver, nbytes)
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
-        halves = [b / 2 for b in backward]
+        begins = [sum(firsts[cut.start : cut.stop]) * ratio + end_s for cut, end_s in zip(stages, ends, strict=True)]
+        if one.recompute != NEVER:
+            begins = [first + f for first, f in zip(begins, forward, strict=True)]
+        begins = [min(first, b) for first, b in zip(begins, backward, strict=True)]
+        rests = [b - first for first, b in zip(begins, backward, strict=True)]
         return InstructionCosts(
             {
                 Kind.F: forward,
                 Kind.B: backward,
-                Kind.I: halves,
-                Kind.W: halves,
+                Kind.I: begins,
+                Kind.W: rests,
                 Kind.SEND_ACT: sends,
                 Kind.SEND_GRAD: returns,
             }
@@ -228,12 +232,12 @@ class Pricer:
             self._ratios[share, rows] = self.profile.seconds(share, rows) / alone_s if alone_s else 1.0
         return self._ratios[share, rows]
 
-    def _link_times(self, rows: int) -> tuple[list[float], list[float]]:
-        """Return each link's seconds: of a forward, and of a forward and backward."""
+    def _link_times(self, rows: int) -> tuple[list[float], ...]:
+        """Return each link's seconds: of a forward, of a forward and backward, of a backward's first half."""
         if rows not in self._times:
             links = range(len(next(iter(self.profile.links.values()))))
-            forwards, passes = ([self.profile.link(i, rows, name) for i in links] for name in ("forward_s", "seconds"))
-            self._times[rows] = forwards, passes
+            names = ("forward_s", "seconds", "input_s")
+            self._times[rows] = tuple([self.profile.link(i, rows, name) for i in links] for name in names)
         return self._times[rows]
 
     def _update_s(self, one: Candidate) -> float:

@@ -52,7 +52,7 @@ def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
     for rows in counts:
         each = [1e-6 + 1e-9 * rows * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
         links[rows] = tuple(
-            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, 640 * rows, 64 * rows)
+            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, 640 * rows, 64 * rows, seconds / 3)
             for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
         )
         steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows)

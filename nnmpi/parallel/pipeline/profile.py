@@ -18,6 +18,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import pack
 from nnmpi.parallel.pipeline.stage import CommonRoot
+from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
 
 REPEATS = 3
@@ -36,6 +37,7 @@ class LinkCost:
         value_bytes: of all that goes over a cut behind it: its result, and values that later links take.
         kept_bytes: that are there more after the forward than before it: the result, and what waits for the backward.
         peak_bytes: the most that the backward takes beyond that.
+        input_s: of the first half of a backward in halves, which gives the gradient of what came in.
     """
 
     name: str
@@ -45,6 +47,7 @@ class LinkCost:
     value_bytes: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
+    input_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -76,7 +79,9 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
         value, kept = one.after
         parameters = part.parameters()
         elements = sum(parameter.size for parameter in parameters)
-        costs.append(LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, kept_bytes, peak_bytes))
+        costs.append(
+            LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, kept_bytes, peak_bytes, one.input_s)
+        )
         for parameter in parameters:
             del parameter.data
             parameter.grad = parameter.buffer = None
@@ -93,12 +98,13 @@ class _Measured:
 
     Attributes:
         seconds, forward_s: of the fastest pass: all of it, and its forward.
+        input_s: of the fastest first half of a backward.
         after: what the link makes of what comes to it, cut off from the graph.
     """
 
     def __init__(self, link: ChainLink, value: Any, kept: Kept, backend: Backend) -> None:
         self._link, self._value, self._kept, self._backend = link, value, kept, backend
-        self.seconds = self.forward_s = float("inf")
+        self.seconds = self.forward_s = self.input_s = float("inf")
         self.after: tuple[Any, Kept] = value, kept
 
     def time(self) -> None:
@@ -115,6 +121,13 @@ class _Measured:
             if end - begin < self.seconds:
                 self.seconds, self.forward_s = end - begin, middle - begin
             self.after = _map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()}
+            result, around = self._forward()
+            self._backend.synchronize()
+            begin, rest = clock.now(), Deferred()
+            self._backward(result, around, rest)
+            self._backend.synchronize()
+            self.input_s = min(self.input_s, clock.now() - begin)
+            rest.finish()
 
     def count(self) -> tuple[int, int, int]:
         """Return the bytes that `LinkCost` names: of the value, kept, and the backward's peak."""
@@ -135,13 +148,13 @@ class _Measured:
             return self._link.run(_map(self._value, _cut_off), around), around
 
     @staticmethod
-    def _backward(result: Any, around: Kept) -> None:
+    def _backward(result: Any, around: Kept, deferred: Deferred | None = None) -> None:
         tensors, _ = pack(result, around, 0)
         needing = [tensor for tensor in tensors if tensor.requires_grad]
         if needing:
             seeds = [namespace(tensor.data).ones_like(tensor.data) for tensor in needing]
             root = CommonRoot(seeds)(*needing)
-            root.backward(namespace(root.data).ones_like(root.data))
+            root.backward(namespace(root.data).ones_like(root.data), deferred=deferred)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
