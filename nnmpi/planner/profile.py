@@ -49,7 +49,7 @@ from nnmpi.timeline import Timeline, recording
 FORMAT = 4
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
-LONGEST_S = 4.0  # a step that would take longer is not measured, but told from those of fewer rows
+LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
 MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.15, 3, 30
 QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide

@@ -176,8 +176,8 @@ def main(words: Sequence[str], group: Group) -> None:
     with agreed(group):
         check_samples(config.model.model, samples)
     say = (lambda line: None) if machine.json else console.say
+    network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
     workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)
-    network = _network(machine, ranks, group, say)
 
     def look() -> list[Any]:
         found = plan(Pricer(workload, profile, network, backend), machine.memory_bytes, max(machine.kept, machine.race))
