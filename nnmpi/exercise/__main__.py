@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nnmpi.command import Parser, say
-from nnmpi.exercise.exercise import WrongAnswer
+from nnmpi.exercise.exercise import guarded
 from nnmpi.exercise.table import KINDS, find_exercise
 from nnmpi.own import load_own
 
@@ -33,11 +33,9 @@ def main(words: Sequence[str]) -> str:
     exercise = find_exercise(given.name)
     if given.file is None:
         return exercise.starter().rstrip()
-    try:
+    with guarded(given.file):
         function = load_own(f"{given.file}:{exercise.function}", exercise.name, f"({exercise.arguments})")
-    except SyntaxError as error:
-        raise WrongAnswer(f"{given.file}, line {error.lineno}: {error.msg}") from None
-    return f"{exercise.name}: {exercise.check(function)}"
+        return f"{exercise.name}: {exercise.check(function)}"
 
 
 def _parser() -> Parser:

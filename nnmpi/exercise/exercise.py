@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import indent
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.backend.array import Array
 from nnmpi.errors import NnmpiError
 
 Function: TypeAlias = Callable[..., Any]
+LIMIT_S = 60.0  # for a whole check, which takes a few at most
 
 
 class WrongAnswer(NnmpiError):
@@ -66,12 +73,74 @@ def call(function: Function, *values: Any) -> Any:
         return function(*values)
     except NnmpiError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a solution that ends the program must not seem right
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if last.name == "call" else f" in line {last.lineno}"
         shown = ", ".join(map(_show, values))
         name = getattr(function, "__name__", "the function")
         raise WrongAnswer(f"{name}({shown}) raised {type(error).__name__}{where}: {error}") from error
+
+
+@contextmanager
+def guarded(file: Path) -> Iterator[None]:
+    """Import and check a solution within this: what its file raises, and a loop without an end, become sentences.
+
+    Raises:
+        WrongAnswer: with the line of the file.
+    """
+
+    def stop(*_: object) -> None:
+        line = next(filter(None, (_line_in(file, frame) for frame in sys._current_frames().values())), "")
+        raise WrongAnswer(f"{file}{line}: it has not come to an end after {LIMIT_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    except NnmpiError:
+        raise
+    except SyntaxError as error:
+        raise WrongAnswer(f"{file}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        places = [
+            each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file.absolute())
+        ]
+        if not places:
+            raise  # it is not the solution's
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise WrongAnswer(f"{file}, line {places[-1]}: {text}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line_in(file: Path, frame: FrameType | None) -> str:
+    """Return where a thread is in a file, or nothing."""
+    while frame is not None and frame.f_code.co_filename != str(file.absolute()):
+        frame = frame.f_back
+    return "" if frame is None else f", line {frame.f_lineno}"
+
+
+def as_numbers(what: str, found: Any, shape: tuple[int, ...]) -> Array:
+    """Return what a solution gave as an array.
+
+    Args:
+        what: what it is, for the sentence.
+        found: what was given.
+        shape: that it must have.
+
+    Raises:
+        WrongAnswer: for what is no numbers, and for another shape.
+    """
+    try:
+        given = np.asarray(found)
+    except ValueError:  # rows of several lengths
+        given = np.asarray(None)
+    if given.dtype.kind not in "fiu":
+        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {shape}")
+    if given.shape != shape:
+        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {shape}")
+    return given
 
 
 def compare(what: str, found: Any, wanted: Any) -> None:
@@ -84,12 +153,7 @@ def compare(what: str, found: Any, wanted: Any) -> None:
         WrongAnswer: naming the first element that differs.
     """
     wanted = np.asarray(wanted)
-    given = np.asarray(found)
-    if given.dtype.kind not in "fiu":
-        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
-    found = given
-    if found.shape != wanted.shape:
-        raise WrongAnswer(f"{what} has shape {found.shape}, and must have {wanted.shape}")
+    found = as_numbers(what, found, wanted.shape)
     differs = np.argwhere(~np.isclose(found, wanted, rtol=1e-9, atol=1e-12))
     if len(differs):
         place = tuple(map(int, differs[0]))

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call
+from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, as_numbers, call
 from nnmpi.tensor.check import GradientError, check_gradients
 from nnmpi.tensor.function import Function as Operation
 
@@ -50,10 +50,8 @@ def check(
         found = found if isinstance(found, tuple) else (found,)
         if len(found) != len(shapes):
             raise WrongAnswer(f"it gives {len(found)} gradients, and must give {len(shapes)}: of {', '.join(shapes)}")
-        for each, (name, shape) in zip(found, shapes.items(), strict=True):
-            if np.shape(each) != shape:
-                raise WrongAnswer(f"the gradient of {name} has shape {np.shape(each)}, and must have {name}'s, {shape}")
-        return tuple(np.asarray(each, float) for each in found)
+        named = zip(found, shapes.items(), strict=True)
+        return tuple(as_numbers(f"the gradient of {name}", each, shape).astype(float) for each, (name, shape) in named)
 
     class _Asked(Operation):
         def forward(self, *arrays: Array) -> Array:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nnmpi.errors import UsageError
+from nnmpi.exercise import exercise
 from nnmpi.exercise.__main__ import main
 from nnmpi.exercise.exercise import WrongAnswer
 from nnmpi.exercise.table import EXERCISES, KINDS
@@ -81,8 +83,34 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
     file.write_text("def ring_cost(N, M:\n")
     with pytest.raises(WrongAnswer, match=r"mine.py, line 1: "):
         main(["ring-cost", str(file)])
+    for wrong, told in (
+        ("import nosuchthing", "line 1: ModuleNotFoundError: No module named 'nosuchthing'"),
+        ("\nraise SystemExit", "line 2: SystemExit$"),
+        ("def ring_cost(*_):\n    raise SystemExit(0)", "raised SystemExit in line 2: 0"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(WrongAnswer, match=told):
+            main(["ring-cost", str(file)])
     file.write_text("\n")
     with pytest.raises(UsageError, match="has no function 'ring_cost'"):
         main(["ring-cost", str(file)])
     with pytest.raises(UsageError, match="no exercise 'ring-csot'; did you mean ring-cost"):
         main(["ring-csot"])
+
+
+@pytest.mark.parametrize("name", ["ring-cost", "zero-update"])  # the second one on threads
+def test_a_loop_without_an_end_is_told_with_its_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exercise, "LIMIT_S", 0.2)
+    file = tmp_path / "mine.py"
+    file.write_text(f"over = []\n\n\ndef {name.replace('-', '_')}(*_):\n    while not over:\n        pass\n")
+    with pytest.raises(WrongAnswer, match=r"mine.py, line [56]: it has not come to an end after 0.2 s"):
+        main([name, str(file)])
+    sys.modules["nnmpi_own_mine"].over.append("the thread")
+
+
+def test_gradients_that_are_no_numbers_are_refused() -> None:
+    for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((4, 5), "a")):
+        with pytest.raises(WrongAnswer, match=r"the gradient of x is .*, and must be numbers of shape \(4, 5\)"):
+            EXERCISES["relu-gradient"].check(lambda grad, x, wrong=wrong: wrong)
