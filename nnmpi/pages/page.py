@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -20,13 +21,10 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
     """
     parts = {name: (files("nnmpi.pages") / name).read_text() for name in ("frame.html", "frame.css", "common.js")}
     script = parts["common.js"] + (files("nnmpi.pages") / f"{kind}.js").read_text()
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
-        "</", "<\\/"
-    )  # or a name could end the data
-    page = parts["frame.html"]
-    for mark, value in (("TITLE", html.escape(title)), ("STYLE", parts["frame.css"]), ("SCRIPT", script)):
-        page = page.replace(f"@{mark}@", value)
-    return page.replace("@DATA@", text)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = text.replace("<", "\\u003c")  # or a name such as "</script>" or "<!--<script>" would move the data's end
+    values = {"TITLE": html.escape(title), "STYLE": parts["frame.css"], "SCRIPT": script, "DATA": text}
+    return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], parts["frame.html"])
 
 
 def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> None:
@@ -39,6 +37,6 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> No
         UsageError: when the file cannot be written.
     """
     try:
-        file.write_text(make_page(kind, title, data))
+        file.write_text(make_page(kind, title, data), "utf-8", "replace")  # names of folders may be any bytes
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None

@@ -149,9 +149,11 @@ def test_slides_show_the_same(tmp_path: Path) -> None:
 
 
 def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
-    page = make_page("collective", "a <b> & c", {"name": "</script><script>alert(1)"})
-    assert "a &lt;b&gt; &amp; c" in page and page.count("</script>") == 2
-    assert json.loads(page.split('id="data">')[1].split("</script>")[0])["name"] == "</script><script>alert(1)"
+    name = "</script><script>alert(1)<!--<script> @STYLE@"
+    page = make_page("collective", "a <b> & c @DATA@", {"name": name})
+    assert "<h1>a &lt;b&gt; &amp; c @DATA@</h1>" in page and page.count("</script>") == 2
+    data = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["name"] == name and "<" not in data
     assert not re.search(r"""(src|href)=["']|https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", page)
     with pytest.raises(UsageError, match="cannot be written .*; give another file"):
         write_page(tmp_path / "none" / "page.html", "collective", "t", {})
