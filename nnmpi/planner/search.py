@@ -80,7 +80,7 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
         kept: how many are wanted.
 
     Raises:
-        LayoutError: when nothing fits; it says what comes nearest.
+        LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
     """
     begin = clock.now()
     network, profile = pricer.network, pricer.profile
@@ -94,6 +94,9 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
         1 < len(set(nodes)) < network.ranks,
         network.has_shared(range(network.ranks)),
     )
+    if not found:
+        reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
+        raise LayoutError(f"{network.ranks} ranks can have no layout of this model ({reasons}); give other ranks")
     fitting = found
     if limit_bytes is not None:
         needs = {one: sum(pricer.memory(one).values()) for one in found}

@@ -253,7 +253,7 @@ def _silent(_: str) -> None:
     pass
 
 
-def check_open(config: ParallelConfig, asynchronous: bool) -> None:
+def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = False) -> None:
     """Refuse options that say themselves what the planner is to choose.
 
     Raises:
@@ -261,10 +261,12 @@ def check_open(config: ParallelConfig, asynchronous: bool) -> None:
     """
     if asynchronous:
         raise UsageError("--layout auto is for ranks in step; leave it, or --sync, out")
+    if resuming:
+        raise UsageError("--layout auto is for a new run; leave it out: with --resume the run's own layout goes on")
     plain = ParallelConfig()
     left_open = (
         *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
-        *("zero", "activation_memory", "allreduce", "fused_update"),
+        *("zero", "activation_memory", "allreduce", "fused_update", "overlap"),
     )
     for name in left_open:
         if getattr(config, name) != getattr(plain, name):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from nnmpi.errors import UsageError
 from nnmpi.planner.machine import PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.report import describe, options, to_json
-from nnmpi.planner.search import LayoutSearch, plan
+from nnmpi.planner.search import plan
 from nnmpi.train.build import check_samples
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import (
@@ -36,7 +37,7 @@ from nnmpi.train.config import (
     require,
 )
 from nnmpi.train.device import take_backend
-from nnmpi.train.inputs import load_samples
+from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
 from nnmpi.train.planned import take_network, take_profile, time_layout, with_options, workload_of
 
@@ -185,7 +186,8 @@ def main(words: Sequence[str], group: Group) -> None:
             *_header(asked, ranks, network, profile_s=profile.seconds((1, 1), workload.batch_size)),
             *describe(found),
         ]
-        return [to_json(found), lines, [dict(options(one)) for one in found.best], _command(asked, ranks, found)]
+        layouts = [dict(options(one)) for one in found.best]
+        return [to_json(found), lines, layouts, train_command(asked, ranks, layouts[0])]
 
     found, lines, layouts, command = on_root(group, look)
     if machine.race:
@@ -197,7 +199,7 @@ def main(words: Sequence[str], group: Group) -> None:
             f"raced {i + 1}: predicted {format_seconds(found['best'][i]['step_s'], 3)}, took {format_seconds(took, 3)}"
             for i, took in enumerate(raced)
         ]
-        command = _words(asked, ranks, layouts[best])
+        command = train_command(asked, ranks, layouts[best])
     console.say(*([json.dumps({**found, "command": command}, indent=1)] if machine.json else [*lines, "", command]))
 
 
@@ -218,9 +220,12 @@ def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> 
     count = int(wanted)
     if config.model.model in SEQUENCE_MODELS:
         tokens = draws.integers(0, machine.classes, (count, machine.shape[0] + 1))
-        return Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], machine.classes)
-    x = draws.standard_normal((count, *machine.shape), dtype=np.float32)
-    return Dataset("random samples", x, draws.integers(0, machine.classes, count), machine.classes)
+        found = Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], machine.classes)
+    else:
+        x = draws.standard_normal((count, *machine.shape), dtype=np.float32)
+        found = Dataset("random samples", x, draws.integers(0, machine.classes, count), machine.classes)
+    with agreed(group):
+        return match_loss(config.optimization.loss, found)
 
 
 def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
@@ -249,19 +254,15 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, profile_s: float
     ]
 
 
-def _command(asked: _Asked, ranks: int, found: LayoutSearch) -> str:
-    return _words(asked, ranks, options(found.best[0]))
-
-
-def _words(asked: _Asked, ranks: int, layout: Any) -> str:
-    """Return the command that trains with a layout."""
+def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
+    """Return the command that trains with a layout, as a shell reads it."""
     words = [f"mpirun -n {ranks} python -m nnmpi.train"]
     for name, value in {**asked.given, **layout}.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words.append(f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+            words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list) else [value]))]
     if asked.machine.shape is not None:
         words.append("--dataset DATA")
     return " ".join(words)

@@ -84,7 +84,7 @@ def _run(
     chosen = None
     if config.parallel.layout == "auto":
         with agreed(group):
-            check_open(config.parallel, config.sync.rule.asynchronous)
+            check_open(config.parallel, config.sync.rule.asynchronous, resuming)
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)

@@ -110,6 +110,14 @@ def test_what_does_not_fit_falls_out() -> None:
         plan(one, 10)
 
 
+def test_ranks_that_can_have_no_layout_are_told_why() -> None:
+    alone = replace(pricer(4, 2).network, ranks=13, machine=Machine.uniform(1e-5, 1e-9))
+    few = Pricer(workload(3), profile(13, 3), alone, numpy_backend())
+    for limit in (None, 1 << 40):
+        with pytest.raises(LayoutError, match=r"13 ranks can have no layout of this model \(.*more replicas than rows"):
+            plan(few, limit)
+
+
 def test_a_report_is_readable_at_100_columns() -> None:
     lines = list(describe(plan(pricer(6, 3))))
     assert max(map(len, lines)) <= 100

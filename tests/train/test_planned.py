@@ -1,6 +1,7 @@
 """`--layout auto`: the ranks agree on a layout, the run says which, and what cannot go with it is refused."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.planner import profile
-from nnmpi.train import planned
+from nnmpi.train import planned, planning
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig
 from nnmpi.train.planned import check_open, compare
@@ -48,6 +49,10 @@ def test_options_that_say_a_layout_are_refused() -> None:
         check_open(ParallelConfig(layout="auto", zero=1), asynchronous=False)
     with pytest.raises(UsageError, match="--layout auto is for ranks in step"):
         check_open(ParallelConfig(layout="auto"), asynchronous=True)
+    with pytest.raises(UsageError, match="--layout auto chooses --overlap itself"):
+        check_open(ParallelConfig(layout="auto", overlap="on"), asynchronous=False)
+    with pytest.raises(UsageError, match="--layout auto is for a new run"):  # whose --dp was chosen, not given
+        check_open(ParallelConfig(layout="auto", dp=2), asynchronous=False, resuming=True)
     with pytest.raises(UsageError, match="--race belongs to --layout auto"):
         parse(["--race", "3"])
 
@@ -70,3 +75,16 @@ def test_a_step_is_compared_with_its_prediction() -> None:
 def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         parse_plan(words)
+
+
+def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
+    given = ["--data-dir", "my data; rm", "--dataset", "it's.csv", "--hidden", "3", "4", "--no-normalize"]
+    words = shlex.split(planning.train_command(parse_plan(given), 2, {"dp": 2}))
+    assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
+    assert parse(words[6:]) == parse([*given, "--dp", "2"])
+
+
+@pytest.mark.simulated
+def test_random_samples_have_classes_which_not_every_loss_takes(group: Group) -> None:
+    with pytest.raises(UsageError, match="random samples has classes, and --loss mse predicts numbers"):
+        planning.main(["--shape", "4", "--loss", "mse"], group)
