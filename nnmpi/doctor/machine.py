@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,12 @@ from nnmpi.backend.blas import find_older
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.window import SHM, free_bytes
 from nnmpi.comm.units import format_bytes
 from nnmpi.launcher import read_launch
 from nnmpi.threads import usable_cores
 from nnmpi.version import VERSION
 
+SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
 LITTLE_MEMORY_BYTES = 1 << 30
 
@@ -48,7 +49,7 @@ def look(group: Group) -> list[Facts]:
         "blas": name_blas(pool),
         "threads": int(pool.get("num_threads", 1)),
         "older": find_older(),
-        "shm": free_bytes(SHM) if SHM.is_dir() else None,
+        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
         "memory": _available_bytes(),
         "interfaces": _interfaces(),
     }
