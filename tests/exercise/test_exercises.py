@@ -98,19 +98,15 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
         main(["ring-csot"])
 
 
-@pytest.mark.parametrize("name", ["ring-cost", "zero-update"])  # the second one on threads
-def test_a_loop_without_an_end_is_told_with_its_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_without_an_end_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exercise, "LIMIT_S", 0.2)
     file = tmp_path / "mine.py"
-    file.write_text(f"over = []\n\n\ndef {name.replace('-', '_')}(*_):\n    while not over:\n        pass\n")
-    with pytest.raises(WrongAnswer, match=r"mine.py, line [56]: it has not come to an end after 0.2 s"):
-        main([name, str(file)])
-    sys.modules["nnmpi_own_mine"].over.append("the thread")
+    file.write_text("def ring_cost(*_):\n    while True:\n        pass\n")
+    with pytest.raises(WrongAnswer, match=r"mine.py, line [23]: it has not come to an end after 0.2 s"):
+        main(["ring-cost", str(file)])
 
 
 def test_gradients_that_are_no_numbers_are_refused() -> None:
     for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((4, 5), "a")):
-        with pytest.raises(WrongAnswer, match=r"the gradient of x is .*, and must be numbers of shape \(4, 5\)"):
+        with pytest.raises(WrongAnswer, match=r"(?s)the gradient of x is .*, and must be numbers of shape \(4, 5\)"):
             EXERCISES["relu-gradient"].check(lambda grad, x, wrong=wrong: wrong)
