@@ -138,7 +138,14 @@ def parse(words: Sequence[str]) -> _Asked:
     require(
         not (machine.shape and "dataset" in rest), "--shape stands in the place of --dataset; leave one of them out"
     )
-    return _Asked(machine, assemble(rest), rest)
+    require(not (machine.shape and machine.race), "--race trains, for which it needs --dataset; leave --shape out")
+    config = assemble(rest)
+    tokens = machine.shape is not None and config.model.model in SEQUENCE_MODELS
+    require(
+        not tokens or len(machine.shape or ()) == 1,
+        f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
+    )
+    return _Asked(machine, config, rest)
 
 
 def _plain(value: Any) -> Any:
@@ -204,33 +211,42 @@ def main(words: Sequence[str], group: Group) -> None:
 
 
 def _race(asked: _Asked, layouts: Sequence[Any], group: Group, backend: Backend, local_rank: int) -> list[float]:
-    require(asked.machine.shape is None, "--race trains, for which it needs --dataset; leave --shape out")
     return [time_layout(with_options(asked.config, each), group, backend, local_rank).seconds for each in layouts]
 
 
 def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> Samples:
     """Return the training set, or random samples. Collective."""
-    machine, config = asked.machine, asked.config
-    if machine.shape is None:
-        return load_samples(config, group, local_rank, console.say)[0]
+    if asked.machine.shape is None:
+        return load_samples(asked.config, group, local_rank, console.say)[0]
+    with agreed(group):
+        return match_loss(
+            asked.config.optimization.loss, _draw(asked.machine.shape, asked.machine.classes, asked.config)
+        )
+
+
+def _draw(shape: tuple[int, ...], classes: int, config: Config) -> Dataset:
+    """Return a batch of random samples of a shape.
+
+    Raises:
+        UsageError: for a batch that is as large as the data set, or too large.
+    """
     draws, wanted = stream(config.run.seed, "plan"), config.optimization.batch_size
-    with agreed(group):
-        if wanted == "full":
-            raise UsageError("--batch-size full is that of a data set, and --shape stands for none; give a number")
+    if wanted == "full":
+        raise UsageError("--batch-size full is that of a data set, and --shape stands for none; give a number")
     count = int(wanted)
-    if config.model.model in SEQUENCE_MODELS:
-        tokens = draws.integers(0, machine.classes, (count, machine.shape[0] + 1))
-        found = Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], machine.classes)
-    else:
-        x = draws.standard_normal((count, *machine.shape), dtype=np.float32)
-        found = Dataset("random samples", x, draws.integers(0, machine.classes, count), machine.classes)
-    with agreed(group):
-        return match_loss(config.optimization.loss, found)
+    try:
+        if config.model.model in SEQUENCE_MODELS:
+            tokens = draws.integers(0, classes, (count, shape[0] + 1))
+            return Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], classes)
+        x = draws.standard_normal((count, *shape), dtype=np.float32)
+        return Dataset("random samples", x, draws.integers(0, classes, count), classes)
+    except (MemoryError, ValueError):  # NumPy raises the second where no address could tell the bytes apart
+        raise UsageError(f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape") from None
 
 
 def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
     """Return what messages cost. Collective."""
-    if ranks == 1 or (machine.network == "fit" and ranks == group.size > 1):
+    if machine.nodes == 1 and (ranks == 1 or (machine.network == "fit" and ranks == group.size > 1)):
         return replace(take_network(group, say), ranks=ranks)
     fit: Fit | None = find_fit(group) if group.size == ranks else None
     other = find_fit(group) if group.size > 1 else None
@@ -247,7 +263,7 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, profile_s: float
     memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
     return [
         f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {ranks} ranks on "
-        f"{machine.nodes} nodes, {memory}",
+        f"{len(set(network.nodes))} nodes, {memory}",
         f"messages: {network.name}",
         f"computing: measured here; a step of one rank takes {format_seconds(profile_s, 3)} without the update",
         "",

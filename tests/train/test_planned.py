@@ -70,6 +70,8 @@ def test_a_step_is_compared_with_its_prediction() -> None:
         (["--shape", "8", "--dataset", "iris"], "--shape stands in the place of --dataset"),
         (["--memory", "much"], "much"),
         (["--dp", "2"], "--dp"),
+        (["--shape", "8", "--race", "1"], "--race trains, for which it needs --dataset"),
+        (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
     ],
 )
 def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str) -> None:
@@ -88,3 +90,7 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
 def test_random_samples_have_classes_which_not_every_loss_takes(group: Group) -> None:
     with pytest.raises(UsageError, match="random samples has classes, and --loss mse predicts numbers"):
         planning.main(["--shape", "4", "--loss", "mse"], group)
+    with pytest.raises(UsageError, match="32 samples of shape .* do not fit this memory"):
+        planning.main(["--shape", str(10**6), str(10**8)], group)
+    with pytest.raises(UsageError, match="cannot be as many on each of 7 nodes"):
+        planning.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)
