@@ -8,6 +8,7 @@ All numbers are those of the run's own files. A run that is under way can be loo
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,10 +55,11 @@ def gather(run: Path) -> dict[str, Any]:
         records = read_metrics(folder.metrics)
         console = folder.console.read_text(errors="replace") if folder.console.is_file() else ""
         starts = folder.starts.read_text(errors="replace").splitlines() if folder.starts.is_file() else []
-        commands = [parse_json(line) for line in starts]
-    except (OSError, ValueError) as error:
+        commands = [shlex.join(parse_json(line)["command"]) for line in starts]
+        kinds = [each["kind"] for each in records]
+    except (OSError, ValueError, TypeError, LookupError) as error:  # the last two: of other JSON than a run writes
         raise UsageError(f"{run}: the metrics of the run cannot be read: {error}") from None
-    trained = [each for each in records if each["kind"] == "train"]
+    trained = [each for each, kind in zip(records, kinds, strict=True) if kind == "train"]
     stale = sum_staleness(records)
     width, heights = bars(stale) if stale.count() else (1, [])
     return {
@@ -68,7 +70,7 @@ def gather(run: Path) -> dict[str, Any]:
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
         "staleness": {"width": width, "heights": heights, "mean": stale.mean(), "max": stale.largest()},
         "options": _changed(options),
-        "commands": [" ".join(each["command"]) for each in commands],
+        "commands": commands,
     }
 
 

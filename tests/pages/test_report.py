@@ -43,7 +43,9 @@ def run(tmp_path: Path) -> Path:
     records.append({"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr')
     (folder / "console.txt").write_text(CONSOLE)
-    (folder / "starts.jsonl").write_text(json.dumps({"command": ["python", "-m", "nnmpi.train"], "ranks": 2}) + "\n")
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"command": ["python", "-m", "nnmpi.train", "--out", "my run"], "ranks": 2}) + "\n"
+    )
     return folder
 
 
@@ -58,7 +60,16 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     assert sorted(found["options"]) == [["--hidden", "3 4"], ["--lr", "0.25"], ["--model", "mlp"]]
-    assert found["commands"] == ["python -m nnmpi.train"]
+    assert found["commands"] == ["python -m nnmpi.train --out 'my run'"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("metrics.jsonl", '{"a": 1}\n'), ("metrics.jsonl", "1\n"), ("starts.jsonl", "[1]\n")]
+)
+def test_files_that_are_not_a_runs_are_refused(run: Path, name: str, line: str) -> None:
+    (run / name).write_text(line)
+    with pytest.raises(UsageError, match="the metrics of the run cannot be read"):
+        gather(run)
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
