@@ -48,6 +48,7 @@ from nnmpi.train.build import (
 from nnmpi.train.config import Config, ParallelConfig, to_json
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
+from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
 Say = Callable[[str], None]
@@ -74,15 +75,16 @@ def workload_of(config: Config, samples: Samples) -> Workload:
     """Return what a configuration trains, as the planner takes it."""
     options, wanted = config.optimization, config.optimization.batch_size
     files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := own_file(name))]
+    outputs = ModelSignature.of(samples, None).outputs
     key = {
         "model": to_json(config.model),
         "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else "",
-        "sample": [*samples.sample_shape, samples.classes],
+        "sample": [*samples.sample_shape, outputs],
         "optimizer": [options.optimizer, options.momentum, options.clip],
         "numbers": [config.run.dtype, config.run.precision, config.run.jit],
     }
     return Workload(
-        lambda: build_model(config.model, samples.sample_shape, samples.classes),
+        lambda: build_model(config.model, samples.sample_shape, outputs),
         lambda storage: build_optimizer(options, storage),
         lambda where: build_losses(options, where),
         samples,

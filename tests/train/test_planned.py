@@ -4,15 +4,17 @@ import json
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.planner import profile
 from nnmpi.train import planned, planning
 from nnmpi.train.cli import main, parse
-from nnmpi.train.config import ParallelConfig
-from nnmpi.train.planned import check_open, compare
+from nnmpi.train.config import ParallelConfig, assemble
+from nnmpi.train.planned import check_open, compare, workload_of
 from nnmpi.train.planning import parse as parse_plan
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
@@ -55,6 +57,13 @@ def test_options_that_say_a_layout_are_refused() -> None:
         check_open(ParallelConfig(layout="auto", dp=2), asynchronous=False, resuming=True)
     with pytest.raises(UsageError, match="--race belongs to --layout auto"):
         parse(["--race", "3"])
+
+
+def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
+    config = assemble({"model": "mlp", "hidden": [4], "loss": "mse", "batch_size": 8})
+    table = Dataset("table", np.ones((8, 3), np.float32), np.ones((8, 2), np.float32), 0)
+    model = workload_of(config, table).build()
+    assert [p.shape for p in model.parameters()][-1] == (2,)
 
 
 def test_a_step_is_compared_with_its_prediction() -> None:
