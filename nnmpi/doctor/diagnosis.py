@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.cli import read_run
 from nnmpi.train.folder import FAULTS_FILE, FolderLock, RunFolder
-from nnmpi.train.metrics import read_metrics
+from nnmpi.train.log import describe_measures
 
 
 @dataclass(frozen=True)
@@ -112,20 +113,32 @@ def _judge_end(folder: RunFolder, checkpoint: Path | None) -> tuple[str, str]:
     """Judge a run that says that it is finished."""
     try:
         end = read_json(folder.finished)
-        step, ranks, accuracy, wanted = (end[key] for key in ("step", "ranks", "accuracy", "weights_sha256"))
+        step, ranks, wanted = (end[key] for key in ("step", "ranks", "weights_sha256"))
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.finished} is damaged.", f"prove the end again: python -m nnmpi.train --resume {folder.path}"
     with suppress(OSError, ValueError, KeyError, TypeError):
         if checkpoint is not None and read_json(checkpoint / STATE_FILE)["files"][MODEL_FILE]["sha256"] == wanted:
-            result = "" if accuracy is None else f", test accuracy {accuracy:.2%}"
             return (
-                f"The run is finished: {step} steps on {ranks} ranks{result}; the weights are those of its end.",
+                f"The run is finished: {step} steps on {_ranks(ranks)}{_result(end)}; the weights are those of its "
+                "end.",
                 f"nothing; use it: python -m nnmpi.evaluate {folder.path}",
             )
     return (
         f"The run was finished after {step} steps, but its last whole checkpoint has other weights than those.",
         f"bring the checkpoint back, or train its end again: python -m nnmpi.train --resume {folder.path}",
     )
+
+
+def _result(end: dict[str, Any]) -> str:
+    """Return how good the model was at the end; nothing where that is not told, as after a text."""
+    known: dict[str, float] = {name: nan if end[name] is None else end[name] for name in ("rmse", "r2") if name in end}
+    if end.get("accuracy") is not None:
+        known = {"accuracy": end["accuracy"]}
+    return f", test {describe_measures(known)}" if known else ""
+
+
+def _ranks(count: Any) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _last_checkpoint(folder: RunFolder) -> tuple[int, Path | None, list[str]]:
@@ -144,11 +157,13 @@ def _last_checkpoint(folder: RunFolder) -> tuple[int, Path | None, list[str]]:
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:
     """Return what the watchdog said at the end of the last start, and the record of the rank that it was about."""
     place = folder.path / "flight"
-    records = sorted(place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))
+    records = sorted(place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0))
     began = folder.starts.stat().st_mtime if folder.starts.exists() else 0.0
     fresh = [file for file in records if file.stat().st_mtime >= began]
     for file in fresh:
-        first = read_text(file).partition("\n")[0]
+        first = ""
+        with suppress(OSError, ValueError):
+            first = read_text(file).partition("\n")[0]
         if first and not first.startswith("{"):
             guilty = re.search(r"s: rank (\d+) ", first)
             blamed = place / f"rank-{guilty[1]}.txt" if guilty else file
@@ -161,7 +176,7 @@ def _describe_starts(starts: list[Any]) -> list[str]:
     if not starts:
         return ["never started"]
     last = starts[-1]
-    where = f"{last.get('ranks')} ranks on {last.get('host')}"
+    where = f"{_ranks(last.get('ranks'))} on {last.get('host')}"
     return [f"started {len(starts)} time{'s' * (len(starts) > 1)}, last at {last.get('time')}: {where}"]
 
 
@@ -180,9 +195,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError):
-        return [each for each in read_metrics(folder.metrics) if isinstance(each.get("global_step"), int)]
-    return []
+    return [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
 
 
 def _lines(file: Path) -> list[Any]:
