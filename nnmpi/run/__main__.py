@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from nnmpi.command import HelpAsked, Parser, printable, say
@@ -27,9 +27,7 @@ def main(words: Sequence[str]) -> str:
         GaveUp: see `Supervisor.run`.
     """
     own, train = _split(words)
-    options = _parser().parse_args(own)
-    if options.ranks < 1:
-        raise UsageError(f"-n {options.ranks} is less than 1 rank")
+    options = _read_own(own)
     try:
         config = parse(train)
     except HelpAsked as asked:
@@ -60,6 +58,20 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     listed = list(words)
     at = listed.index("--") if "--" in listed else len(listed)
     return listed[:at], listed[at + 1 :]
+
+
+def _read_own(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of this command, checked."""
+    options, unknown = _parser().parse_known_args(words)
+    if unknown:
+        raise UsageError(f"{unknown[0]} is not an option of {PROGRAM}; those of the train command stand behind --")
+    if options.ranks < 1:
+        raise UsageError(f"-n {options.ranks} is less than 1 rank")
+    if options.restarts < 0:
+        raise UsageError(f"--restarts is {options.restarts}; give 0 or more")
+    if not 0 <= options.start_limit < inf:
+        raise UsageError(f"--start-limit is {options.start_limit}; give a number of seconds, or 0 for no limit")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,8 @@
     start 3                        checkpoint -x           1 s later
     start 4                        checkpoint - checkpoint ---- ... ---- finished.json
 
-A start that brought a new checkpoint was worth it; so many in a row that brought none end it. Between those it waits,
+A start that brought a new checkpoint was worth it; so many in a row that brought none end it, and two where data are
+damaged or a loss is not finite, as that comes again. Between those it waits,
 twice as long each time, and after every second one it leaves out a replica, as far as the layout allows: the machine
 may no longer have room for all. Hosts are asked before each start whether they answer; who does not is left out, and
 its ranks with it. What runs is the train command with --resume, which takes any number of ranks.
@@ -27,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from nnmpi.comm.mpi.watchdog import STALLED
-from nnmpi.errors import LaunchError, NnmpiError
+from nnmpi.errors import REPEATS, LaunchError, NnmpiError
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint_files import STATE_FILE, steps
@@ -138,7 +139,7 @@ class Supervisor:
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._write_down(starts, outcome)
-            if in_vain > self._plan.restarts:
+            if in_vain > self._plan.restarts or (outcome.status == REPEATS and in_vain >= IN_VAIN):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._plan.replica, self._ranks - self._plan.replica)
@@ -150,7 +151,8 @@ class Supervisor:
 
     def _check(self, outcome: StartEnd) -> None:
         """Raise where another start would make nothing better."""
-        again = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {self._plan.folder}"
+        resume = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {self._plan.folder}"
+        again = resume if self._files.config.exists() else "nothing was begun"
         if self._asked:
             raise GaveUp(
                 f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step {outcome.step}; {again}",
@@ -166,10 +168,10 @@ class Supervisor:
 
     def _report(self, in_vain: int, outcome: StartEnd) -> str:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
+        more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._faults}"
         return (
             f"gave up: {_count(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
-            f"{outcome.seconds:.0f} s: {outcome.words}. python -m nnmpi.doctor {self._plan.folder} says more; all "
-            f"faults are in {self._faults}"
+            f"{outcome.seconds:.0f} s: {outcome.words}{more if self._files.config.exists() else ''}"
         )
 
     # ---- one start ----
@@ -227,23 +229,24 @@ class Supervisor:
                 job.wait(POLL_S)
             if self._insists:
                 kill(job.pid)
-            elif self._asked and not told:
+            is_up = is_up or _count_lines(self._files.starts) > starts
+            if self._asked and not told and not self._insists:
                 told = True
-                self._pass_on(job, launcher)
-            is_up = is_up or not limit_s or _count_lines(self._files.starts) > starts
-            if not is_up and time.monotonic() - begin_s > limit_s:
+                self._pass_on(job, launcher, is_up)
+            if not is_up and limit_s and time.monotonic() - begin_s > limit_s:
                 kill(job.pid)
                 job.wait()
                 return 1, f"it had not come up in {limit_s:.0f} s"
         status = job.returncode if job.returncode >= 0 else 128 - job.returncode
         return status, describe_status(status, launcher)
 
-    def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher) -> None:
+    def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher, is_up: bool) -> None:
         """Ask the ranks to save and end; the launcher where none is on this host.
 
-        One rank that knows is enough. Open MPI's launcher would give them half a second.
+        One rank that knows is enough. Open MPI's launcher would give them half a second. Before they are
+        up there is nothing to save, and SIGINT would end Python's own start with a stack.
         """
-        number = signal.SIGTERM if launcher.kind == "srun" else self._asked
+        number = signal.SIGTERM if launcher.kind == "srun" or not is_up else self._asked
         for process in ranks_of(job.pid) or [job.pid]:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -313,6 +316,8 @@ def describe_status(status: int, launcher: Launcher) -> str:
     """
     if status == STALLED:
         return f"it stood still, and its watchdog ended it (status {status})"
+    if status == REPEATS:
+        return f"it met what another start meets again (status {status})"
     if status == 0:
         return "its launcher tells of success, but it has not come to its end (there is no new finished.json)"
     number = status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.errors import REPEATS
 from nnmpi.run import supervisor
 from nnmpi.run.launching import Launcher, find_launcher, given_hosts
 from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor, without
@@ -83,6 +84,16 @@ def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], 
     assert said[-1].startswith("1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended")
 
 
+def test_what_comes_again_is_tried_twice(play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path) -> None:
+    """Such as damaged data, or a loss that is not finite; a run that has no folder is not pointed at."""
+    commands, said = play(*[f"exit {REPEATS}"] * 4)
+    assert len(commands) == 2
+    assert said[-1].startswith(f"{REPEATS}: gave up: 2 starts in a row brought no checkpoint at all")
+    assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
+    commands, said = play(*["exit 9"] * 2, "up; checkpoint 00000007; exit 65", *["exit 65"] * 4)
+    assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in said[-1]
+
+
 @pytest.mark.parametrize(
     ("act", "told"),
     [("exit 2", "2: the command itself is refused"), ("up; exit 143", "143: the ranks were told to stop (SIGTERM)")],
@@ -142,6 +153,9 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
     """Of either command, before anything is started."""
     for words, told in {
         "-n 0 -- --model mlp": "nnmpi: -n 0 is less than 1 rank",
+        "--restarts -1 -- --model mlp": "nnmpi: --restarts is -1; give 0 or more",
+        "--start-limit nan -- --model mlp": "nnmpi: --start-limit is nan; give a number of seconds",
+        "-n 2 --model mlp": "nnmpi: --model is not an option of python -m nnmpi.run; those of the train command stand",
         "-n 2 -- --modle mlp": "nnmpi: --modle is not an option; did you mean --model",
         "-n 3 -- --pp 2": "nnmpi: -n 3 is no multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "nnmpi: --simulate trains in one process",
