@@ -52,6 +52,7 @@ FIXED = (
         "context",
         "tied",
         "dataset",
+        "target",
         "tokenizer",
         "text_columns",
         "text_samples",
@@ -288,4 +289,4 @@ def _is_moved(before: str, now: str) -> bool:
 
 def _show(value: Any) -> str:
     """Return a value as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value) or "unset"

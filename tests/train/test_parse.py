@@ -149,7 +149,9 @@ def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str)
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["--model mlp", "--dataset iris", "--seed 3", "--batch-size 64", "--optimizer sgd"])
+@pytest.mark.parametrize(
+    "words", ["--model mlp", "--dataset iris", "--target price", "--seed 3", "--batch-size 64", "--optimizer sgd"]
+)
 def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
     with pytest.raises(UsageError, match=f"which cannot become {words.split()[1]}"):
