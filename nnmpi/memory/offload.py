@@ -98,10 +98,15 @@ class FileStore:
             ) from None
 
     def send(self, memory: Sequence[Array]) -> FileParcel:
-        """Begin to write some memory to the file."""
+        """Begin to write some memory to the file.
+
+        Raises:
+            UsageError: when the file would have to grow, and cannot.
+        """
         size = sum(map(len, memory))
         places = self._free.setdefault(size, [])
         if not places:
+            self.reserve(self._end + size)
             places.append(self._end)
             self._end += size
         return FileParcel(self, places.pop(), memory)

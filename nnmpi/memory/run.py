@@ -273,10 +273,11 @@ class RecomputedModel:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
         self._links = links_of(self.model, counts)
         names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
-        costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates, self.store)
-        if self.store is not None:
-            most = max(moved_bytes(costs, i) for i in range(len(costs)))
-            self.bandwidth = measure_bandwidth(self.store, self._backend, most)
+        with nullcontext() if group is None else agreed(group):
+            costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates, self.store)
+            if self.store is not None:
+                most = max(moved_bytes(costs, i) for i in range(len(costs)))
+                self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
             costs = _most(group.gather(costs_to_json(costs)))
             self.bandwidth = min(group.gather(self.bandwidth))

@@ -272,6 +272,7 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)  # links are measured, and the rate, before the plan is
     make, x, y = case("gpt")
     forward = RecomputedModel(make().initialize(seed=0), 62000, store=FileStore(tmp_path))
     with pytest.raises(UsageError, match=r"there is no room for it \(No space left on device\)"):
