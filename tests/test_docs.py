@@ -105,9 +105,12 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return what `python -m WORDS --help` prints."""
     printed = io.StringIO()
     monkeypatch.setattr(sys, "argv", [*words.split(), "--help"])
-    monkeypatch.delitem(sys.modules, f"{words.split()[0]}.__main__", raising=False)  # other tests may have imported it
+    name = words.split()[0]
+    for module in (f"{name}.__main__", name):  # other tests may have imported it
+        if not hasattr(sys.modules.get(module), "__path__"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        runpy.run_module(words.split()[0], run_name="__main__", alter_sys=False)
+        runpy.run_module(name, run_name="__main__", alter_sys=False)
     assert printed.getvalue()
     return printed.getvalue()
 

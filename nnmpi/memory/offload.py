@@ -430,7 +430,7 @@ def _as_bytes(extent: _Extent, backend: Backend) -> Array:
         there: Any = (c_uint8 * length).from_address(extent.low)
         return np.ctypeslib.as_array(there)
     pointer: Any = extent.array.data
-    result: Array = backend.xp.ndarray((length,), "uint8", memptr=pointer + (extent.low - _address(extent.array)))
+    result: Array = backend.xp.ndarray((length,), "uint8", pointer + (extent.low - _address(extent.array)))
     return result
 
 

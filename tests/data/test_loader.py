@@ -169,10 +169,8 @@ def test_breaking_out_leaves_no_threads(prefetch_threads: Threads) -> None:
 def test_a_thread_makes_batches_where_that_pays(
     options: dict[str, Any], stored: bool, threads: int, prefetch_threads: Threads
 ) -> None:
-    images = Dataset(
-        "images", np.zeros((2048, 16, 32, 1), np.uint8), np.zeros(2048, np.int64), 2
-    )  # too many to be done
     # so many that no thread is done already
+    images = Dataset("images", np.zeros((2048, 16, 32, 1), np.uint8), np.zeros(2048, np.int64), 2)
     with Loader(images, **{"batch_size": 8, **options}).epoch(0, stored=stored):
         assert len(prefetch_threads()) == threads
 

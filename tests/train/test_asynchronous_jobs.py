@@ -44,7 +44,7 @@ def build(sample_shape, classes):
 def check_told(run: Path, output: str, first_epoch: int) -> None:
     """Check that the lines of each epoch say what the records of its segments say."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"]
-    told = re.findall(r"epoch (\d+)/\d+: .*\n.*\n((?:  [^ ].*\n)*)", output)
+    told = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
     assert told
     for number, text in told:
         if int(number) <= first_epoch:  # it may have begun in another job
