@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.errors import REPEATS
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import once_more
 
@@ -16,7 +17,7 @@ SOON_S = 30.0  # where many programs share few cores; else it is one or two
 BEGIN = """
 import math, os, sys, threading, time
 from nnmpi.comm.start import start
-from nnmpi.errors import REPEATS, DataError, LayoutError
+from nnmpi.errors import DataError, LayoutError
 
 group = start(exit_limit_s=2)
 rank = group.rank
