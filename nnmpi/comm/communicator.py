@@ -70,6 +70,11 @@ class Communicator:
             self._nodes = [numbers[rank] for rank in firsts]
         return self._nodes
 
+    def local_rank(self) -> int:
+        """Return this rank's number among those on its node. Collective the first time."""
+        nodes = self.nodes()
+        return nodes[: self.rank].count(nodes[self.rank])
+
     def free(self) -> None:
         """Give the communicator back; for programs that make many."""
         self.comm.free()

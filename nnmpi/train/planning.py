@@ -176,9 +176,7 @@ def main(words: Sequence[str], group: Group) -> None:
         not machine.race or ranks == group.size,
         f"--race runs layouts, and this job has {group.size} ranks, not {ranks}; start it with mpirun -n {ranks}",
     )
-    node = group.node()
-    local_rank = node.rank
-    node.free()
+    local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank)
     samples = _samples(asked, group, local_rank, console)
     with agreed(group):

@@ -55,9 +55,7 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
     with agreed(group):
         if config.run.jit:
             load()
-    node = group.node()
-    local_rank = node.rank
-    node.free()
+    local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
         check_compiled(config.run.jit, backend)

@@ -74,9 +74,7 @@ def main(words: Sequence[str], group: Group) -> None:
         return
     folder, options, place = asked
     run = place.open(folder, group)
-    node = group.node()
-    train, test = load_samples(_data(run, options), group, node.rank, console.say)
-    node.free()
+    train, test = load_samples(_data(run, options), group, group.local_rank(), console.say)
     samples = train if options.part == "train" else test
     found = evaluate(run, samples, options.batch_size)
     console.say(*_lines(run, samples, found, options))

@@ -50,9 +50,7 @@ class PlaceConfig:
         Raises:
             NnmpiError: on all ranks; see `open_run`.
         """
-        node = group.node()
-        backend = take_backend(self.backend, group, node.rank)
-        node.free()
+        backend = take_backend(self.backend, group, group.local_rank())
         return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, self.weights, check)
 
 

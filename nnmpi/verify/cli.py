@@ -34,9 +34,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     with agreed(group):
         dataset = load_samples(options)
         layout = build_layout(options.parallel, options.optimization.optimizer, options.optimization.momentum)
-    node = group.node()
-    backend = take_backend(options.trial.backend, group, node.rank)
-    node.free()
+    backend = take_backend(options.trial.backend, group, group.local_rank())
     with explained(backend):
         ours = run(options, dataset, group, layout, backend)
         console.say(*_header(options, dataset, ours), *_place(backend), "")

@@ -7,6 +7,8 @@ import pytest
 
 from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 
 VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
@@ -120,9 +122,16 @@ def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
     node = group.node()
     members = node.gather(group.rank)
     outcome = group.rank in members and members == sorted(members) and 1 <= node.size <= group.size
-    roots = group.sum_floats([float(node.is_root)])[0]  # one root per node
+    roots, number = group.sum_floats([float(node.is_root)])[0], node.rank  # one root per node
     node.free()
-    assert all(group.gather(outcome and 1 <= roots <= group.size))
+    assert all(group.gather(outcome and 1 <= roots <= group.size and group.local_rank() == number))
+
+
+def test_ranks_are_numbered_on_their_node() -> None:
+    machine = Machine(Link.line(0, 0), nodes=(0, 1, 0, 1, 1))
+    assert simulate(lambda group: (group.local_rank(), group.node().rank), 5, machine) == [
+        (number, number) for number in (0, 0, 1, 1, 2)
+    ]
 
 
 @pytest.mark.both_worlds
