@@ -222,11 +222,16 @@ def default_file(facts: Mapping[str, Any]) -> Path | None:
     """Return where a fit with these facts is kept for reuse; None where no home directory is known."""
     nodes = len(set(facts["nodes"]))
     words = f"fit-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
+    cache = cache_folder()
+    return None if cache is None else cache / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
+
+
+def cache_folder() -> Path | None:
+    """Return where measurements of this machine are kept; None where no home directory is known."""
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
     except RuntimeError:
         return None
-    return cache / "nnmpi" / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
 def _describe(ranks: int, nodes: list[int], mpi: str) -> str:

@@ -78,9 +78,15 @@ class PlannedNetwork:
         """Whether all ranks can share memory."""
         return len(set(self.nodes)) == 1
 
-    def has_shared(self, ranks: Sequence[int]) -> bool:
-        """Whether it is known what an all-reduce through shared memory takes between these ranks."""
-        return self.fit is not None and self.fit.shared is not None and len(ranks) == self.fit.ranks
+    @classmethod
+    def fitted(cls, fit: Fit) -> PlannedNetwork:
+        """Return the network of the ranks that a fit was made for."""
+        return cls(f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, fit.ranks, fit)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether it is known what an all-reduce of all ranks through shared memory takes."""
+        return self.fit is not None and self.fit.shared is not None and self.ranks == self.fit.ranks
 
     def message(self, sender: int, receiver: int, nbytes: float) -> float:
         """Return the seconds of a message between two ranks."""
@@ -151,7 +157,7 @@ def find_network(text: str, ranks: int, nodes: int, fit: Fit | None, other: Fit 
         on_several = fit.machine.nodes is not None
         if on_several != (nodes > 1):
             raise UsageError(f"the fit is of {'several nodes' if on_several else 'one node'}, not of {nodes}")
-        return PlannedNetwork(f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit)
+        return PlannedNetwork.fitted(fit)
     if text in PRESETS:
         found = PRESETS[text]
         link = Link.line(found.alpha_us / 1e6, 1 / (found.gbit * BYTES_PER_GBIT))

@@ -92,7 +92,7 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
         len(next(iter(profile.links.values()))),
         network.on_one_node,
         1 < len(set(nodes)) < network.ranks,
-        network.has_shared(range(network.ranks)),
+        network.has_shared,
     )
     if not found:
         reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())

@@ -5,7 +5,6 @@ profile and fit (kept or measured)  ->  search  ->  race of the first ones, if w
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import threadpoolctl
 from nnmpi import clock
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import on_root
+from nnmpi.comm.fit import cache_folder
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.fitting.measure import measure as measure_fit
 from nnmpi.comm.group import Group
@@ -109,12 +109,14 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
         backend: where this rank computes.
         say: called with a sentence before it is measured.
     """
-    blas = [[each.get("internal_api"), each.get("version")] for each in threadpoolctl.threadpool_info()]
-    threads = [each.get("num_threads") for each in threadpoolctl.threadpool_info()]
+    pools = threadpoolctl.threadpool_info()
+    blas = [[each.get("internal_api"), each.get("version")] for each in pools]
+    threads = [each.get("num_threads") for each in pools]
     more = {"host": platform.node(), "blas": blas, "threads": threads, "at_once": group.size, "version": VERSION}
     key = {**(workload.key or {}), "batch": workload.batch_size, "ranks": ranks, "backend": backend.name, **more}
     workload = replace(workload, key=group.share(key))
-    file = default_file(workload.key or {}, _cache())
+    cache = cache_folder()
+    file = None if cache is None else default_file(workload.key or {}, cache)
     kept: Any = on_root(group, lambda: _load(file, workload))
     if kept is not None:
         return workload, Profile.from_json(kept)
@@ -122,24 +124,22 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     found = measure(workload, group, ranks, shares_of(ranks), backend)
 
     def keep() -> None:
+        if file is None:
+            return say("the profile is not kept: this user has no home folder; name one in $XDG_CACHE_HOME")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_durably(file, json.dumps(found.to_json()).encode())
         except OSError as error:
             say(f"the profile cannot be kept: {error}")
+        return None
 
     on_root(group, keep)
     return workload, found
 
 
-def _load(file: Path, workload: Workload) -> dict[str, Any] | None:
-    found = load_profile(file, workload.key or {})
+def _load(file: Path | None, workload: Workload) -> dict[str, Any] | None:
+    found = None if file is None else load_profile(file, workload.key or {})
     return None if found is None else found.to_json()
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "nnmpi"
 
 
 def take_network(group: Group, say: Say) -> PlannedNetwork:
@@ -150,8 +150,7 @@ def take_network(group: Group, say: Say) -> PlannedNetwork:
     if fit is None:
         say("measuring messages for some seconds; python -m nnmpi.comm fit measures longer, and keeps what it finds")
         fit = measure_fit(group, budget_s=FIT_S)
-    name = f"fitted to {fit.facts['host']} on {fit.facts['date']}"
-    return PlannedNetwork(name, fit.machine, group.size, fit)
+    return PlannedNetwork.fitted(fit)
 
 
 def choose(config: Config, group: Group, backend: Backend, local_rank: int, say: Say) -> ChosenLayout:

@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.planner import profile
 from nnmpi.train import planned, planning
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
-from nnmpi.train.planned import check_open, compare, workload_of
+from nnmpi.train.planned import check_open, compare, take_profile, workload_of
 from nnmpi.train.planning import parse as parse_plan
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
@@ -64,6 +66,22 @@ def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
     table = Dataset("table", np.ones((8, 3), np.float32), np.ones((8, 2), np.float32), 0)
     model = workload_of(config, table).build()
     assert [p.shape for p in model.parameters()][-1] == (2,)
+
+
+def test_a_profile_is_measured_where_there_is_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    config = assemble({"model": "mlp", "hidden": [4], "batch_size": 8})
+    table = Dataset("table", np.ones((8, 3), np.float32), np.zeros(8, np.int64), 2)
+    said: list[str] = []
+    simulate(lambda group: take_profile(workload_of(config, table), group, 1, numpy_backend(), said.append), 1)
+    assert [line.partition(":")[0] for line in said] == [
+        "measuring the model's parts, which is done once and kept",
+        "the profile is not kept",
+    ]
 
 
 def test_a_step_is_compared_with_its_prediction() -> None:
