@@ -1,10 +1,10 @@
 """The errors that nnmpi raises: each message is one sentence with the values and what would work instead.
 
 `exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1 for a failure,
-65 for one that the same command meets again.
+65 (EX_DATAERR) for one that the same command meets again.
 """
 
-REPEATS = 65  # sysexits' "wrong data"; `python -m nnmpi.run` tries it once more, and then gives up
+from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
 
 class NnmpiError(Exception):
@@ -46,7 +46,7 @@ class UninitializedError(GraphError, AttributeError):
 class DataError(NnmpiError):
     """A data file that is missing, damaged or of the wrong kind; the message names it."""
 
-    exit_status = REPEATS
+    exit_status = EX_DATAERR
 
 
 class CheckpointError(NnmpiError):
@@ -56,7 +56,7 @@ class CheckpointError(NnmpiError):
 class DivergenceError(NnmpiError):
     """A loss or gradient that is not finite; the message names rank, step and layer."""
 
-    exit_status = REPEATS
+    exit_status = EX_DATAERR
 
 
 class CommError(NnmpiError):

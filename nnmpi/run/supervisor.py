@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from os import EX_DATAERR
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nnmpi.comm.mpi.watchdog import STALLED
-from nnmpi.errors import REPEATS, LaunchError, NnmpiError
+from nnmpi.errors import LaunchError, NnmpiError
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint_files import STATE_FILE, steps
@@ -139,7 +140,7 @@ class Supervisor:
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._write_down(starts, outcome)
-            if in_vain > self._plan.restarts or (outcome.status == REPEATS and in_vain >= IN_VAIN):
+            if in_vain > self._plan.restarts or (outcome.status == EX_DATAERR and in_vain >= IN_VAIN):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._plan.replica, self._ranks - self._plan.replica)
@@ -316,7 +317,7 @@ def describe_status(status: int, launcher: Launcher) -> str:
     """
     if status == STALLED:
         return f"it stood still, and its watchdog ended it (status {status})"
-    if status == REPEATS:
+    if status == EX_DATAERR:
         return f"it met what another start meets again (status {status})"
     if status == 0:
         return "its launcher tells of success, but it has not come to its end (there is no new finished.json)"

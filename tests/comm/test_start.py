@@ -2,11 +2,11 @@
 
 import sys
 from dataclasses import dataclass
+from os import EX_DATAERR
 from pathlib import Path
 
 import pytest
 
-from nnmpi.errors import REPEATS
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import once_more
 
@@ -52,7 +52,7 @@ CASES = {
     "all ranks alike": Case("raise ValueError('planted')", 1, "ranks 0-2 of 3: Traceback"),
     "different exceptions": Case("raise ValueError(f'planted {rank // 2}')", 1, "ValueError: planted 0"),
     "a sentence": Case(
-        "if rank == 1: raise DataError('x.csv: bad')\nwait()", REPEATS, "rank 1 of 3: x.csv: bad", "Traceback"
+        "if rank == 1: raise DataError('x.csv: bad')\nwait()", EX_DATAERR, "rank 1 of 3: x.csv: bad", "Traceback"
     ),
     "wrong use": Case("if rank == 1: raise LayoutError('no fit')\nwait()", 2, "rank 1 of 3: no fit", "Traceback"),
     "the same sentence": Case("raise LayoutError('no fit')", 2, "no fit", "rank"),

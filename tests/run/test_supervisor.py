@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from os import EX_DATAERR
 from pathlib import Path
 
 import pytest
 
-from nnmpi.errors import REPEATS
 from nnmpi.run import supervisor
 from nnmpi.run.launching import Launcher, find_launcher, given_hosts
 from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor, without
@@ -86,9 +86,9 @@ def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], 
 
 def test_what_comes_again_is_tried_twice(play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path) -> None:
     """Such as damaged data, or a loss that is not finite; a run that has no folder is not pointed at."""
-    commands, said = play(*[f"exit {REPEATS}"] * 4)
+    commands, said = play(*[f"exit {EX_DATAERR}"] * 4)
     assert len(commands) == 2
-    assert said[-1].startswith(f"{REPEATS}: gave up: 2 starts in a row brought no checkpoint at all")
+    assert said[-1].startswith(f"{EX_DATAERR}: gave up: 2 starts in a row brought no checkpoint at all")
     assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
     commands, said = play(*["exit 9"] * 2, "up; checkpoint 00000007; exit 65", *["exit 65"] * 4)
     assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in said[-1]

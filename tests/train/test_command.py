@@ -2,11 +2,11 @@
 
 import json
 import signal
+from os import EX_DATAERR
 from pathlib import Path
 
 import pytest
 
-from nnmpi.errors import REPEATS
 from nnmpi.train.checkpoint_files import read_checkpoint
 from tests.train.jobs import lines, once, send, train
 
@@ -36,7 +36,7 @@ def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path, words: str, sent
 def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: Path) -> None:
     words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-steps 1 --out run"
     ending = train(tmp_path, words, ranks=3)
-    assert ending.status == REPEATS  # the supervisor's sign that this comes again
+    assert ending.status == EX_DATAERR  # the supervisor's sign that this comes again
     assert ending.output.count("the first values that are not finite are in ") == 1
     assert "Traceback" not in ending.output
     assert "Warning" not in ending.output
