@@ -15,9 +15,9 @@ from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
+from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
-from nnmpi.train.planned import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",

@@ -19,6 +19,7 @@ from nnmpi.errors import CheckpointError
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
+from nnmpi.train.auto_layout import check_open, choose, compare
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
@@ -30,7 +31,6 @@ from nnmpi.train.header import count, header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.planned import check_open, choose, compare
 from nnmpi.train.run_state import RunState
 
 

@@ -13,11 +13,11 @@ from nnmpi.comm.simulated.world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.planner import profile
-from nnmpi.train import planned, planning
+from nnmpi.train import auto_layout, plan_command
+from nnmpi.train.auto_layout import check_open, compare, take_profile, workload_of
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
-from nnmpi.train.planned import check_open, compare, take_profile, workload_of
-from nnmpi.train.planning import parse as parse_plan
+from nnmpi.train.plan_command import parse as parse_plan
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
 
@@ -28,8 +28,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profile, "MEASURE_S", 0.0)
     monkeypatch.setattr(profile, "ROUNDS", 1)
-    monkeypatch.setattr(planned, "FIT_S", 0.05)
-    monkeypatch.setattr(planned, "RACE_S", 0.0)
+    monkeypatch.setattr(auto_layout, "FIT_S", 0.05)
+    monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
 
 
 @pytest.mark.simulated
@@ -108,7 +108,7 @@ def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str
 
 def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
     given = ["--data-dir", "my data; rm", "--dataset", "it's.csv", "--hidden", "3", "4", "--no-normalize"]
-    words = shlex.split(planning.train_command(parse_plan(given), 2, {"dp": 2}))
+    words = shlex.split(plan_command.train_command(parse_plan(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
 
@@ -116,8 +116,8 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
 @pytest.mark.simulated
 def test_random_samples_have_classes_which_not_every_loss_takes(group: Group) -> None:
     with pytest.raises(UsageError, match="random samples has classes, and --loss mse predicts numbers"):
-        planning.main(["--shape", "4", "--loss", "mse"], group)
+        plan_command.main(["--shape", "4", "--loss", "mse"], group)
     with pytest.raises(UsageError, match="32 samples of shape .* do not fit this memory"):
-        planning.main(["--shape", str(10**6), str(10**8)], group)
+        plan_command.main(["--shape", str(10**6), str(10**8)], group)
     with pytest.raises(UsageError, match="cannot be as many on each of 7 nodes"):
-        planning.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)
+        plan_command.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)

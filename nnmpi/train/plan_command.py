@@ -23,6 +23,7 @@ from nnmpi.planner.machine import PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.report import describe, options, to_json
 from nnmpi.planner.search import plan
+from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
 from nnmpi.train.build import check_samples
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import (
@@ -39,7 +40,6 @@ from nnmpi.train.config import (
 from nnmpi.train.device import take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
-from nnmpi.train.planned import take_network, take_profile, time_layout, with_options, workload_of
 
 PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
