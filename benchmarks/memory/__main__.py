@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from throttled import ThrottledStore  # beside this file
 
 import nnmpi
 from nnmpi import models, nn, ops, optim
@@ -18,7 +19,6 @@ from nnmpi.backend.memory import host_memory, keep_freed_memory, reset_host_peak
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import parse_bytes
 from nnmpi.data.loader import Batch, Cut
-from nnmpi.memory.offload import FileStore
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.tensor.tensor import Tensor
 
@@ -77,27 +77,6 @@ def levels(model, x, y, rounds):
             step(forward, model, x, y)
         price, took = forward.price, median(times[plan])
         yield budget, price.peak, count.peak, price.peak / plans.all, price.again, price.seconds, took, took / plain
-
-
-class ThrottledStore(FileStore):
-    """A file on a disk of so many bytes per second."""
-
-    def __init__(self, folder, bandwidth):
-        super().__init__(folder)
-        self.bandwidth = bandwidth
-
-    def write(self, place, memory):
-        """Write, and take the time that it would take."""
-        self._slowly(super().write, place, memory)
-
-    def read(self, place, memory):
-        """Read, and take the time that it would take."""
-        self._slowly(super().read, place, memory)
-
-    def _slowly(self, move, place, memory):
-        end = time.perf_counter() + sum(map(len, memory)) / self.bandwidth
-        move(place, memory)
-        time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def swapped(name, model, x, y, rounds, bandwidth):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
 from nnmpi.backend.device import cupy_backend
 from nnmpi.backend.record import numpy_backend
@@ -168,25 +169,6 @@ class Slow(Function):
 class SlowLayer(nn.Module):
     def forward(self, x):
         return Slow()(x)
-
-
-class ThrottledStore(FileStore):
-    """A file on a disk of so many bytes per second."""
-
-    def __init__(self, folder, bandwidth):
-        super().__init__(folder)
-        self.bandwidth = bandwidth
-
-    def write(self, place, memory):
-        self._slowly(super().write, place, memory)
-
-    def read(self, place, memory):
-        self._slowly(super().read, place, memory)
-
-    def _slowly(self, move, place, memory):
-        end = time.perf_counter() + sum(map(len, memory)) / self.bandwidth
-        move(place, memory)
-        time.sleep(max(0.0, end - time.perf_counter()))
 
 
 @pytest.mark.host_only("sleeps while NumPy computes")
