@@ -108,11 +108,12 @@ def checks(ranks: int, arguments: Sequence[str], options: argparse.Namespace, re
 
 def mpi_problem() -> str | None:
     """Return why nothing can be run on several ranks, None if it can: asked of a process of its own."""
+    from nnmpi.errors import LaunchError
     from tests.harness.job import mpirun
 
     try:
         mpirun(1)
-    except FileNotFoundError as error:
+    except LaunchError as error:
         return str(error)
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     words = done.stderr.strip().splitlines() or [f"status {done.returncode}"]

