@@ -4,6 +4,7 @@ plan        a plan is a list of actions: forward, keep, backward, drop, out, in;
 optimal     the plan of least time under a budget of bytes, by dynamic programming
 swapping    the plan in which links also leave memory and come back, by search
 offload     what a link keeps, taken out of memory: to a file, or from a device to the host
+film        plans for a page and for slides
 chain       a model as links that run one by one, and what each one takes, measured
 run         a model that runs by a plan
 ledger      what of a rank's memory is for what: `nnmpi.memory.report()`

@@ -5,6 +5,7 @@ python -m nnmpi.memory plan --model gpt --batch 4 --budget 30% --save costs.json
 python -m nnmpi.memory plan --costs costs.json --budget 16MiB
 python -m nnmpi.memory plan --links 8 --budget 50% --bandwidth 8MiB
 python -m nnmpi.memory plan --model gpt --budget 30% --offload /tmp
+python -m nnmpi.memory plan --links 8 --budget 50% --html swap.html
 """
 
 import argparse
@@ -20,6 +21,7 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
+from nnmpi.memory.film import compare, draw_slide
 from nnmpi.memory.offload import Store, make_store
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
@@ -32,6 +34,7 @@ from nnmpi.models.resnet import resnet
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.pages.page import write_page
 
 # Each with the shape of a sample; None for so many tokens.
 MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
@@ -61,6 +64,13 @@ def main(words: Sequence[str]) -> str:
             given.save.write_text(json.dumps(costs_to_json(costs), indent=1))
         except OSError as error:
             raise UsageError(f"{given.save} cannot be written ({error.strerror}); give another file") from None
+    files = []
+    if given.svg is not None:
+        draw_slide(costs, plan, budget, given.svg, bandwidth or inf)
+        files.append(f"{given.svg} shows it on a slide")
+    if given.html is not None:
+        write_page(given.html, "plan", f"memory plans of {len(costs)} links", compare(plans, budget, bandwidth))
+        files.append(f"{given.html} runs it in a browser")
     return "\n".join(
         [
             draw_plan(costs, plan),
@@ -72,6 +82,7 @@ def main(words: Sequence[str]) -> str:
             f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
             f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; links gone through again: {price.again}",
             *([f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"] if bandwidth else []),
+            *files,
         ]
     )
 
@@ -122,6 +133,8 @@ def _parser() -> Parser:
     plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
     plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the links' costs there")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser
 
 

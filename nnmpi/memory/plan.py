@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -133,6 +133,7 @@ class PlanState:
     Attributes:
         seconds: until now.
         leaving: links whose arrays are on their way out, the first one first.
+        done: link -> when its last transfer is over, in seconds.
         again: links gone through again until now.
     """
 
@@ -141,7 +142,7 @@ class PlanState:
         self._values, self._kept, self._grad = {0}, set[int](), len(costs)
         self._seen, self._away, self._back = set[int](), set[int](), set[int]()
         self._moves = [moved_bytes(costs, i) for i in range(len(costs))]
-        self._done: dict[int, float] = {}  # when each transfer is over
+        self.done: dict[int, float] = {}
         self._idle_s = 0.0  # from when on nothing is transferred
         self.leaving: tuple[int, ...] = ()
         self.seconds, self.again = 0.0, 0
@@ -150,7 +151,7 @@ class PlanState:
         """Return one that goes on from here by itself."""
         other = copy(self)
         other._values, other._kept, other._seen = set(self._values), set(self._kept), set(self._seen)
-        other._away, other._back, other._done = set(self._away), set(self._back), dict(self._done)
+        other._away, other._back, other.done = set(self._away), set(self._back), dict(self.done)
         return other
 
     @property
@@ -186,14 +187,14 @@ class PlanState:
             self._values.discard(i)
         elif act is Act.OUT or act is Act.IN:
             self._idle_s = max(self._idle_s, self.seconds) + self._moves[i] / self._bandwidth
-            self._done[i] = self._idle_s
+            self.done[i] = self._idle_s
             if act is Act.OUT:
                 self.leaving += (i,)
             else:
                 self._away.discard(i)
                 self._back.add(i)
         elif act is Act.AWAY:
-            self.seconds = max(self.seconds, self._done[i])
+            self.seconds = max(self.seconds, self.done[i])
             self.leaving = tuple(each for each in self.leaving if each != i)
             self._kept.discard(i)
             self._away.add(i)
@@ -217,7 +218,7 @@ class PlanState:
         if i in self._back:
             is_held = False  # its arrays are its own
             self._back.discard(i)
-            self.seconds = max(self.seconds, self._done[i])
+            self.seconds = max(self.seconds, self.done[i])
         self._kept.discard(i)
         self._grad = i
         self.seconds += cost.backward_s
@@ -297,8 +298,33 @@ def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[ChainLinkCo
     return costs
 
 
+def signs(costs: Costs, plan: Plan) -> Iterator[str]:
+    """Yield how the links are during each action: a sign for each link.
+
+    The action's letter on its own link, a small one where a link is gone through again; else a line where a value
+    waits, a double one where a link is kept, a dot where it is away. `D` is on the link to which the value would come.
+    """
+    kept, away, values, seen = set[int](), set[int](), {0}, set[int]()
+    for action in plan:
+        i, act = action.link, action.act
+        row = ["=" if j in kept else "." if j in away else "-" if j in values and j else " " for j in range(len(costs))]
+        row[i] = act.value.lower() if i in seen and act in (Act.FORWARD, Act.KEEP) else act.value
+        yield "".join(row)
+        if act is Act.DROP:
+            values.discard(i)
+        if act is Act.BACKWARD or act is Act.AWAY:
+            kept.discard(i)
+        if act is Act.AWAY or act is Act.IN:
+            (away.add if act is Act.AWAY else away.discard)(i)
+        if act is Act.KEEP or act is Act.IN:
+            kept.add(i)
+        if act is Act.FORWARD or act is Act.KEEP:
+            seen.add(i)
+            values.add(i + 1)
+
+
 def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
-    """Return a plan as text: a row for each link, a column for each action, and below the bytes as bars.
+    """Return a plan as text: a row for each link, a column for each action but `D`, and below the bytes as bars.
 
     F forward, K keep, B backward, small letters where a link is gone through again; O, A and I as what was kept goes
     out, is away, and comes in; a line where a value waits, a double one where a link is kept, dots where it is away:
@@ -307,35 +333,15 @@ def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
         1 | .F--..
     """
     price = simulate(costs, plan)
-    actions = [(i, action) for i, action in enumerate(plan) if action.act is not Act.DROP]
-    rows = [[" "] * len(actions) for _ in costs]
-    kept, away, values, seen = set[int](), set[int](), {0}, set[int]()
-    column = -1
-    for action in plan:
-        i, act = action.link, action.act
-        if act is Act.DROP:
-            values.discard(i)
-            continue
-        column += 1
-        for j in range(len(costs)):
-            rows[j][column] = "=" if j in kept else "." if j in away else "-" if j in values and j else " "
-        rows[i][column] = act.value
-        if act is Act.BACKWARD or act is Act.AWAY:
-            kept.discard(i)
-        if act is Act.AWAY or act is Act.IN:
-            (away.add if act is Act.AWAY else away.discard)(i)
-        if act is Act.KEEP or act is Act.IN:
-            kept.add(i)
-        if act is Act.FORWARD or act is Act.KEEP:
-            rows[i][column] = act.value.lower() if i in seen else act.value
-            seen.add(i)
-            values.add(i + 1)
+    shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
+    during = list(signs(costs, plan))
+    rows = ["".join(during[i][link] for i in shown) for link in range(len(costs))]
     width = max(len(cost.name) for cost in costs)
-    peaks = [price.peaks[i] for i, _ in actions]
+    peaks = [price.peaks[i] for i in shown]
     lines = []
-    for start in range(0, len(actions), columns):
+    for start in range(0, len(shown), columns):
         part = slice(start, start + columns)
-        lines += [f"{cost.name:>{width}} |{''.join(row[part])}" for cost, row in zip(costs, rows, strict=True)]
+        lines += [f"{cost.name:>{width}} |{row[part]}" for cost, row in zip(costs, rows, strict=True)]
         lines.append(f"{'bytes':>{width}} |{_bars(peaks[part], price.peak)}")
         lines.append("")
     return "\n".join(lines[:-1])

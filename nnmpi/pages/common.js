@@ -111,7 +111,8 @@ function chart(width, lines, { x, y, logX = false, logY = false, marks = [], at 
       draw("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end", class: "soft" }, y(value)));
   }
   for (const value of ticksX || ticks(x0, x1, logX)) {
-    picture.append(draw("text", { x: px(value), y: height - 14, "text-anchor": "middle", class: "soft" }, x(value)));
+    picture.append(draw("text", { x: px(value), y: height - 14, "text-anchor": px(value) > width - 40 ? "end" : "middle", class: "soft" },
+      x(value)));
   }
   if (at !== null) picture.append(draw("line", { x1: px(at), x2: px(at), y1: top, y2: height - bottom, stroke: "var(--soft)",
     "stroke-dasharray": "4 3" }));

@@ -16,11 +16,14 @@ from nnmpi.comm.film import PRICED, coefficients, film
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
+from nnmpi.memory.__main__ import main as memory
+from nnmpi.memory.film import film as plan_film
+from nnmpi.memory.plan import costs_from_json, parse_plan, simulate
 from nnmpi.pages.page import make_page, write_page
 from nnmpi.schedule.__main__ import main as schedule
 from tests.pages.browser import look
 
-pytestmark = pytest.mark.host_only("pages are text")
+pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]  # Chromium may be slow
 
 
 @pytest.mark.parametrize("one", COLLECTIVES.values(), ids=["-".join(key) for key in COLLECTIVES])
@@ -133,6 +136,49 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
 
 
+def test_a_plans_film_is_its_price() -> None:
+    """Bytes and clock of each action; transfers go beside what is computed, one after another, and are waited for."""
+    link = {"name": "", "value": 8, "gradient": 8, "kept": 32, "keeps_input": True, "keeps_result": False}
+    link |= {"forward_peak": 8, "keep_peak": 40, "backward_peak": 8, "backward_peak_alone": 8}
+    link |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
+    costs = costs_from_json([link] * 3)
+    plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
+    found, price = plan_film(costs, plan, 8.0), simulate(costs, plan, 8.0)
+    actions = found["actions"]
+    assert (found["peak"], found["seconds"], found["moved"], found["again"]) == (price.peak, price.seconds, 32, 0)
+    assert tuple(each[6] for each in actions) == price.peaks and tuple(each[7] for each in actions) == price.bytes
+    assert all(one[5] == other[3] <= other[4] <= other[5] for one, other in zip(actions, actions[1:], strict=False))
+    assert [each[8] for each in actions if each[8]] == [[1.0, 5.0], [8.0, 12.0]]
+    assert {f"{each[0]}{each[1]}": each[4] - each[3] for each in actions if each[4] > each[3]} == {"A0": 3.0, "B0": 2.0}
+    assert [each[2] for each in actions[:3]] == ["K  ", "O- ", "=K "]
+
+
+@pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
+def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool) -> None:
+    file = tmp_path / "plan.html"
+    printed = memory(f"plan --links 6 --budget 50% --bandwidth 2MiB --html {file}".split())
+    assert printed.endswith(f"{file} runs it in a browser")
+    script = """
+        const told = [texts(".figures")[0], count("rect.time"), count("path[data-name]")];
+        press("Home"); press("ArrowRight"); press("ArrowRight");
+        told.push(texts(".told")[0]);
+        take(0, "all kept"); press("End");
+        told.push(texts(".figures")[0], texts(".told")[0]);
+        take(0, "computed again"); move("budget", 0);
+        told.push(texts(".figures")[0]);
+        return { told };
+    """
+    first, boxes, lines, early, kept, end, least = look(file.read_text(), script, tmp_path, width, dark)["told"]
+    this = re.search(r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* again: (\d+)\nmoved +([\d.]+ MB)", printed)
+    assert this and first.startswith(f"{this[2]}, at most {this[1]} of ")
+    assert first.endswith(f"; {this[3]} link again, {this[4]} moved")
+    assert boxes > 2 * 6 and lines == 3
+    assert early.startswith("action 2 of ") and "O0 (link 0): what was kept begins to go out; clock 1 s" in early
+    assert kept.startswith("18 s, at most 30 MB of ") and kept.endswith("; 0 links again")
+    assert end.startswith("action 17 of 17, B0")
+    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith("; 0 links again")  # type: ignore[index]
+
+
 def test_slides_show_the_same(tmp_path: Path) -> None:
     """As many stripes as parts, as many boxes as there is to compute; and both are XML."""
     file = tmp_path / "slide.svg"
@@ -144,6 +190,9 @@ def test_slides_show_the_same(tmp_path: Path) -> None:
     schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 2 + 2 * 2 * 3
+    memory(f"plan --links 3 --budget 100% --svg {file}".split())
+    boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == 6 + (4 + 2) + 1 + 6  # actions, links that are kept or wait, the budget, bars
     with pytest.raises(UsageError, match="a slide shows 1 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--svg", str(file)])
 

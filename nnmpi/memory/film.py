@@ -1,0 +1,132 @@
+"""Memory plans as films for a page, and as a slide: what each link holds, the bytes and the time, action by action.
+
+{"actions": [["K", 0, "=- ", begin, computes, end, peak, after, transfer], ...],     in seconds and bytes
+ "peak": 9437184, "seconds": 40.0, "again": 8, "moved": 0}
+
+An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there are at most `peak` bytes, and then
+`after`. The text is that of `signs`; a transfer is [begin, end] of `O` and `I`, else null.
+"""
+
+from collections.abc import Callable, Iterable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from nnmpi.comm.units import format_bytes, format_seconds
+from nnmpi.errors import UsageError
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, signs, simulate
+from nnmpi.memory.swapping import swapping_plan
+from nnmpi.pages import svg
+
+MOST_LINKS = 64  # that fit a page
+POINTS = 11  # budgets from the least to the most
+_DIGITS = 9
+
+
+def film(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any]:
+    """Return the film of a plan that is right, as JSON values.
+
+    Args:
+        costs: of the links.
+        plan: for them.
+        bandwidth: bytes per second that go out or come in.
+
+    Raises:
+        UsageError: for a plan that is not right; see `simulate`.
+    """
+    price, state, actions = simulate(costs, plan, bandwidth), PlanState(costs, bandwidth), list[list[Any]]()
+    for number, (action, held) in enumerate(zip(plan, signs(costs, plan), strict=True)):
+        begin = state.seconds
+        state.do(action)
+        times = (begin, state.seconds - _computes(costs, action), state.seconds)
+        transfer = None
+        if action.act in (Act.OUT, Act.IN):
+            over = state.done[action.link]
+            transfer = _round([over - moved_bytes(costs, action.link) / bandwidth, over])
+        row = [action.act.value, action.link, held, *_round(times), price.peaks[number], price.bytes[number]]
+        actions.append([*row, transfer])
+    figures = {"peak": price.peak, "seconds": round(price.seconds, _DIGITS), "again": price.again}
+    return {"actions": actions, **figures, "moved": price.moved}
+
+
+def _computes(costs: Costs, action: Action) -> float:
+    """Return for how many seconds an action computes."""
+    cost = costs[action.link]
+    return {Act.FORWARD: cost.forward_s, Act.KEEP: cost.keep_s, Act.BACKWARD: cost.backward_s}.get(action.act, 0.0)
+
+
+def _round(seconds: Iterable[float]) -> list[float]:
+    return [round(each, _DIGITS) for each in seconds]
+
+
+def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) -> dict[str, Any]:
+    """Return what a page needs to show the plans of a chain under several budgets.
+
+    Args:
+        plans: of the chain.
+        budget: with which the page begins.
+        bandwidth: bytes per second that go out or come in; None where nothing leaves memory.
+
+    Raises:
+        UsageError: for a chain that does not fit a page, or a budget below the least.
+    """
+    costs = plans.costs
+    if len(costs) > MOST_LINKS:
+        raise UsageError(f"a page draws up to {MOST_LINKS} links, not {len(costs)}; look at the text")
+    kinds: dict[str, Callable[[int], Plan]] = {"computed again": plans.plan}
+    if bandwidth is not None:
+        kinds = {"swapped, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
+    kinds["all kept"] = lambda limit: keep_all(costs)
+    budgets = sorted({*plans.budgets(POINTS), budget})
+    return {
+        "links": [cost.name for cost in costs],
+        "budgets": budgets,
+        "budget": budget,
+        "plans": {
+            name: [film(costs, make(limit), bandwidth or inf) for limit in budgets] for name, make in kinds.items()
+        },
+    }
+
+
+# ---- as an SVG, for slides ----
+
+_MOVES = "#d1495b"
+_FILLS = {"F": "#4c78a8", "K": "#4c78a8", "B": "#2f8f88", "=": "#c9a227", "-": "#e3d9b4", "O": _MOVES, "I": _MOVES}
+_HIGH, _WIDE, _BARS = 20.0, 16.0, 80.0  # pixels
+
+
+def draw_slide(costs: Costs, plan: Plan, budget: int, file: Path, bandwidth: float = inf) -> None:
+    """Write a plan as a picture for slides: links down, actions across, and below them the bytes and the budget.
+
+    Args:
+        costs: of the links.
+        plan: for them.
+        budget: in bytes; a line.
+        file: the picture; one that is there is replaced.
+        bandwidth: bytes per second that go out or come in.
+
+    Raises:
+        UsageError: when the file cannot be written.
+    """
+    price, left = simulate(costs, plan, bandwidth), 12.0 + 7.0 * max(len(cost.name) for cost in costs)
+    below = _HIGH * len(costs)
+    parts = [svg.text(0, _HIGH * i + 14, cost.name) for i, cost in enumerate(costs)]
+    shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
+    during, most = list(signs(costs, plan)), max(budget, price.peak)
+    for column, i in enumerate(shown):
+        x = left + _WIDE * column
+        for link, sign in enumerate(during[i]):
+            if sign != " ":
+                parts.append(
+                    svg.rectangle(x, _HIGH * link + 2, _WIDE - 1, _HIGH - 4, _FILLS.get(sign.upper(), svg.EMPTY))
+                )
+            if sign.isalpha():
+                parts.append(svg.text(x + _WIDE / 2, _HIGH * link + 14, sign, "middle"))
+        tall = _BARS * price.peaks[i] / most
+        parts.append(svg.rectangle(x, below + 8 + _BARS - tall, _WIDE - 1, tall, svg.LINE))
+    width = left + _WIDE * len(shown)
+    parts.append(svg.rectangle(left, below + 8 + _BARS * (1 - budget / most), width - left, 1, _MOVES))
+    words = f"{format_bytes(price.peak)} of {format_bytes(budget)}, {format_seconds(price.seconds)}"
+    parts.append(svg.text(left, below + 8 + _BARS + 16, words))
+    svg.write_svg(file, f"plan of {len(costs)} links", width, below + _BARS + 30, parts)
