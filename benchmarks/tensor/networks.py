@@ -10,10 +10,13 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.cnn import cnn
 from nnmpi.models.mlp import mlp
-from nnmpi.nn.container import Sequential
+from nnmpi.nn.activation import Flatten, ReLU
+from nnmpi.nn.container import Branches, Sequential
+from nnmpi.nn.conv import Conv2d, MaxPool2d
+from nnmpi.nn.linear import Linear
 
 CLASSES = 10
-MLP, CNN = "mlp", "cnn"
+MLP, CNN, TOWERS = "mlp", "cnn", "towers"
 IMAGE = (28, 28, 1)
 
 
@@ -22,7 +25,7 @@ class Network:
     """A network and the rows of its batch.
 
     Attributes:
-        name: "mlp" or "cnn".
+        name: "mlp", "cnn" or "towers": two equal ones of two convolutions, of which each rank has one.
         rows: of the batch, which is one microbatch.
         width: of the MLP's hidden layers.
         layers: how many hidden layers the MLP has; odd, so that the last layer ends a pair.
@@ -36,12 +39,14 @@ class Network:
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Return the shape of one sample."""
-        return IMAGE if self.name == CNN else (self.width,)
+        return IMAGE if self.name in (CNN, TOWERS) else (self.width,)
 
     def build(self) -> Sequential:
         """Return the network, not initialized."""
         if self.name == CNN:
             return cnn(IMAGE, CLASSES)
+        if self.name == TOWERS:
+            return Sequential(Branches(_tower(), _tower()), ReLU(), Linear(128, CLASSES))
         return mlp(self.sample_shape, CLASSES, (self.width,) * self.layers)
 
     def batch(self) -> Batch:
@@ -51,3 +56,16 @@ class Network:
         dataset = Dataset("noise", x, generator.integers(0, CLASSES, self.rows), CLASSES)
         with Loader(dataset, self.rows, shuffle=False, workers=0).epoch(0) as batches:
             return next(batches)
+
+
+def _tower() -> Sequential:
+    return Sequential(
+        Conv2d(1, 32, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2),
+        Conv2d(32, 64, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2),
+        Flatten(),
+        Linear(3136, 64),
+    )

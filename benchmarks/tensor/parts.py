@@ -15,6 +15,7 @@ from benchmarks.tensor.networks import Network
 
 _FULL = [{"name": "mlp", "rows": 512, "width": 512, "layers": 15}, {"name": "cnn", "rows": 128}]
 _CHECK = [{"name": "mlp", "rows": 256, "width": 256, "layers": 7}, {"name": "cnn", "rows": 64}]
+_TOWERS = {"name": "towers", "rows": 128}  # timed alone: each rank has one of two
 _ROUNDS = 20
 
 
@@ -69,7 +70,7 @@ def _memory_rows(content: Content) -> Iterator[dict[str, Any]]:
 
 def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
     """Measure steps on two ranks and on one."""
-    settings = {"networks": _CHECK if check else _FULL, "rounds": 2 if check else _ROUNDS}
+    settings = {"networks": [*(_CHECK if check else _FULL), _TOWERS], "rounds": 2 if check else _ROUNDS}
     return {**run_job("benchmarks.tensor.times", 2, settings), "settings": settings}
 
 

@@ -9,7 +9,7 @@ To add a layer: a `Module` in a file of its own, its name here; where it mixes f
 
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
 from nnmpi.nn.attention import CausalSelfAttention
-from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.container import Branches, Residual, Sequential
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
@@ -41,6 +41,7 @@ __all__ = [
     "LSTM",
     "AvgPool2d",
     "BatchNorm",
+    "Branches",
     "Buffer",
     "CausalSelfAttention",
     "Constant",

@@ -1,16 +1,21 @@
-"""Modules made of modules: one after another, and around a shortcut."""
+"""Modules made of modules: one after another, around a shortcut, and beside one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import add
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import Sharding
 from nnmpi.nn.skip import Pop, Stash
 from nnmpi.ops.activation import relu
+from nnmpi.tensor.shape import concatenate
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -103,6 +108,66 @@ class Residual(Module):
     def close(self, x: Tensor, start: Tensor) -> Tensor:
         """Return the block's result, given the body's and what the block began with."""
         return relu(x + (start if self.shortcut is None else self.shortcut(start)))
+
+
+Join: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+JOINS: Mapping[str, Join] = MappingProxyType(
+    {
+        "concatenate": lambda results: concatenate(results, axis=-1),
+        "add": lambda results: reduce(add, results),
+    }
+)
+
+
+class Branches(Module):
+    """Sub-networks beside one another, such as AlexNet's two towers (Krizhevsky et al., 2012); `join` ends them.
+
+         x --+--> branches.0 --+                       x0 ----> branches.0 --+
+             |                 +--> join --> y                               +--> join --> y
+             +--> branches.1 --+                       x1 ----> branches.1 --+
+
+    They share no parameters, so ranks that share layers (tp) have some branches each, and compute at the same time.
+
+    Args:
+        branches: each gets the input; of a tuple or list one of as many, so that they share no input either.
+        join: makes one result of all: "concatenate" along the last axis (features, channels), "add", or a function of
+            the list of results, in the order of the branches.
+
+    Raises:
+        UsageError: for fewer than two branches, or another join.
+    """
+
+    sharding = MappingProxyType({"": Sharding.BRANCHES})
+
+    def __init__(self, *branches: Module, join: str | Join = "concatenate") -> None:
+        if len(branches) < 2 or not all(isinstance(branch, Module) for branch in branches):
+            raise UsageError("Branches takes two modules or more, as Branches(a, b); a single one needs no Branches")
+        if not callable(join) and join not in JOINS:
+            raise UsageError(
+                f"join {join!r} is unknown; choose {' or '.join(JOINS)}, or give a function of the results"
+            )
+        self.branches = list(branches)
+        self.join = join
+
+    def forward(self, x: Any) -> Tensor:
+        """Return what `join` makes of the branches' results."""
+        return self.joined([branch(each) for branch, each in zip(self.branches, self.inputs(x), strict=True)])
+
+    def inputs(self, x: Any) -> Sequence[Any]:
+        """Return each branch's input.
+
+        Raises:
+            ShapeError: for a tuple or list of another length.
+        """
+        if not isinstance(x, tuple | list):
+            return [x] * len(self.branches)
+        if len(x) != len(self.branches):
+            raise ShapeError(f"{len(self.branches)} branches got {len(x)} inputs; give one for all, or one for each")
+        return x
+
+    def joined(self, results: Sequence[Tensor]) -> Tensor:
+        """Return what `join` makes of all branches' results."""
+        return (JOINS[self.join] if isinstance(self.join, str) else self.join)(results)
 
 
 def keep(kept: dict[str, Any], name: str, x: Any) -> None:

@@ -32,6 +32,7 @@ class Sharding(Enum):
     ROWS: all of the layer, for some rows of the image; ranks give one another the rows that their windows overlap.
     VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result, one number per class, may stay
         shared out at the end of the model, for a loss that knows it.
+    BRANCHES: of `Branches` some, whole; each rank computes its own, and all get every result.
     REPLICATED: all of the layer, on the whole input. So is what no table names.
 
     For a Conv2d COLUMN means some output channels and ROW some input channels. Embedding with COLUMN has some features
@@ -42,6 +43,7 @@ class Sharding(Enum):
     ROW = "row"
     ROWS = "rows"
     VOCAB = "vocab"
+    BRANCHES = "branches"
     REPLICATED = "replicated"
 
 

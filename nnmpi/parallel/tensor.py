@@ -11,6 +11,7 @@ spread. Where a layer needs the activation otherwise, an exchange comes before i
     Sequential    layer by layer, each from what the one before it leaves
     Residual,     both branches; where they end differently, both are made whole before they are added
     Stash, Pop
+    Branches      each rank has some of them, and computes these (see `sharded.branches`)
     a layer       its rule
     another       a custom module, whose forward is unknown: whole in, whole out, and inside what the table says. There
                   the tensors themselves say which parts they are (see `tensor.placement`), and an operation that does
@@ -31,7 +32,7 @@ from typing import Any
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.container import Branches, Residual, Sequential
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
@@ -148,6 +149,7 @@ class ModelWalk:
             found = find(self.table, name)
             if found is not None:  # a module used in several places is found by any of its names
                 self.shardings.setdefault(id(module), (module, found[1]))
+        self._check_branches(model)
         start = ActivationLayout(REPLICATED, None if sample is None else tuple(sample))
         last = _last_layer(model)
         module, end = self.replace(model, "", start)
@@ -170,7 +172,7 @@ class ModelWalk:
             return module, self._sequence(module, name, layout)
         if type(module) is Residual:
             return self._residual(module, name, layout)
-        if type(module) in RULES:
+        if self._has_rule(module):
             placed, placement = self._layer(module, name, layout)
             return placed, ActivationLayout(placement, shape_after(module, layout.shape))
         is_open = self._open(module, name)
@@ -258,7 +260,7 @@ class ModelWalk:
         found = False
         for child_name, child in list(module.children()):
             inside, sharding = _join(name, child_name), self._sharding(child)
-            if type(child) in RULES and sharding is not None:
+            if self._has_rule(child) and sharding is not None:
                 units = module.units.get(child_name)
                 units = units if units is not None and units.sharding is sharding else None
                 expects = assumed_placement(child, sharding, units)
@@ -292,7 +294,7 @@ class ModelWalk:
 
     def _predict(self, module: Module, name: str, layout: ActivationLayout) -> ActivationLayout:
         """Return how a module's result would be spread, without changing anything."""
-        if type(module) in RULES:
+        if type(module) is not Branches and type(module) in RULES:
             context = LayerContext(
                 name, layout.placement, layout.shape, self._sharding(module), ParameterSharder(self.sharder.group)
             )
@@ -337,13 +339,31 @@ class ModelWalk:
         layout.placement.check_known(self.sharder.group.size)
         return partial(gather, group=self.sharder.group, placement=layout.placement)
 
+    def _has_rule(self, module: Module) -> bool:
+        """Return whether a rule says what replaces a module: of branches that are not dealt out the layers alone."""
+        return type(module) in RULES and (type(module) is not Branches or self._sharding(module) is not None)
+
+    def _check_branches(self, model: Module) -> None:
+        """Refuse what cannot be dealt out as branches, and shards of a layer in one, which lies whole on its rank."""
+        for name, module in model.named_modules():
+            if self._sharding(module) is not Sharding.BRANCHES:
+                continue
+            if type(module) is not Branches:
+                raise LayoutError(f"layer {name!r} has no branches; Sharding.BRANCHES is for nn.Branches")
+            for inner_name, inner in module.named_modules(name):
+                if inner is not module and self._sharding(inner) is not None:
+                    raise LayoutError(
+                        f"layer {inner_name!r} stands in a branch, which lies whole on one rank; give the table "
+                        f"Sharding.BRANCHES for {name!r}, or shardings of the layers in it, and not both"
+                    )
+
     def _sharding(self, module: Module) -> Sharding | None:
         found = self.shardings.get(id(module))
         return None if found is None else found[1]
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def _last_layer(module: Module) -> Module:

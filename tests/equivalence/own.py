@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.nn.activation import Flatten, ReLU, Tanh
-from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.container import Branches, Residual, Sequential
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear
@@ -66,6 +66,18 @@ def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     model = Sequential(Residual(body, shortcut), GlobalAvgPool2d(), Linear(6, classes))
     model.sharding = {"0.body.0": COLUMN, "0.body.3": ROW, "2": COLUMN}
     return model
+
+
+def branched(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model of two unequal towers, with running statistics, between layers that no branch has."""
+    channels = sample_shape[-1]
+
+    def tower(width: int, features: int) -> Sequential:
+        conv = Conv2d(channels, width, 3, padding=1, bias=False)
+        return Sequential(conv, BatchNorm(width), ReLU(), GlobalAvgPool2d(), Linear(width, features))
+
+    first = Conv2d(channels, channels, 1)
+    return Sequential(first, Branches(tower(4, 5), tower(6, 3)), Tanh(), Linear(8, 8), Tanh(), Linear(8, classes))
 
 
 def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:

@@ -30,6 +30,17 @@ def test_skip_connections_go_over_stages(group: Group, alone: Group, model: Any)
     assert_every_kind(group, alone, Setup(model, microbatches=4))
 
 
+@pytest.mark.needs_ranks(2, 4, 8)
+def test_branches_go_over_ranks(group: Group, alone: Group) -> None:
+    """Two towers on ranks of their own, within replicas, stages, and both."""
+    setup = Setup(own.branched, microbatches=3, worker={"clip": 0.05})
+    serial = serial_run(setup, alone) if group.is_root else None
+    size = group.size
+    layouts = {2: [{"tp": 2}], 4: [{"tp": 2, "dp": 2}, {"tp": 2, "pp": 2}], 8: [{"tp": 2, "dp": 2, "pp": 2}]}
+    for options in layouts.get(size, ()):
+        assert_same(group, run(setup, group, Layout(**options)), serial, setup, str(options))
+
+
 def test_cuts_go_through_residual_blocks_at_every_link(group: Group, alone: Group) -> None:
     """As many stages as ranks, each cut at a place of its own, so that all links but one or two are cut before."""
     setup = Setup(own.nested, microbatches=3)

@@ -47,6 +47,8 @@ LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
     "BatchNorm of images": (lambda: nn.BatchNorm(4), PIXELS),
     "Sequential": (lambda: nn.Sequential(nn.Linear(24, 8), nn.GELU("tanh"), nn.Linear(8, 3)), FLAT),
     "Residual": (lambda: nn.Residual(nn.Linear(24, 24), nn.Linear(24, 24)), FLAT + 3),
+    "Branches": (lambda: nn.Branches(nn.Linear(24, 8), nn.Linear(24, 3)), FLAT),
+    "Branches added": (lambda: nn.Branches(nn.Linear(24, 8), nn.Linear(24, 8), join="add"), FLAT),
 }
 NO_LAYERS = {
     "Module",

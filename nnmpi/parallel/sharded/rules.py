@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.backend.windows import out_size, pair
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from nnmpi.nn.container import Branches
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
@@ -19,6 +20,7 @@ from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Units
+from nnmpi.parallel.sharded.branches import place_branches
 from nnmpi.parallel.sharded.context import LayerContext, Placed, divided
 from nnmpi.parallel.sharded.conv import place_conv, place_global_pool, place_pool
 from nnmpi.parallel.sharded.elementwise import place_dropout, place_elementwise, place_flatten, place_softmax
@@ -42,6 +44,7 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
         **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
         AvgPool2d: place_pool,
         BatchNorm: place_batch_norm,
+        Branches: place_branches,
         Conv2d: place_conv,
         Dropout: place_dropout,
         Embedding: place_embedding,
@@ -76,7 +79,7 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
 
     Layers that are not named here leave the shape as it is.
     """
-    if shape is None:
+    if shape is None or isinstance(layer, Branches):
         return None
     if isinstance(layer, Linear):
         return (*shape[:-1], layer.weight.shape[1])

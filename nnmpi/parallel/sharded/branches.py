@@ -1,0 +1,123 @@
+"""Branches of which each rank computes some, at the same time; all ranks get every result.
+
+    rank 0    x --> branch 0 --> y0 --+--> y0 --+              |        own gradient of y0 --> branch 0
+              |                       |         +--> join --> ...
+    rank 1    x --> branch 1 --> y1 --+--> y1 --+              |        own gradient of y1 --> branch 1
+    forward                    one broadcast of each result    backward    nothing; of x one all-reduce
+
+What comes after `join` is the same on every rank, and so are the gradients of the results: each rank takes those of its
+own. The gradients of x are summed, where x has any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.precision import dtype_named, precision
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.nn.container import Branches
+from nnmpi.nn.sharding import Sharding
+from nnmpi.parallel.sharded.collectives import CATEGORY, copy
+from nnmpi.parallel.sharded.context import LayerContext, Placed
+from nnmpi.parallel.sharded.parameters import ParameterSharder
+from nnmpi.shard import split
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.timeline import REDUCE, span
+
+
+class FromRank(Function):
+    """One rank's tensor on every rank, where the same is then done with it; its gradient goes to that rank.
+
+    Args:
+        group: the ranks.
+        root: the one that has it.
+        shape, dtype: of the tensor.
+    """
+
+    __slots__ = ("_dtype", "_shape", "group", "root")
+
+    def __init__(self, group: Group, root: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.group, self.root, self._shape, self._dtype = group, root, shape, dtype
+
+    def forward(self, own: Array | None, *inputs: Array) -> Array:
+        """Return the root's tensor.
+
+        Args:
+            own: at the root the tensor, elsewhere None.
+            inputs: of this rank's branches. They get no gradient from here, but wait for the ranks' sum of theirs in
+                the same backward passes on every rank.
+        """
+        self.saved = tuple((x.shape, x.dtype) for x in inputs)
+        xp = namespace(inputs[0] if own is None else own)
+        y: Array = xp.empty(self._shape, dtype=self._dtype) if own is None else xp.ascontiguousarray(own)
+        with span("broadcast", CATEGORY, REDUCE, {"bytes": y.nbytes}):
+            self.group.broadcast(y, self.root)
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        xp = namespace(grad)
+        nothing = (xp.broadcast_to(xp.zeros((), dtype=dtype), shape) for shape, dtype in self.saved)
+        zeros = (zero if needed else None for zero, needed in zip(nothing, self.needs[1:], strict=True))
+        return grad if self.needs[0] else None, *zeros
+
+
+class DealtBranches(Branches):
+    """Branches of which this rank computes its own. Those of others keep their names, and have nothing of their values.
+
+    Args:
+        whole: the model's.
+        sharder: leaves this rank its parameters.
+    """
+
+    def __init__(self, whole: Branches, sharder: ParameterSharder) -> None:
+        self.branches, self.join, self._group = whole.branches, whole.join, sharder.group
+        dealt = split(len(self.branches), sharder.group.size)
+        self._roots = tuple(rank for rank, numbers in enumerate(dealt) for _ in numbers)
+        for branch, root in zip(self.branches, self._roots, strict=True):
+            sharder.deal(branch, root == sharder.group.rank)
+        self._forms: dict[Any, list[tuple[tuple[int, ...], str]]] = {}  # of the results, by the inputs'
+
+    def forward(self, x: Any) -> Tensor:
+        """Return what `join` makes of all ranks' results."""
+        inputs = list({id(each): each for each in self.inputs(x)}.values())
+        own = {id(each): copy(each if isinstance(each, Tensor) else Tensor(each), self._group) for each in inputs}
+        results = [
+            branch(own[id(each)]) if root == self._group.rank else None
+            for branch, root, each in zip(self.branches, self._roots, self.inputs(x), strict=True)
+        ]
+        key = (precision(), *((each.shape, str(each.dtype)) for each in own.values()))
+        if key not in self._forms:
+            self._forms[key] = self._agreed(results)
+        forms = self._forms[key]
+        return self.joined(
+            [
+                FromRank(self._group, root, tuple(shape), dtype_named(dtype))(result, *own.values())
+                for root, result, (shape, dtype) in zip(self._roots, results, forms, strict=True)
+            ]
+        )
+
+    def _agreed(self, results: list[Any]) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of each branch's result; collective, once for inputs of each shape."""
+        forms = [[each.shape, str(each.dtype)] if isinstance(each, Tensor) else None for each in results]
+        everyones = self._group.gather(forms)
+        found = [everyones[root][i] for i, root in enumerate(self._roots)]
+        if None in found:
+            raise UsageError(f"branch {found.index(None)} does not return one Tensor; let it return one, for join")
+        return found
+
+
+def place_branches(layer: Branches, context: LayerContext) -> Placed:
+    """Return the branches as the table wants them."""
+    if context.sharding is not Sharding.BRANCHES:
+        raise context.refuse("is made of branches; choose Sharding.BRANCHES, or name the layers in them")
+    if context.group.size > len(layer.branches):
+        raise context.refuse(
+            f"has {len(layer.branches)} branches, which {context.group.size} ranks cannot share; "
+            f"let tp be {len(layer.branches)} at most"
+        )
+    return context.on_replicated(DealtBranches(layer, context.sharder))
