@@ -12,7 +12,7 @@ import nnmpi
 from nnmpi.comm.group import Group
 
 FOLDER = Path(__file__).parents[1] / "examples"
-LESSONS = sorted((FOLDER / "lessons").glob("*.py"))
+LESSONS = sorted((FOLDER / "lessons").glob("*.py"), key=lambda file: int(file.stem.split("_")[0]))
 NAMES = [file.stem for file in LESSONS]
 SOURCE = '''
 class Shape:
@@ -41,9 +41,9 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
     assert not list(find("def f(:"))
 
 
-def test_there_are_eight_lessons_that_are_read_in_one_sitting() -> None:
+def test_there_are_ten_lessons_that_are_read_in_one_sitting() -> None:
     """Each with a picture, and no longer than 150 lines."""
-    assert [name[0] for name in NAMES] == list("12345678")
+    assert [int(name.split("_")[0]) for name in NAMES] == list(range(1, 11))
     for file in LESSONS:
         text = file.read_text()
         assert len(text.splitlines()) <= 150, file
@@ -54,6 +54,15 @@ def test_there_are_eight_lessons_that_are_read_in_one_sitting() -> None:
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
     nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)
+
+
+def test_the_lesson_on_death_goes_on_behind_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank is killed, the others are ended; the second start begins where the file says, and not anew."""
+    runpy.run_path(str(LESSONS[-1]))["start_twice"](3, f"{tmp_path}/saved.npz")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "rank 2 was killed in its call 60"
+    assert last == "begun with step 4, equal to the serial run after 12 steps, ranks: 3"
+    assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
 @pytest.mark.mpi
