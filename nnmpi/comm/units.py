@@ -1,25 +1,30 @@
 """Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times."""
 
 import re
+from decimal import Decimal
 
 from nnmpi.errors import UsageError
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _NAMES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_DIGITS = 20  # with a unit's factor less than the digits of a Decimal, so that no byte is lost
 _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
     """Return the number of bytes that a text names: "4", "64k", "1MB", "1.5 GiB"; k, KB and KiB are all 1024.
 
+    What a unit's decimals leave of a byte is dropped: "13.3MiB" is 13946060 bytes.
+
     Raises:
-        UsageError: for a text that names no whole number of bytes.
+        UsageError: for a text that names no number of bytes, or a part of one byte.
     """
     found = _WORD.fullmatch(text.strip())
-    nbytes = float(found[1]) * _UNITS[found[2].lower()] if found else 0.5
-    if found is None or nbytes != int(nbytes):
+    if found is None or ("." in found[1] and not found[2] and float(found[1]) % 1):
         raise UsageError(f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)")
-    return int(found[1]) * _UNITS[found[2].lower()] if found[1].isdigit() else int(nbytes)
+    if len(found[1]) > _DIGITS:
+        raise UsageError(f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB")
+    return int(Decimal(found[1]) * _UNITS[found[2].lower()])
 
 
 def format_bytes(nbytes: int) -> str:

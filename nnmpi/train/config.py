@@ -229,8 +229,6 @@ def _bytes(option: str, text: str | None) -> int | None:
         nbytes = parse_bytes(text)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
-    except OverflowError:
-        raise UsageError(f"{option} has too many digits; give a number of bytes such as 512MiB") from None
     require(nbytes >= 1, f"{option} is {text}; give at least 1 byte, such as 512MiB")
     return nbytes
 

@@ -260,12 +260,16 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, profile_s: float
     machine = asked.machine
     memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
     return [
-        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {ranks} ranks on "
-        f"{len(set(network.nodes))} nodes, {memory}",
+        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {_count(ranks, 'rank')} on "
+        f"{_count(len(set(network.nodes)), 'node')}, {memory}",
         f"messages: {network.name}",
         f"computing: measured here; a step of one rank takes {format_seconds(profile_s, 3)} without the update",
         "",
     ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:

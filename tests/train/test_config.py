@@ -68,7 +68,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ParallelConfig, {"dp": 0}, "--dp is 0"),
     (ParallelConfig, {"memory_limit": "0"}, "--memory-limit is 0; give at least 1 byte"),
     (ParallelConfig, {"memory_limit": "0.0 GiB"}, "--memory-limit is 0.0 GiB; give at least 1 byte"),
-    (ParallelConfig, {"memory_limit": "9" * 400}, "--memory-limit has too many digits"),
+    (ParallelConfig, {"memory_limit": "9" * 400}, "--memory-limit: 99999999999999999999... has too many digits"),
     (ParallelConfig, {"activation_memory": "0"}, "--activation-memory is 0; give at least 1 byte"),
     (ParallelConfig, {"offload": "/tmp"}, "--offload is for what passes --activation-memory; give that, too"),
     (ParallelConfig, {"bucket_mb": 0.0}, "--bucket-mb is 0.0"),
