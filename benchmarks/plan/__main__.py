@@ -15,6 +15,7 @@ from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
+from nnmpi.planner.shapes import ModelShapes  # noqa: E402
 from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
@@ -63,8 +64,8 @@ def run(words, group, wanted, say):
     profiled_s = time.perf_counter() - begin
     network = take_network(group, say)
     group.fit = network.fit
-    everything = plan(Pricer(workload, profile, network, backend), kept=EVERY)
-    quick = plan(Pricer(workload, profile, network, backend))
+    everything = plan(Pricer(workload, profile, network, ModelShapes(workload, profile, backend)), kept=EVERY)
+    quick = plan(Pricer(workload, profile, network, ModelShapes(workload, profile, backend)))
     rows = []
     for one in spread(everything.best, wanted):
         timed = time_layout(with_options(config, options(one)), group, backend, group.rank)

@@ -7,7 +7,7 @@ from nnmpi.errors import UsageError
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _NAMES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
-_DIGITS = 20  # with a unit's factor less than the digits of a Decimal, so that no byte is lost
+_DIGITS = 20  # of a number of bytes: nobody has more memory than they tell
 _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 

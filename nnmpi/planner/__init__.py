@@ -6,6 +6,8 @@
     space      every layout of so many ranks, and what cannot be, with the reason
     price      seconds and bytes of one layout, and a bound below which its seconds cannot be
     search     the layouts in the order of their bounds, until the best are proved to be the best under these prices
+    described  models and machines that are told in numbers
+    survey     the table of the big ones: ten systems' models on devices of their time, beside what they published
     report     what was found, as text and as JSON
 
 Begin with `search.plan`. `python -m nnmpi.plan` prints what it finds; the train command can take it.

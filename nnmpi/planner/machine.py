@@ -118,7 +118,7 @@ class PlannedNetwork:
             if self.fit is not None and len(ranks) == self.fit.ranks:
                 return self.fit.predict(NATIVE, nbytes) * (1.0 if whole else 0.5)
             ways = [name for name in ALGORITHMS if name != HIERARCHICAL] if whole else ["ring", "tree"]
-            return min(self._exchange(operation, name, ranks, nbytes, sharing) for name in ways)
+            return min(self.exchange(operation, name, ranks, nbytes, sharing) for name in ways)
         machine = self._part(ranks, sharing)
         collective = find_algorithm(how, machine.nodes) if whole else COLLECTIVES[operation, how]
         return simulate(collective, len(ranks), nbytes, machine).seconds

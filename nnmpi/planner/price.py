@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.compose.layout import NEVER
@@ -25,8 +25,8 @@ from nnmpi.mesh import Mesh
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.machine import PlannedNetwork
-from nnmpi.planner.profile import Profile, Share, Workload
-from nnmpi.planner.shapes import ModelShapes
+from nnmpi.planner.profile import Profile, Share
+from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
@@ -69,6 +69,31 @@ class LayoutPrice:
         return sum(self.memory.values())
 
 
+class PlannedBatch(Protocol):
+    """What a price takes of a workload: how many rows a batch has, and the bytes of one."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample and its labels."""
+
+
+class PlannedShapes(Protocol):
+    """What a price takes of a model: a `shapes.ModelShapes`, or a `described.DescribedShapes`."""
+
+    def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
+        """Return what the rank with most of it holds."""
+
+    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+        """Return what each sort of a pipeline's ranks holds."""
+
+    def part(self, tp: int, pp: int, virtual: int) -> CutModel:
+        """Return where the chain is cut."""
+
+
 class Pricer:
     """Prices layouts of one workload on one machine.
 
@@ -76,12 +101,13 @@ class Pricer:
         workload: what is to be trained.
         profile: what was measured of it.
         network: what messages cost.
-        backend: for shapes alone; nothing is computed.
+        shapes: where the model is cut, and what ranks hold of it.
     """
 
-    def __init__(self, workload: Workload, profile: Profile, network: PlannedNetwork, backend: Backend) -> None:
-        self.workload, self.profile, self.network = workload, profile, network
-        self.shapes = ModelShapes(workload, profile, backend)
+    def __init__(
+        self, workload: PlannedBatch, profile: Profile, network: PlannedNetwork, shapes: PlannedShapes
+    ) -> None:
+        self.workload, self.profile, self.network, self.shapes = workload, profile, network, shapes
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
@@ -90,7 +116,11 @@ class Pricer:
     # ---- bytes ----
 
     def memory(self, one: Candidate) -> dict[str, int]:
-        """Return the bytes of the rank that has most, by kind. State is exact; so are activations without a pipeline.
+        """Return the bytes of the rank that has most, by kind; see `everyones_memory`."""
+        return max(self.everyones_memory(one), key=lambda kinds: sum(kinds.values()))
+
+    def everyones_memory(self, one: Candidate) -> list[dict[str, int]]:
+        """Return the bytes of each of a pipeline's ranks, by kind. State is exact, as activations of whole models are.
 
         Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
         """
@@ -98,10 +128,9 @@ class Pricer:
         states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
         rows = -(-self.workload.batch_size // one.dp)
         if one.pp == 1:
-            return self._held(one, states[0], self.profile.activations((one.tp, one.sp), rows))
+            return [self._held(one, states[0], self.profile.activations((one.tp, one.sp), rows))]
         sorts, activations = self.shapes.part(one.tp, one.pp, one.virtual_stages).sorts, self._pipeline_activations(one)
-        ranks = [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
-        return max(ranks, key=lambda kinds: sum(kinds.values()))
+        return [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> dict[str, int]:
         """Return a rank's bytes by kind."""

@@ -35,6 +35,7 @@ from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import QUARTILE, Profile, Workload, default_file, load_profile, measure, shares_of
 from nnmpi.planner.search import plan
+from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.space import Candidate
 from nnmpi.train.build import (
     bucket_bytes_of,
@@ -174,7 +175,8 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
     wanted = max(config.parallel.race, 1)
 
     def look() -> list[Any]:
-        found = plan(Pricer(workload, profile, network, backend), config.parallel.memory_limit_bytes, wanted)
+        pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
+        found = plan(pricer, config.parallel.memory_limit_bytes, wanted)
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 

@@ -23,6 +23,8 @@ from nnmpi.planner.machine import PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.report import describe, options, to_json
 from nnmpi.planner.search import plan
+from nnmpi.planner.shapes import ModelShapes
+from nnmpi.planner.survey import describe_survey, survey, survey_to_json
 from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
 from nnmpi.train.build import check_samples
 from nnmpi.train.cli import ask, start_ranks
@@ -47,6 +49,7 @@ DESCRIPTION = """Say which layout of a model takes the least time for a step, on
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
 python -m nnmpi.plan --model cnn --shape 28 28 1 --batch-size 256 --ranks 64 --nodes 16 --network ethernet-10g
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB --race 3
+python -m nnmpi.plan --table
 
 The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price;
 those whose bounds are above the ten best are not looked at. Prints the ten, their bytes, why others fall out, and the
@@ -76,6 +79,8 @@ class PlanConfig:
     """Run so many of the best layouts for some steps, on the ranks of this job, and take the fastest."""
     kept: int = 10
     """How many layouts are printed."""
+    table: bool = False
+    """Print no plan, but the table of the big ones: models of ten systems on devices of their time."""
     json: bool = False
     """Print JSON."""
 
@@ -171,6 +176,9 @@ def main(words: Sequence[str], group: Group) -> None:
     if asked is None:
         return
     machine, config = asked.machine, asked.config
+    if machine.table:
+        console.say(*on_root(group, lambda: _table(machine.json)))
+        return
     ranks = group.size if machine.ranks is None else machine.ranks
     require(
         not machine.race or ranks == group.size,
@@ -186,7 +194,8 @@ def main(words: Sequence[str], group: Group) -> None:
     workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)
 
     def look() -> list[Any]:
-        found = plan(Pricer(workload, profile, network, backend), machine.memory_bytes, max(machine.kept, machine.race))
+        pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
+        found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race))
         lines = [
             *_header(asked, ranks, network, profile_s=profile.seconds((1, 1), workload.batch_size)),
             *describe(found),
@@ -206,6 +215,13 @@ def main(words: Sequence[str], group: Group) -> None:
         ]
         command = train_command(asked, ranks, layouts[best])
     console.say(*([json.dumps({**found, "command": command}, indent=1)] if machine.json else [*lines, "", command]))
+
+
+def _table(as_json: bool) -> list[str]:
+    rows = list(survey())
+    if as_json:
+        return [json.dumps([survey_to_json(row) for row in rows], indent=1)]
+    return [line for row in rows for line in (*describe_survey(row), "")]
 
 
 def _race(asked: _Asked, layouts: Sequence[Any], group: Group, backend: Backend, local_rank: int) -> list[float]:

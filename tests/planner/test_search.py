@@ -27,6 +27,7 @@ from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost, Workload, between, row_counts, shares_of
 from nnmpi.planner.report import describe, options
 from nnmpi.planner.search import plan, search
+from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.space import Candidate, candidates
 
 LAYERS, FEATURES, CONTEXT, TOKENS = 4, 16, 8, 12
@@ -72,9 +73,13 @@ def network(ranks: int, per_node: int) -> PlannedNetwork:
     return PlannedNetwork("made up", Machine(inside, across, nodes, Curve.line(0.0, 1e-10)), ranks)
 
 
+def made(work: Workload, times: Profile, messages: PlannedNetwork) -> Pricer:
+    return Pricer(work, times, messages, ModelShapes(work, times, numpy_backend()))
+
+
 @cache
 def pricer(ranks: int, per_node: int) -> Pricer:
-    return Pricer(workload(), profile(ranks), network(ranks, per_node), numpy_backend())
+    return made(workload(), profile(ranks), network(ranks, per_node))
 
 
 def layouts(one: Pricer) -> list[Candidate]:
@@ -112,7 +117,7 @@ def test_what_does_not_fit_falls_out() -> None:
 
 def test_ranks_that_can_have_no_layout_are_told_why() -> None:
     alone = replace(pricer(4, 2).network, ranks=13, machine=Machine.uniform(1e-5, 1e-9))
-    few = Pricer(workload(3), profile(13, 3), alone, numpy_backend())
+    few = made(workload(3), profile(13, 3), alone)
     for limit in (None, 1 << 40):
         with pytest.raises(LayoutError, match=r"13 ranks can have no layout of this model \(.*more replicas than rows"):
             plan(few, limit)
@@ -208,12 +213,12 @@ def test_networks_that_are_none_are_refused(word: str, ranks: int, nodes: int, t
 def test_a_slower_network_makes_no_layout_quicker() -> None:
     fast = pricer(4, 2)
     slow_machine = replace(fast.network.machine, across=Link.line(1e-3, 1e-7))
-    slow = Pricer(fast.workload, fast.profile, PlannedNetwork("slow", slow_machine, 4), numpy_backend())
+    slow = Pricer(fast.workload, fast.profile, PlannedNetwork("slow", slow_machine, 4), fast.shapes)
     assert all(slow.price(each).seconds >= fast.price(each).seconds - 1e-12 for each in layouts(fast)[::40])
 
 
 def test_16_ranks_and_12_blocks_are_searched_by_their_bounds() -> None:
-    one = Pricer(workload(16, 12), profile(16, 16, 12), network(16, 4), numpy_backend())
+    one = made(workload(16, 12), profile(16, 16, 12), network(16, 4))
     found = plan(one)
     assert found.looked_at > 1000
     assert found.priced < found.looked_at / 10

@@ -1,0 +1,223 @@
+"""Models and machines that are told in numbers, for planning what nobody has here: links without modules or values.
+
+A model is a chain of links, each with its parameters, the operations of a forward, and the bytes that it keeps and
+hands on. Activations of a transformer's block are those of Korthikanti et al., Reducing Activation Recomputation in
+Large Transformer Models, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.zero.units import StateBytes
+from nnmpi.planner.profile import Profile, Share, StepCost
+from nnmpi.planner.shapes import CutModel
+from nnmpi.schedule.partition import partition
+from nnmpi.shard import split
+
+BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
+
+
+@dataclass(frozen=True)
+class DescribedLink:
+    """One link of a model that is told in numbers.
+
+    Attributes:
+        parameters: how many.
+        flops: of a forward of one row.
+        value_bytes: of one row, that go over a cut behind it.
+        kept_bytes: of one row, that wait for the backward.
+    """
+
+    parameters: float
+    flops: float
+    value_bytes: float
+    kept_bytes: float
+
+
+def links_of(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    """Return the chain of a described model.
+
+    Args:
+        model: "kind", and what that takes: see `survey.json`.
+        itemsize: bytes of an activation.
+    """
+    return {"transformer": _transformer, "vgg": _vgg, "unet": _unet, "even": _even, "dense": _dense}[model["kind"]](
+        model, itemsize
+    )
+
+
+def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    hidden, sequence, heads = model["hidden"], model["sequence"], model["heads"]
+    wide, inner = model.get("feedforward", 4 * hidden), model.get("attention", hidden)
+    weights = hidden * (4 * inner + 2 * wide)
+    value = sequence * hidden * itemsize
+    # Bytes for 2 of an activation: 11 of attention and 19 of the wide layers at their usual widths, 4 of the norms.
+    narrow = sequence * (4 * hidden + 11 * inner + 19 * wide / 4) + 5 * heads * sequence**2
+    block = DescribedLink(weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2)
+    table = model["vocabulary"] * hidden
+    first = DescribedLink(table + sequence * hidden, 0.0, value, value)
+    last = DescribedLink(0.0, 2 * sequence * table, 0.0, sequence * model["vocabulary"] * itemsize)
+    return [first, *[block] * model["layers"], last]
+
+
+def _convolution(pixels: int, incoming: int, outgoing: int, itemsize: int, times: int) -> DescribedLink:
+    """Return a convolution of 3 x 3, whose result stands `times` times: before and after what follows it."""
+    weights, value = 9 * incoming * outgoing, pixels**2 * outgoing * itemsize
+    return DescribedLink(weights, 2 * pixels**2 * weights, value, times * value)
+
+
+def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    found, pixels, incoming = [], model["pixels"], 3
+    for width, count in model["widths"]:
+        for _ in range(count):
+            found.append(_convolution(pixels, incoming, width, itemsize, 2))
+            incoming = width
+        pixels //= 2
+    incoming *= pixels**2
+    for width in model["dense"]:
+        found.append(DescribedLink(incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize))
+        incoming = width
+    return found
+
+
+def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    """Return torchgpipe's U-Net: stacks of convolutions, down and up; each with dropout, norm and ReLU."""
+    depth, base, pixels = model["depth"], model["channels"], model["pixels"]
+    down = [(3 if i == 0 else base << (i - 1), base << i, base << i, pixels >> i) for i in range(depth)]
+    middle = [(base << (depth - 1), base << depth, base << (depth - 1), pixels >> depth)]
+    up = [(base << (i + 1), (base << i) // 2, (base << i) // 2, pixels >> i) for i in reversed(range(depth))]
+    found = []
+    for incoming, inside, outgoing, side in [*down, *middle, *up]:
+        widths = [incoming, *[inside] * (model["convolutions"] - 1), outgoing]
+        found += [_convolution(side, a, b, itemsize, 4) for a, b in zip(widths, widths[1:], strict=False)]
+    return found
+
+
+def _even(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    count = model["links"]
+    one = DescribedLink(
+        model["parameters"] / count, model["flops"] / count, model["value_bytes"], model["kept_bytes"] / count
+    )
+    return [one] * count
+
+
+def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+    width = model["width"]
+    return [DescribedLink(width**2, 2 * width**2, width * itemsize, 2 * width * itemsize)] * model["links"]
+
+
+class DescribedShapes:
+    """What ranks hold of a described model; it answers as `shapes.ModelShapes` does.
+
+    Args:
+        links: of the chain.
+        bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
+        split: how many links each stage has, for as many stages; others are cut by the links' operations.
+    """
+
+    def __init__(
+        self, links: Sequence[DescribedLink], bytes_each: Mapping[str, int], split: Sequence[int] = ()
+    ) -> None:
+        self.links, self.bytes_each, self._split = links, bytes_each, tuple(split)
+        self._parts: dict[tuple[int, int], CutModel] = {}
+
+    def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
+        """Return what the rank with most of it holds."""
+        return max(self.states(tp, pp, virtual, zero, replicas, once), key=lambda each: each.total)
+
+    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+        """Return what each of a pipeline's ranks holds; that of all layers without one."""
+        cuts = self.part(tp, pp, virtual).cuts if pp > 1 else (range(len(self.links)),)
+        return tuple(
+            self._held([self.links[i] for cut in cuts[r::pp] for i in cut], tp, zero, replicas) for r in range(pp)
+        )
+
+    def _held(self, links: Sequence[DescribedLink], tp: int, zero: int, replicas: int) -> StateBytes:
+        whole = sum(link.parameters for link in links) / tp
+        parameters, gradients, state = (self.bytes_each[kind] for kind in ("parameters", "gradients", "state"))
+        unit = max(link.parameters for link in links) / tp
+        shares = [replicas if zero >= stage else 1 for stage in (3, 2, 1)]
+        count = max(1, round(whole / unit)) if unit else 1
+        return StateBytes(
+            round(whole * parameters / shares[0]),
+            round(whole * gradients / shares[1]),
+            round(whole * state / shares[2]),
+            round(unit * {0: 0, 1: 0, 2: gradients, 3: gradients + 2 * parameters}[zero]),
+            (round(whole * parameters / count),) * count,
+            round(unit * parameters / replicas),
+        )
+
+    def part(self, tp: int, pp: int, virtual: int) -> CutModel:
+        """Return where the chain is cut for so many stages."""
+        stages = pp * virtual
+        if (pp, virtual) not in self._parts:
+            if stages == len(self._split):
+                ends = [sum(self._split[: i + 1]) for i in range(stages)]
+                cuts = tuple(range(end - size, end) for end, size in zip(ends, self._split, strict=True))
+            else:
+                cuts = partition([link.flops for link in self.links], stages)
+            self._parts[pp, virtual] = CutModel(cuts, (), tuple(range(pp)), 0)
+        return self._parts[pp, virtual]
+
+
+def grouped(links: Sequence[DescribedLink], count: int) -> list[DescribedLink]:
+    """Return a chain of at most so many links, of neighbours taken together."""
+    found = []
+    for part in split(len(links), min(count, len(links))):
+        own = [links[i] for i in part]
+        sums = [sum(getattr(link, name) for link in own) for name in ("parameters", "flops", "kept_bytes")]
+        found.append(DescribedLink(sums[0], sums[1], own[-1].value_bytes, sums[2]))
+    return found
+
+
+def profile_of(
+    links: Sequence[DescribedLink],
+    flops_s: float,
+    shares: Sequence[Share],
+    rows: Sequence[int],
+    recompute: bool = False,
+    partitioned: bool = False,
+    update_s: float = 0.0,
+) -> Profile:
+    """Return what `profile.measure` would find on a device of a stated speed.
+
+    Args:
+        links: of the chain.
+        flops_s: operations per second that the device sustains.
+        shares: (tp, sp) to plan with.
+        rows: to tell it for.
+        recompute: whether each link keeps only what came in, and computes its forward again.
+        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
+        update_s: of the update of all parameters by one rank.
+    """
+    times = 1 + BACKWARD + recompute
+    peak = max(link.kept_bytes for link in links) if recompute else 0.0
+
+    def link(number: int, one: DescribedLink, count: int) -> LinkCost:
+        forward_s = count * one.flops / flops_s
+        return LinkCost(
+            str(number),
+            times * forward_s,
+            round(one.parameters),
+            forward_s,
+            value_bytes=round(count * one.value_bytes),
+            kept_bytes=round(count * (one.value_bytes if recompute else one.kept_bytes)),
+            peak_bytes=round(count * one.kept_bytes) if recompute else 0,
+            input_s=(times - 1) * forward_s / 2,
+        )
+
+    def step(tp: int, count: int) -> StepCost:
+        inputs = sum(each.value_bytes for each in links)
+        kept = inputs / (tp if partitioned else 1) + peak / tp if recompute else sum(e.kept_bytes for e in links) / tp
+        inner = [each for each in links if each.parameters and each.value_bytes]
+        # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
+        said = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
+        seconds = count * times * sum(each.flops for each in links) / flops_s / tp
+        return StepCost(seconds, update_s / tp, round(count * kept), said if tp > 1 else ())
+
+    steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
+    return Profile({}, steps, {count: tuple(link(i, each, count) for i, each in enumerate(links)) for count in rows})

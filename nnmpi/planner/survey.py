@@ -1,0 +1,331 @@
+"""The table of the big ones: ten systems' models on devices of their time, priced, beside what was published.
+
+survey.json     paper, model, devices, the system's own strategy, and what was published, with the place where it stands
+described       the model's links, and a profile from the devices' stated speeds
+
+Each is priced as its system lays it out, and planned with what nnmpi has. What is assumed stands in the file, and is
+printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from textwrap import wrap
+from typing import Any
+
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from nnmpi.comm.units import format_bytes, format_seconds
+from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE
+from nnmpi.planner.described import DescribedLink, DescribedShapes, grouped, links_of, profile_of
+from nnmpi.planner.machine import BYTES_PER_GBIT, PlannedNetwork
+from nnmpi.planner.price import LayoutPrice, Pricer
+from nnmpi.planner.search import PlannedLayout
+from nnmpi.planner.space import Candidate, candidates
+
+WIDTH = 100
+MOST_SHARED = (1, 2, 4, 8, 16)  # ranks of one replica's layers
+MOST_LINKS = 16  # of the chain that is planned: so many stages at most, and a search of seconds
+CLOSE = 1.3  # a factor between predicted and published that needs no explanation
+
+
+@dataclass(frozen=True)
+class SurveyBatch:
+    """Rows of a global batch, and the bytes of one: what a price takes of a workload."""
+
+    batch_size: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class SurveyedSystem:
+    """One system of the survey, as `survey.json` has it."""
+
+    told: Mapping[str, Any]
+
+    @cached_property
+    def links(self) -> list[DescribedLink]:
+        """The chain of its model."""
+        return links_of(self.told["model"], self.told["bytes"]["parameters"])
+
+    @property
+    def parameters(self) -> float:
+        """Of the model."""
+        return sum(link.parameters for link in self.links)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a device has."""
+        return int(self.told["device"]["memory_gb"] * 2**30)
+
+    @property
+    def flops_s(self) -> float:
+        """Operations per second that a device sustains."""
+        return float(self.told["device"]["tflops"]) * 1e12 * float(self.told["device"]["efficiency"])
+
+    @cached_property
+    def network(self) -> PlannedNetwork:
+        """Between its devices."""
+        told, latency_s = self.told, self.told["latency_us"] / 1e6
+        inside, across = (Link.line(latency_s, 1 / (told[k] * BYTES_PER_GBIT)) for k in ("inside_gbit", "across_gbit"))
+        several = told["per_node"] < told["devices"]
+        nodes = blocks(told["devices"], told["per_node"]) if several else None
+        add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))  # two are read, one is written
+        return PlannedNetwork(told["system"], Machine(inside, across if several else None, nodes, add), told["devices"])
+
+    def pricer(self, links: Sequence[DescribedLink], shares: Sequence[int], split: Sequence[int] = ()) -> Pricer:
+        """Return what prices layouts of a chain, with so many ranks for a replica's layers."""
+        told = self.told
+        state = sum(told["bytes"].values()) * self.parameters
+        profile = profile_of(
+            links,
+            self.flops_s,
+            [(tp, 1) for tp in shares],
+            [1, told["batch"]],
+            told["recompute"],
+            told.get("partitioned", False),
+            state / (told["device"]["memory_gbyte_s"] * 1e9),
+        )
+        sample = told["model"].get("sample") or [told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2]
+        row_bytes = 4
+        for length in sample:
+            row_bytes *= length
+        batch = SurveyBatch(told["batch"], row_bytes)
+        return Pricer(batch, profile, self.network, DescribedShapes(links, told["bytes"], split))
+
+    def own(self) -> tuple[LayoutPrice, int]:
+        """Return what its own strategy takes, and the bytes of all devices together."""
+        own = dict(self.told["own"])
+        kind, split = own.pop("kind"), own.pop("split", ())
+        del own["words"]
+        if kind == "replicated":
+            return self._replicated(own["replicas"], own["links"])
+        one = Candidate(**own)
+        pricer = self.pricer(self.links, sorted({1, one.tp}), split)
+        price, everyones = pricer.price(one), pricer.everyones_memory(one)
+        total = sum(sum(kinds.values()) for kinds in everyones) * (one.ranks // len(everyones))
+        if kind == "host":
+            price = self._from_host(price)
+            total = price.bytes * one.ranks
+        return price, total
+
+    def _from_host(self, price: LayoutPrice) -> LayoutPrice:
+        """Return a price with weights, gradients and state in the host's memory, of which two blocks are here.
+
+        Weights come for the forward and for the backward, and gradients go, while blocks before and behind compute.
+        """
+        each = self.told["bytes"]
+        moved_s = self.parameters * (2 * each["parameters"] + each["gradients"])
+        moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
+        block = 2 * max(link.parameters for link in self.links)
+        memory = {**price.memory, STATE: 0}
+        memory |= {kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}
+        return replace(
+            price, memory=memory, exposed_s=price.exposed_s + max(0.0, moved_s - price.computing_s), update_s=0.0
+        )
+
+    def _replicated(self, replicas: int, links: int) -> tuple[LayoutPrice, int]:
+        """Return what a pipeline takes whose first stage has replicas and whose second has one rank, when it is full.
+
+        A step is one minibatch of every replica: the slower of the replicas with their sum, and of the second stage.
+        """
+        rows = self.told["batch"] // self.told["devices"]
+        times, memories = [], []
+        for part, count, own in ((self.links[:links], replicas, rows), (self.links[links:], 1, rows * replicas)):
+            busy_s = own * 3 * sum(link.flops for link in part) / self.flops_s
+            gradients = sum(link.parameters for link in part) * self.told["bytes"]["gradients"]
+            sums_s = self.network.exchange("all-reduce", "ring", tuple(range(count)), round(gradients))
+            times.append((busy_s, sums_s))
+            versions = 2 if count > 1 else 1  # of weights and activations: those of the minibatch under way, too
+            memories.append(
+                {
+                    kind: round(sum(link.parameters for link in part) * size * (versions if kind == PARAMETERS else 1))
+                    for kind, size in zip((PARAMETERS, GRADIENTS, STATE), self.told["bytes"].values(), strict=True)
+                }
+                | {ACTIVATIONS: round(sum(link.kept_bytes for link in part) * rows * versions), COMMUNICATION: 0}
+            )
+        slow = max(range(2), key=lambda i: sum(times[i]))
+        busy_s, sums_s = times[slow]
+        most = max(memories, key=lambda kinds: sum(kinds.values()))
+        total = replicas * sum(memories[0].values()) + sum(memories[1].values())
+        return LayoutPrice(busy_s, 0.0, sums_s, 0.0, most), total
+
+    def choose(self) -> PlannedLayout | None:
+        """Return the layout of nnmpi that takes the least time on the same machine; None where none fits.
+
+        Where the file says so, it is planned for fewer devices with as much smaller a batch: with 2048 a search takes
+        minutes, and what each byte of a ring takes is the same.
+        """
+        few = self.told.get("planned_devices", self.told["devices"])
+        if few < self.told["devices"]:
+            batch = self.told["batch"] * few // self.told["devices"]
+            return SurveyedSystem({**self.told, "devices": few, "batch": batch, "planned_devices": few}).choose()
+        total, links = self.told["devices"], grouped(self.links, MOST_LINKS)
+        # nnmpi shares out the layers of transformers and of dense ones.
+        wide = self.told["model"]["kind"] in ("transformer", "dense")
+        pricer = self.pricer(links, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
+        several = 1 < self.told["per_node"] < total
+        found, _ = candidates(total, self.told["batch"], list(pricer.profile.steps), len(links), False, several, False)
+        # What fits is asked only of those that may be the best: it takes longer than a bound.
+        best: PlannedLayout | None = None
+        for least_s, one in sorted((pricer.bound(one), one) for one in found):
+            if best is not None and least_s >= best.price.seconds:
+                break
+            if sum(pricer.memory(one).values()) <= self.limit_bytes:
+                price = pricer.price(one)
+                best = best if best is not None and best.price.seconds <= price.seconds else PlannedLayout(one, price)
+        return best
+
+
+@dataclass(frozen=True)
+class SurveyRow:
+    """What was found for one system.
+
+    Attributes:
+        system: which.
+        own: what its own strategy takes; a step is the pass of one batch.
+        total_bytes: of all its devices.
+        figure: what was published, as it is predicted here; None where nothing was.
+        chosen: what nnmpi would run on the same machine; None where no layout fits.
+    """
+
+    system: SurveyedSystem
+    own: LayoutPrice
+    total_bytes: int
+    figure: float | None
+    chosen: PlannedLayout | None
+
+    @property
+    def factor(self) -> float | None:
+        """Predicted over published."""
+        published = self.system.told["published"]
+        return None if published is None or self.figure is None else self.figure / published["value"]
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step."""
+        own = self.system.told["own"]
+        batch: int = self.system.told["batch"]
+        return batch * own["replicas"] // self.system.told["devices"] if own["kind"] == "replicated" else batch
+
+
+def survey() -> Iterator[SurveyRow]:
+    """Yield the rows of the table, one system after the other."""
+    for told in json.loads(files("nnmpi.planner").joinpath("survey.json").read_text(encoding="utf-8")):
+        system = SurveyedSystem(told)
+        own, total = system.own()
+        row = SurveyRow(system, own, total, None, system.choose())
+        yield replace(row, figure=figure_of(row))
+
+
+def figure_of(row: SurveyRow) -> float | None:
+    """Return what is predicted for the figure that was published."""
+    told, step_s = row.system.told, row.own.seconds
+    if told["published"] is None:
+        return None
+    if told["published"]["what"] == "tflops_per_device":
+        flops = (3 + told["recompute"]) * sum(link.flops for link in row.system.links) * row.rows
+        return float(flops / step_s / told["devices"] / 1e12)
+    if told["published"]["what"] == "speedup":
+        few = SurveyedSystem({**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]})
+        base = few.pricer(few.links, [1]).price(Candidate(**told["baseline"]))
+        return base.seconds / step_s
+    figures: dict[str, float] = {
+        "step_s": step_s,
+        "samples_per_s": row.rows / step_s,
+        "total_bytes": float(row.total_bytes),
+    }
+    return figures[told["published"]["what"]]
+
+
+SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")
+
+
+def describe_survey(row: SurveyRow) -> Iterator[str]:
+    """Yield the lines that tell of one system."""
+    told, own, device = row.system.told, row.own, row.system.told["device"]
+    fits = "fits" if own.bytes <= row.system.limit_bytes else "DOES NOT FIT"
+    yield f"{told['system']}: {told['model']['name']}, {_count(row.system.parameters)} parameters, on " + (
+        f"{told['devices']} x {device['name']}"
+    )
+    told_lines = [
+        ("paper", told["paper"]),
+        (
+            "device",
+            f"{device['tflops']:g} TFLOP/s x {device['efficiency']:g} ({device['why']}), {device['memory_gb']} GB",
+        ),
+        (
+            "network",
+            f"{told['per_node']} on a node, {told['inside_gbit']} Gbit/s inside, {told['across_gbit']} between",
+        ),
+        ("own", told["own"]["words"]),
+        ("", f"{fits}: {format_bytes(own.bytes)} of {format_bytes(row.system.limit_bytes)}: {_kinds(own)}"),
+        ("", f"step of {row.rows} samples {format_seconds(own.seconds, 3)}, {row.rows / own.seconds:.4g} samples/s"),
+        ("published", _published(row)),
+    ]
+    if row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE:
+        told_lines.append(("why", told.get("why", "not explained")))
+    told_lines.append(("planner", _chosen(row)))
+    told_lines.append(("assumed", told["assumed"]))
+    for name, text in told_lines:
+        first, *rest = wrap(text, WIDTH - 12)
+        yield f"  {name:<10}{first}"
+        yield from (f"{'':>12}{line}" for line in rest)
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _kinds(price: LayoutPrice) -> str:
+    held = [(name, price.memory.get(kind, 0)) for name, kind in zip(SHORT, KINDS, strict=True)]
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held if nbytes)
+
+
+def _published(row: SurveyRow) -> str:
+    published = row.system.told["published"]
+    if published is None or row.figure is None or row.factor is None:
+        return f"no figure: {row.system.told['no_figure']}"
+    name = published["what"].replace("_per_", "/").replace("_", " ")
+    return (
+        f"{name} {published['value']:.4g}, predicted {row.figure:.4g} ({row.factor:.2f} of it); {published['source']}"
+    )
+
+
+def _chosen(row: SurveyRow) -> str:
+    if row.chosen is None:
+        return "no layout fits: it cuts pipelines by time alone, and keeps nothing in the host's memory"
+    price, told = row.chosen.price, row.system.told
+    devices = told.get("planned_devices", told["devices"])
+    batch = told["batch"] * devices // told["devices"]
+    times = (batch / price.seconds / devices) / (row.rows / row.own.seconds / told["devices"])
+    return (
+        f"{row.chosen.candidate} on {devices} devices: {format_bytes(price.bytes)}, step of {batch} samples "
+        f"{format_seconds(price.seconds, 3)}: {times:.2f} times the samples/s of its own strategy, device by device"
+    )
+
+
+def survey_to_json(row: SurveyRow) -> dict[str, Any]:
+    """Return one system's row as JSON values, with what the file says of it."""
+    chosen: Any = row.chosen
+    if isinstance(row.chosen, PlannedLayout):
+        chosen = {
+            **vars(row.chosen.candidate),
+            "step_s": row.chosen.price.seconds,
+            "memory": dict(row.chosen.price.memory),
+        }
+    return {
+        **row.system.told,
+        "parameters": row.system.parameters,
+        "fits": row.own.bytes <= row.system.limit_bytes,
+        "memory": dict(row.own.memory),
+        "step_s": row.own.seconds,
+        "samples_per_s": row.rows / row.own.seconds,
+        "total_bytes": row.total_bytes,
+        "predicted": row.figure,
+        "factor": row.factor,
+        "chosen": chosen,
+    }
