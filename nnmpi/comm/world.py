@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from nnmpi.comm.buffers import Buffer
 
 T = TypeVar("T")
+Result = TypeVar("Result", covariant=True)
 
 PAGE_BYTES = 4096
 
@@ -46,6 +47,16 @@ class SharedPages(Protocol):
 
     def free(self) -> None:
         """Give the memory back. Collective; the parts must not be touched any more."""
+
+
+class BackgroundWork(Protocol[Result]):
+    """Something that is done beside what the rank itself does; see `World.beside`."""
+
+    def done(self) -> bool:
+        """Return whether it has come to its end."""
+
+    def result(self) -> Result:
+        """Wait for its end, and return what it returned, or raise what it raised."""
 
 
 class World(Protocol):
@@ -79,6 +90,13 @@ class World(Protocol):
         """Return what `make()` returns; for ranks that share a process, one object for all that give the same key.
 
         Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
+        """
+
+    def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
+        """Start some work that waits for a disk, say, and go on; one after the other is done, and all before the end.
+
+        It must not communicate, nor touch what the rank itself changes meanwhile. A simulated world, in which one
+        thread runs at a time, does it when somebody asks for its end.
         """
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:

@@ -26,7 +26,7 @@ from nnmpi.errors import CommError, NnmpiError
 from nnmpi.models.mlp import mlp
 from nnmpi.optim.adam import Adam
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import find, restore, save
+from nnmpi.train.checkpoint import Saver, find, restore
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
@@ -142,8 +142,9 @@ def _try_checkpoint(group: Group) -> None:
         whole, first, second = (_worker(group) for _ in range(3))
         _train(whole, samples, 0, STEPS)
         _train(first, samples, 0, half)
-        with MetricsRecorder(None, 0) as recorder:
-            save(first, RunState(step=half, samples=len(samples)), folder, recorder, group, keep=1)
+        with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group, keep=1) as saver:
+            saver.save(first, RunState(step=half, samples=len(samples)))
+            saver.wait()
         restore(second, find(folder, group), folder, len(samples))
         _train(second, samples, half, STEPS)
         arrays = [{**each.model.state(), **each.optimizer_state()[0]} for each in (whole, second)]

@@ -1,6 +1,6 @@
 """Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed.
 
-    save        the trainer's arrays and state.json into a new checkpoint
+    Saver       the trainer's arrays and state.json into a new checkpoint, beside training
     find        the last good checkpoint of a run's folder, verified
     restore     the trainer's arrays and the loop's state from what was found
 
@@ -10,15 +10,19 @@ Arrays go between rank 0's file and the ranks' parts of them one at a time (see 
 checkpoint fits a layout that no single rank's memory would hold, and any layout reads what any other has written.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
@@ -39,8 +43,6 @@ from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState, check_stored
 from nnmpi.train.tensor_file import TensorFile
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,54 +83,130 @@ class LastCheckpoint:
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
 
-def save(
-    trainer: Trainer,
-    state: RunState,
-    folder: RunFolder,
-    recorder: MetricsRecorder,
-    group: Group,
-    keep: int,
-    metadata: Mapping[str, str] | None = None,
-    best: bool = False,
-) -> None:
-    """Write a checkpoint of this state. Collective.
+class Saver(AbstractContextManager["Saver"]):
+    """Writes the checkpoints of a run beside its training, one at a time.
+
+        training    step |write| step | step | step | step |write| step |end|   "write" waits for the checkpoint before
+        beside it        '-----sum, sync, name, remove-----'     '----------'
+
+    The values are copied where they must go anyway: into the files, which the system keeps in memory until it has
+    brought them to the disk. So nothing that is as long as the model stays in the program, whatever the layout is. All
+    that waits for the disk or looks at every byte is done beside training.
 
     Args:
-        trainer: whose arrays are written.
-        state: where the run stands.
         folder: of the run.
         recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
         group: all ranks of the run.
         keep: how many checkpoints stay on the disk.
-        metadata: what the file of the weights says of its model (see `train.signature`).
-        best: whether these are the best weights so far, which stay too.
 
-    Raises:
-        CheckpointError: on all ranks, when it cannot be written; older ones are intact.
+    Attributes:
+        spent_s, last_s: what all of them, and the last one, have taken, beside training too; on rank 0.
     """
-    writer = CheckpointWriter(folder.checkpoints, state.step)  # used on rank 0 alone
 
-    def explained(work: Callable[..., T], *args: Any) -> T:
+    def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int) -> None:
+        self._folder, self._recorder, self._group, self._keep = folder, recorder, group, keep
+        self._work: BackgroundWork[float] | None = None  # on rank 0
+        self.spent_s = self.last_s = 0.0
+
+    def save(
+        self, trainer: Trainer, state: RunState, metadata: Mapping[str, str] | None = None, best: bool = False
+    ) -> None:
+        """Write a checkpoint of this state, but for what is done beside what follows. Collective.
+
+        Args:
+            trainer: whose arrays are written.
+            state: where the run stands.
+            metadata: what the file of the weights says of its model (see `train.signature`).
+            best: whether these are the best weights so far, which stay too.
+
+        Raises:
+            CheckpointError: on all ranks, when it cannot be written, or the one before could not; older ones are
+                intact.
+        """
+        began, group = clock.now(), self._group
+        writer = CheckpointWriter(self._folder.checkpoints, state.step)  # used on rank 0 alone
+        arrays, values = trainer.state(), _values(trainer, state)
+        specs = [each.specs() for each in arrays]
+
+        def begin() -> None:
+            self._end_last()
+            with self._explained(state.step):
+                self._recorder.flush()
+                writer.begin()
+                writer.open(MODEL_FILE, specs[0], metadata)
+
+        def go_on() -> None:
+            with self._explained(state.step):
+                writer.open(OPTIMIZER_FILE, specs[1])
+
+        def write(name: str, array: Array) -> None:
+            with self._explained(state.step):
+                writer.write(name, array)
+
         try:
-            return work(*args)
+            for each, prepare in zip(arrays, (begin, go_on), strict=True):
+                on_root(group, prepare)
+                each.gather(write)
+        except BaseException:
+            if group.is_root:
+                writer.discard()
+            raise
+        if group.is_root:
+            own_s = clock.now() - began
+            self._work = group.comm.world.beside(lambda: own_s + self._finish(writer, state.step, values, best))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, when it cannot be; older ones are intact.
+        """
+        on_root(self._group, self._end_last)
+
+    def is_affordable(self, share: float, elapsed_s: float) -> bool:
+        """Return whether one more like the last one takes at most this share of the time; call it on rank 0.
+
+        Raises:
+            CheckpointError: when the last one could not be written.
+        """
+        if self._work is not None and not self._work.done():
+            return False
+        self._end_last()
+        return self.spent_s + self.last_s <= share * elapsed_s
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for the last checkpoint, which a run that ends with an error leaves too. Not collective."""
+        with nullcontext() if error is None else suppress(CheckpointError):
+            self._end_last()
+
+    def _end_last(self) -> None:
+        """Wait for the last checkpoint, on rank 0."""
+        work, self._work = self._work, None
+        if work is not None:
+            self.last_s = work.result()
+            self.spent_s += self.last_s
+
+    def _finish(self, writer: CheckpointWriter, step: int, values: Mapping[str, Any], best: bool) -> float:
+        """Do what is done beside training, and return how long it took."""
+        began = clock.now()
+        try:
+            with self._explained(step):
+                self._recorder.sync()
+                writer.finish(values, self._keep, best)
+        finally:
+            writer.discard()
+        return clock.now() - began
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """Turn the system's refusals into a sentence."""
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
-                f"no checkpoint of step {state.step} can be written into {folder.checkpoints} "
+                f"no checkpoint of step {step} can be written into {self._folder.checkpoints} "
                 f"({error.strerror or error}); older ones are intact"
             ) from None
-
-    try:
-        on_root(group, partial(explained, recorder.sync))
-        on_root(group, partial(explained, writer.begin))
-        for name, arrays in zip((MODEL_FILE, OPTIMIZER_FILE), trainer.state(), strict=True):
-            specs = arrays.specs()
-            about = metadata if name == MODEL_FILE else None
-            on_root(group, partial(explained, writer.open, name, specs, about))
-            arrays.gather(partial(explained, writer.write))
-        on_root(group, partial(explained, writer.finish, _values(trainer, state), keep, best))
-    finally:
-        if group.is_root:
-            writer.discard()
 
 
 def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> LastCheckpoint | None:

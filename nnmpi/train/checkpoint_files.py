@@ -186,7 +186,7 @@ class CheckpointWriter:
             writer.open(MODEL_FILE, outlines)
             writer.write("0.weight", array)     # one array at a time, in the order of the outlines
             ...
-            writer.finish(state, keep=3)
+            writer.finish(state, keep=3)        # all that waits for the disk, or looks at every byte, is done here
         finally:
             writer.discard()                    # what is not finished is removed
 
@@ -201,27 +201,24 @@ class CheckpointWriter:
         self._folder = folder
         self._final = folder / f"{PREFIX}{step:08d}"
         self._temporary = folder / f".{self._final.name}.tmp"
-        self._files: dict[str, dict[str, str | int]] = {}
-        self._name = ""
-        self._writer: TensorWriter | None = None
+        self._writers: dict[str, TensorWriter] = {}
 
     def begin(self) -> None:
         """Make the folder."""
         if not self._folder.is_dir():
             self._folder.mkdir()  # not the run's folder: somebody may have removed it
             sync_folder(self._folder.parent)
-        shutil.rmtree(self._temporary, ignore_errors=True)  # what a kill has left
+        for left in self._folder.glob(f".{PREFIX}*.tmp"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
         self._temporary.mkdir()
 
     def open(self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
-        """Begin a file of arrays, after the one before is brought to disk."""
-        self._close()
-        self._name, self._writer = name, TensorWriter(self._temporary / name, specs, metadata)
+        """Begin a file of arrays."""
+        self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
 
     def write(self, name: str, array: Array) -> None:
         """Write the next array of the file that was opened last."""
-        assert self._writer is not None, "open a file first"
-        self._writer.write(name, array)
+        self._writers[next(reversed(self._writers))].write(name, array)
 
     def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
         """Write state.json, wait until the disk has everything, give the checkpoint its name, and return that.
@@ -234,8 +231,8 @@ class CheckpointWriter:
             keep: how many of the newest ones stay.
             best: whether this is the best one so far, which stays too.
         """
-        self._close()
-        values = {"format": FORMAT, **state, "files": self._files}
+        files = {name: writer.close() for name, writer in self._writers.items()}
+        values = {"format": FORMAT, **state, "files": files}
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
         write_durably(self._temporary / STATE_FILE, text.encode() + b"\n")
         sync_folder(self._temporary)
@@ -250,14 +247,9 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Remove what is not finished; after `finish` this does nothing."""
-        if self._writer is not None:
-            self._writer.abandon()
+        for writer in self._writers.values():
+            writer.abandon()
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._files[self._name] = self._writer.close()
-            self._writer = None
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:

@@ -17,12 +17,13 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
 from nnmpi import clock
+from nnmpi.comm.agreement import on_root
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import Progress, Totals
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
-from nnmpi.train.checkpoint import save
+from nnmpi.train.checkpoint import Saver
 from nnmpi.train.config import to_json
 from nnmpi.train.device import device_use
 from nnmpi.train.log import Reporter
@@ -104,7 +105,7 @@ class Loop:
         context: what the run works with.
         state: where it begins.
         reporter: prints and records.
-        recorder: the files with the records; a checkpoint is written after they are on the disk.
+        recorder: the files with the records; a checkpoint is published after they are on the disk.
 
     Attributes:
         state: where the run stands, at the last point where the ranks met.
@@ -112,12 +113,12 @@ class Loop:
 
     def __init__(self, context: RunContext, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
         self.state = state
-        self._context, self._trainer, self._reporter, self._recorder = context, context.trainer, reporter, recorder
+        self._context, self._trainer, self._reporter = context, context.trainer, reporter
         self._signals = StopSignals()
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saving_s = self._last_saving_s = 0.0
+        self._saver = Saver(context.folder, recorder, context.group, context.config.run.keep)
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
         self._window = state.window  # sums since the last line of metrics
@@ -132,7 +133,7 @@ class Loop:
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last whole step.
         """
-        with self._signals:
+        with self._signals, self._saver:
             try:
                 while not self._finished:
                     self._train()
@@ -143,6 +144,7 @@ class Loop:
                     before, self.state = self.state, self._with_best(report)
                     self._saved_step = self._saved_step if self.state == before else -1  # it is not known as the best
                 self._save()
+                self._saver.wait()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
                 raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
         self._reporter.evaluation("test", self._on_time(), report)
@@ -240,6 +242,7 @@ class Loop:
             self._save()
         if number and not self._finished:
             self._save()
+            self._saver.wait()
         if number == WOKEN:
             self._signals.forget_waking()
         elif number and not self._finished:
@@ -277,22 +280,18 @@ class Loop:
         every = self._context.config.run.save_every
         if not ended or every is not None:
             return ended and is_due(self.state.epoch, every or 0)
-        affordable = self._saving_s + self._last_saving_s <= SAVING * (clock.now() - self._started)
-        return bool(self._context.group.share(affordable))
+        elapsed_s = clock.now() - self._started
+        return bool(on_root(self._context.group, lambda: self._saver.is_affordable(SAVING, elapsed_s)))
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one. Collective."""
+        """Write a checkpoint, unless this step has one; what waits for the disk is done beside training. Collective."""
         if self._saved_step == self.state.step:
             return
-        context, self.state, begin = self._context, self._on_time(), clock.now()
-        options, best = context.config.run, self.state.best_step == self.state.step
-        save(
-            *(context.trainer, self.state, context.folder, self._recorder, context.group, options.keep),
-            metadata=to_metadata(context.inputs.signature, to_json(context.config.model)),
-            best=options.keep_best and best,
-        )
-        self._saved_step, self._last_saving_s = self.state.step, clock.now() - begin
-        self._saving_s += self._last_saving_s
+        context, self.state = self._context, self._on_time()
+        best = context.config.run.keep_best and self.state.best_step == self.state.step
+        metadata = to_metadata(context.inputs.signature, to_json(context.config.model))
+        self._saver.save(context.trainer, self.state, metadata, best)
+        self._saved_step = self.state.step
 
     def _on_time(self) -> RunState:
         """Return the state with the seconds of the run up to now."""

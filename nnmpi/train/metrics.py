@@ -95,15 +95,14 @@ class MetricsFile:
         finite = {key: None if _no_number(value) else value for key, value in record.items()}
         self._waiting += json.dumps(finite, allow_nan=False).encode() + b"\n"
         with suppress(OSError):
-            self._flush()
+            self.flush()
 
     def sync(self) -> None:
-        """Wait until the disk has all lines: a checkpoint must not be newer than its metrics.
+        """Wait until the disk has all that is in the file; a thread may do so while lines are written.
 
         Raises:
-            OSError: when it has no room for them.
+            OSError: when it cannot.
         """
-        self._flush()
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:
@@ -113,12 +112,16 @@ class MetricsFile:
             OSError: when the disk has no room for the last lines.
         """
         try:
-            self._flush()
+            self.flush()
         finally:
             self._stream.close()
 
-    def _flush(self) -> None:
-        """Bring what waits to the file."""
+    def flush(self) -> None:
+        """Bring what waits to the file.
+
+        Raises:
+            OSError: when the disk has no room for it.
+        """
         view = memoryview(self._waiting)
         try:
             while view:
@@ -267,10 +270,19 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
 
     def sync(self) -> None:
-        """Wait until the disk has the metrics: before a checkpoint, which must not be newer than they are.
+        """Wait until the disk has what `flush` brought to the file: a checkpoint must not be newer than its metrics.
 
         Raises:
             OSError: when it cannot.
+        """
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def flush(self) -> None:
+        """Bring to the file what waits in memory.
+
+        Raises:
+            OSError: when the disk has no room for it.
             CheckpointError: when the folder is not the one in which the run began: half of it would be made again.
         """
         if self._folder is None or self._metrics is None:
@@ -284,7 +296,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 f"the run's folder {self._folder.path} was removed or moved while the run went on; nothing more is "
                 "written there, and where it was moved to, its last checkpoint can be resumed"
             )
-        self._metrics.sync()
+        self._metrics.flush()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

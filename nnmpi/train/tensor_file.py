@@ -8,7 +8,6 @@ The library writes all arrays at once, so that all of them would have to be ther
 Source of the format: https://github.com/huggingface/safetensors
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.errors import CheckpointError
 from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.train.folder import sha256
 
 HEADER_STEP_BYTES = 8  # the header is filled up with spaces, so that the elements are aligned
 NAMES = {
@@ -50,7 +50,6 @@ class TensorWriter:
     def __init__(self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
         self._file, self._left = file, dict(specs)
         header = _header(file, specs, metadata or {})
-        self._sum, self._bytes = hashlib.sha256(), 0
         self._stream = file.open("wb")
         try:
             self._put(np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8))
@@ -77,15 +76,18 @@ class TensorWriter:
     def close(self) -> dict[str, str | int]:
         """Wait until the disk has the file, and return its "bytes" and "sha256".
 
+        The sum is taken here, of what the file holds, so that whoever waits for `write` does not wait for it.
+
         Raises:
             CheckpointError: when arrays are missing.
         """
         if self._left:
             raise CheckpointError(f"{self._file} is not finished: {len(self._left)} arrays are missing")
         self._stream.flush()
+        found: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
         os.fsync(self._stream.fileno())
         self._stream.close()
-        return {"bytes": self._bytes, "sha256": self._sum.hexdigest()}
+        return found
 
     def abandon(self) -> None:
         """Close the file as it is; after `close` this does nothing."""
@@ -94,8 +96,6 @@ class TensorWriter:
 
     def _put(self, content: Array) -> None:
         self._stream.write(content.data)
-        self._sum.update(content.data)
-        self._bytes += content.size
 
 
 class TensorFile(Mapping[str, Array]):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.optim import names
 from nnmpi.train import checkpoint_files as module
-from nnmpi.train.checkpoint import LastCheckpoint, find, restore, save
+from nnmpi.train.checkpoint import LastCheckpoint, Saver, find, restore
 from nnmpi.train.checkpoint_files import CheckpointWriter, read_checkpoint
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder, sha256
@@ -44,8 +45,9 @@ def arrays_of(worker: Worker) -> dict[str, Array]:
 
 def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
     state = RunState(step=step, samples=9)
-    with MetricsRecorder(None, 0) as recorder:
-        save(worker, state, folder, recorder, group, keep=3)
+    with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group, keep=3) as saver:
+        saver.save(worker, state)
+        saver.wait()
 
 
 def fill(worker: Worker, value: float) -> dict[str, Array]:
@@ -181,6 +183,51 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
     save_at(worker, folder, group, step=8)
     kept = find(folder, group)
     assert kept is not None and kept.values["step"] == 8
+
+
+def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the_disk(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on while the disk is slow; a run that ends with an error waits for it, too."""
+    folder, worker, ready, real = RunFolder(tmp_path), make_worker(group), Event(), TensorWriter.close
+    expected = {name: array.copy() for name, array in fill(worker, 1.0).items()}
+    monkeypatch.setattr(TensorWriter, "close", lambda writer: ready.wait(60) and real(writer))
+
+    def fall() -> None:
+        with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group, keep=3) as saver:
+            saver.save(worker, RunState(step=4, samples=9))
+            fill(worker, -9.0)
+            assert not saver.is_affordable(1.0, 1e9)
+            assert [each.name for each in folder.checkpoints.iterdir()] == [".step-00000004.tmp"]
+            ready.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fall()
+    found = read_checkpoint(folder.checkpoints / "step-00000004")
+    assert equal({**found.model, **found.optimizer}, expected)
+
+
+@pytest.mark.simulated
+def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group, tmp_path: Path) -> None:
+    folder, worker, full = RunFolder(shared(group, tmp_path)), make_worker(group), [True]
+
+    class Recorder(MetricsRecorder):
+        def sync(self) -> None:
+            if full:
+                raise OSError(28, "No space left on device")
+
+    with Recorder(None, 0) as recorder, Saver(folder, recorder, group, keep=3) as saver:
+        for step, ask in ((4, saver.wait), (5, lambda: saver.save(worker, RunState(step=6, samples=9)))):
+            saver.save(worker, RunState(step=step, samples=9))
+            assert f"no checkpoint of step {step} can be written" in text_on_all(group, ask, CheckpointError)
+            group.barrier()
+            assert not list(folder.checkpoints.iterdir())
+            group.barrier()
+        full.clear()
+        saver.save(worker, RunState(step=7, samples=9))
+        saver.wait()
+        assert find(folder, group) is not None
 
 
 @pytest.mark.simulated

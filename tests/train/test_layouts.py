@@ -18,7 +18,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import find, restore, save
+from nnmpi.train.checkpoint import Saver, find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, OPTIMIZER_FILE
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
@@ -81,8 +81,9 @@ class Job:
 
     def save(self, folder: RunFolder, step: int) -> None:
         """Write a checkpoint."""
-        with MetricsRecorder(None, 0) as recorder:
-            save(self.worker, RunState(step=step, samples=9), folder, recorder, self.group, keep=9)
+        with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, self.group, keep=9) as saver:
+            saver.save(self.worker, RunState(step=step, samples=9))
+            saver.wait()
 
     def restore(self, folder: RunFolder) -> list[str]:
         """Read the last checkpoint, and return what there is to say."""

@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) 
         assert read_metrics(file) == records[:1]
         assert file.read_text().endswith("}\n")
         with pytest.raises(OSError, match="File too large"):
-            metrics.sync()
+            metrics.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     metrics.write(records[2])
@@ -96,11 +96,11 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path, again: bool
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     with MetricsRecorder(folder, 0) as recorder:
-        recorder.sync()
+        recorder.flush()
         folder.path.rename(tmp_path / "elsewhere")
         if again:
             folder.path.mkdir()
         with pytest.raises(CheckpointError, match=r"run's folder .*run was removed or moved while the run went on"):
-            recorder.sync()
+            recorder.flush()
     with pytest.raises(FileNotFoundError):
         CheckpointWriter(tmp_path / "gone" / "checkpoints", 1).begin()

@@ -22,6 +22,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -144,6 +145,7 @@ class MpiWorld:
         self.step: int | None = None
         self.waiter: object = None
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
+        self._thread = ThreadPoolExecutor(1, "beside")  # it begins with the first work
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return when `ready()`, or at a time limit, asleep between looks at it."""
@@ -159,6 +161,10 @@ class MpiWorld:
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` returns: every rank is a process of its own."""
         return make()
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        """Start some work on a thread."""
+        return self._thread.submit(work)
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Say for how long a wait for other ranks may last; see `watchdog`."""

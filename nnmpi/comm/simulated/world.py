@@ -80,6 +80,10 @@ class SimulatedWorld:
         made: T = self._made[key]
         return made
 
+    def beside(self, work: Callable[[], T]) -> PostponedWork[T]:
+        """Return the work, which is done when somebody asks for its end."""
+        return PostponedWork(work)
+
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Do nothing: when nobody can ever go on, the scheduler knows at once."""
 
@@ -112,6 +116,24 @@ class SimulatedWorld:
     def reproducible(self, seconds: float) -> float:
         """Return the seconds if they are exact, and 0.0 if they hang on what computing takes here."""
         return seconds if self._scheduler.by_time else 0.0
+
+
+class PostponedWork(Generic[T]):
+    """Work that is done as late as it may be; see `World.beside`.
+
+    So the rank's own thread does it, by its clock, and in the same order whenever a seed is repeated.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        """Return that nobody else has to be waited for."""
+        return True
+
+    def result(self) -> T:
+        """Do it, and return what it returns, or raise what it raises; ask once."""
+        return self._work()
 
 
 @dataclass(frozen=True)
