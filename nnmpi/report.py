@@ -3,6 +3,7 @@
     python -m nnmpi.report runs/digits-cnn                    writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
     python -m nnmpi.report runs/digits-cnn/trace.json.gz      what each rank did when, of a run with --trace: trace.html
+    python -m nnmpi.report runs/digits-cnn --plot             the curves as PNG files, too: runs/digits-cnn/curves
 
 All numbers are those of the run's own files. A run that is under way can be looked at, too.
 """
@@ -25,7 +26,7 @@ from nnmpi.reading import check_ordinary, parse_json
 from nnmpi.timeline import COMPUTE, WAITING
 from nnmpi.train.cli import read_run
 from nnmpi.train.config import all_options
-from nnmpi.train.curves import OVER_TIME, PANELS, TIMES, Panel, bars
+from nnmpi.train.curves import OVER_TIME, PANELS, TIMES, Panel, bars, check_can_draw, draw
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -44,8 +45,13 @@ def main(words: Sequence[str]) -> str:
     parser = Parser("python -m nnmpi.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or a trace")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html, trace.html)")
+    parser.add_argument("--plot", action="store_true", help="draw PNG files into RUN/curves, too; needs matplotlib")
     given = parser.parse_args(words)
+    if given.plot:
+        check_can_draw()
     if given.run.is_file():
+        if given.plot:
+            raise UsageError("--plot draws the curves of a run; give the run's folder, or leave it out")
         name = given.run.name.split(".")[0]
         file = given.out or given.run.with_name(f"{name}.html")
         title = given.run.resolve().parent.name if name == "trace" else name
@@ -53,7 +59,15 @@ def main(words: Sequence[str]) -> str:
         return f"{file} shows the trace in a browser"
     file = given.out or given.run / "report.html"
     write_page(file, "run", f"run {given.run.resolve().name}", gather(given.run))
-    return f"{file} shows the run in a browser"
+    drawn = ""
+    if given.plot:
+        folder = RunFolder(given.run)
+        try:
+            draw(folder.metrics, folder.curves)
+        except OSError as error:
+            raise UsageError(f"{folder.curves} cannot be written: {error.strerror or error}") from None
+        drawn = f"; pictures are in {folder.curves}"
+    return f"{file} shows the run in a browser{drawn}"
 
 
 def gather(run: Path) -> dict[str, Any]:

@@ -605,6 +605,8 @@ class RunConfig:
     """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
     verbose: bool = False
     """Say below each epoch where the time of a step went, and what was sent."""
+    plot: bool = False
+    """Draw the curves at the end, as PNG files in curves/ of the run's folder; python -m nnmpi.report does so, too."""
     print_every: float = 5.0
     """Seconds between two printed lines of progress inside an epoch; 0: one per line of metrics."""
     eval_every: int = 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.errors import UsageError
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -153,9 +154,14 @@ TIMES = (
 COLOURS = {"train": "C0", "eval": "C1"}
 
 
-def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def check_can_draw() -> None:
+    """Check that matplotlib is installed, without the second that loading it takes.
+
+    Raises:
+        UsageError: when it is not.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot draws with matplotlib, which is not installed (pip install 'nnmpi[plot]')")
 
 
 def draw(metrics: Path, folder: Path) -> list[Path]:

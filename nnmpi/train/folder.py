@@ -13,7 +13,7 @@ runs/digits-cnn-20260101-120000/
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
-  curves/             PNG files, with the plot extra
+  curves/             PNG files, with --plot
   tensorboard/        event files, with the tensorboard extra
 """
 

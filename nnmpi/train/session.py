@@ -24,7 +24,7 @@ from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
-from nnmpi.train.curves import can_draw, draw
+from nnmpi.train.curves import check_can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
 from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
 from nnmpi.train.header import count, header
@@ -55,6 +55,8 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
     with agreed(group):
         if config.run.jit:
             load()
+        if config.run.plot:
+            check_can_draw()
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
@@ -148,7 +150,7 @@ def _train(context: RunContext, state: RunState, console: Console, predicted_s: 
     if predicted_s is not None and group.is_root:
         console.say(compare(predicted_s, context.inputs.batch_size, read_metrics(folder.metrics)))
     if group.is_root:
-        _draw_curves(console, folder)
+        _show_curves(console, folder, config.run.plot)
 
 
 def _write_model(context: RunContext) -> None:
@@ -226,10 +228,13 @@ def _print_result(
     )
 
 
-def _draw_curves(console: Console, folder: RunFolder) -> None:
-    """Draw the curves if that is possible; a failure costs the curves, not the run."""
-    if not can_draw():
-        return console.say("no curves: matplotlib is not installed (pip install 'nnmpi[plot]')")
+def _show_curves(console: Console, folder: RunFolder, plot: bool) -> None:
+    """Draw the curves, or say who does: loading matplotlib alone takes longer than a small run.
+
+    A failure costs the curves, not the run.
+    """
+    if not plot:
+        return console.say(f"curves: python -m nnmpi.report {folder.path}")
     try:
         draw(folder.metrics, folder.curves)
     except (OSError, ValueError) as error:

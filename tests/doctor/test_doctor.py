@@ -30,7 +30,6 @@ STALLED = "the job is ended: it has waited for 9 s: rank 1 is at net.py:11 in f 
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run of 9 steps, with checkpoints of steps 3, 6 and 9."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nnmpi.train.session.can_draw", lambda: False)
         patch.setattr("nnmpi.train.metrics.can_write", lambda: False)
         folder = tmp_path_factory.mktemp("runs") / "run"
         words = (

@@ -46,7 +46,6 @@ EXPECTED_ERRORS = ("was killed", "has stopped", "No space left on device")
 def quick_trainings() -> Iterator[None]:
     """Leave out what takes longer than such a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nnmpi.train.session.can_draw", lambda: False)
         patch.setattr("nnmpi.train.metrics.can_write", lambda: False)
         yield
 

@@ -50,6 +50,14 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_pictures_are_drawn_when_asked_for(run: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([str(run), "--plot"]).endswith(
+        f"report.html shows the run in a browser; pictures are in {run / 'curves'}"
+    )
+    assert (run / "curves" / "overview.png").stat().st_size > 1000
+
+
 def test_the_numbers_are_the_runs(run: Path) -> None:
     found = gather(run)
     assert found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3

@@ -5,6 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No curves and no event files, which take longer than a small run; a test that is about them undoes it."""
-    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    """No event files, which take longer than a small run; a test that is about them undoes it."""
     monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)

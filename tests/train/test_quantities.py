@@ -38,9 +38,8 @@ PLAIN = "--dtype float64 --batch-size 12 --epochs 2 --log-every 1 --lr 0.02"
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files, in the folder where the test runs; no curves."""
+    """All files, in the folder where the test runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
     monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     for name, y in FILES.items():
         np.savez(f"{name}.npz", x=X, y=y)

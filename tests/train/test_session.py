@@ -120,10 +120,21 @@ def test_curves_and_events_are_made_where_their_libraries_are(
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboardX")
     monkeypatch.undo()
-    main(f"--model mlp --dataset iris --epochs 2 --out {tmp_path / 'run'}".split(), group)
+    main(f"--model mlp --dataset iris --epochs 2 --plot --out {tmp_path / 'run'}".split(), group)
     assert (tmp_path / "run" / "curves" / "loss.png").stat().st_size > 1000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert f"curves are in {tmp_path / 'run' / 'curves'}" in capsys.readouterr().out
+
+
+def test_curves_are_drawn_when_asked_for(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not installed is told before the training."""
+    run = train("--max-steps 1")
+    assert f"curves: python -m nnmpi.report {run}\n" in capsys.readouterr().out and not (run / "curves").exists()
+    monkeypatch.setattr("nnmpi.train.curves.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--plot draws with matplotlib, which is not installed \(pip install"):
+        train("--max-steps 1 --plot")
 
 
 def test_the_default_recipe_learns_the_digits(train: Train) -> None:

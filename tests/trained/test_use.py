@@ -22,8 +22,7 @@ TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No curves and no event files, which take longer than a small run."""
-    monkeypatch.setattr("nnmpi.train.session.can_draw", lambda: False)
+    """No event files, which take longer than a small run."""
     monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
 
 

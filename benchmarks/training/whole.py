@@ -1,0 +1,122 @@
+"""Whole commands, from the shell's call to its return: `python -m nnmpi.train` beside a plain PyTorch script.
+
+    python benchmarks/training/whole.py                                  # iris and digits, on 1 and 2 ranks, 5 times
+    python benchmarks/training/whole.py --cases mnist --data-dir DIR --repeats 1
+    python benchmarks/training/whole.py --torch-python VENV/bin/python   # where PyTorch is, if not here
+
+nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is `whole_torch.py`, with
+a DataLoader, and torchrun for several ranks. One thread per rank; each command has its turn in every repeat; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+
+import numpy as np  # noqa: E402
+
+from benchmarks.harness.launch import environment, mpirun  # noqa: E402
+from benchmarks.harness.machine import machine_facts  # noqa: E402
+from nnmpi import data  # noqa: E402
+
+LIMIT_S = 1200.0
+
+
+class Run(NamedTuple):
+    """A training: what the commands are told."""
+
+    model: str
+    epochs: int
+    batch_size: int
+    more: tuple[str, ...] = ()  # of nnmpi's options, for the model that PyTorch's script has
+
+
+RUNS = {
+    "iris": Run("mlp", 100, 64, ("--hidden", "50")),
+    "digits": Run("cnn", 20, 32),
+    "mnist": Run("cnn", 3, 64),
+}
+
+
+def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+    """Return the two commands of a case."""
+    run = RUNS[name]
+    shared = ["--epochs", str(run.epochs), "--batch-size", str(run.batch_size), "--out"]
+    words = ["--dataset", name, "--model", run.model, *run.more, *shared, str(folder / "run")]
+    words += ["--data-dir", str(options.data_dir)] if options.data_dir and name == "mnist" else []
+    ours = [sys.executable, "-m", "nnmpi.train", *words]
+    script = [str(Path(__file__).with_name("whole_torch.py")), str(folder / f"{name}.npz"), run.model]
+    script += [*shared, str(folder / "weights.pt")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return {
+        "nnmpi": [mpirun(), "-n", str(ranks), *ours] if ranks > 1 else ours,
+        "PyTorch": [options.torch_python, *(torchrun if ranks > 1 else []), *script],
+    }
+
+
+def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
+    """Write a data set for PyTorch's script; images as bytes, as they come."""
+    arrays = {}
+    for part, found in zip(("train", "test"), data.load(name, data_dir if name == "mnist" else None), strict=True):
+        x = found.rows(np.arange(len(found)))
+        arrays[f"x_{part}"] = (255 * x[..., 0]).round().astype(np.uint8) if x.ndim == 4 else x
+        arrays[f"y_{part}"] = found.y
+    np.savez(folder / f"{name}.npz", **arrays)
+
+
+def take(command: Sequence[str], folder: Path) -> tuple[float, str]:
+    """Return the seconds that a command takes, and its last word of the accuracy on the test data."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:].strip()}")
+    lines = [line for line in done.stdout.splitlines() if "test accuracy" in line]
+    return seconds, lines[-1].partition("test accuracy ")[2].partition(" (")[0]
+
+
+def main() -> None:
+    """Print a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="iris,digits", help=f"of {', '.join(RUNS)}, with commas (iris,digits)")
+    parser.add_argument("--ranks", default="1,2", help="with commas (1,2)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each command (5)")
+    parser.add_argument("--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)")
+    parser.add_argument("--data-dir", type=Path, help="folder with MNIST's files")
+    options = parser.parse_args()
+    print(machine_facts()["cpu"])
+    print("| case | ranks | nnmpi, s | PyTorch, s | nnmpi / PyTorch | test accuracy |\n|---|---|---|---|---|---|")
+    for name in options.cases.split(","):
+        for ranks in map(int, options.ranks.split(",")):
+            seconds: dict[str, list[float]] = {"nnmpi": [], "PyTorch": []}
+            accuracies: dict[str, str] = {}
+            for _ in range(options.repeats):
+                with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
+                    write_data(name, Path(place), options.data_dir)
+                    for who, command in commands(name, ranks, options, Path(place)).items():
+                        taken, accuracies[who] = take(command, Path(place))
+                        seconds[who].append(taken)
+            ours, theirs = median(seconds["nnmpi"]), median(seconds["PyTorch"])
+            said = " / ".join(accuracies.values())
+            print(f"| {name} | {ranks} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {said} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
