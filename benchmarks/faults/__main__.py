@@ -1,106 +1,12 @@
-"""A supervised training whose ranks are killed at random, beside one that nobody disturbs. See README.md.
+"""What nnmpi makes of faults, measured: `table` or `kills`, each with --help. See README.md."""
 
-python -m benchmarks.faults --ranks 4 --kills 20 --steps 30000
-"""
-
-import argparse
-import os
-import random
-import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from contextlib import suppress
-from pathlib import Path
 
-from nnmpi.launcher import read_launch
+from benchmarks.faults import kills, table
 
-TRAIN = "--model mlp --dataset digits --batch-size 64 --reduction fixed --schedule constant --lr 1e-4 --eval-every 0"
-LOOK_S = 0.1
-
-
-def supervise(ranks, words, output, disturb):
-    """Run a training under the supervisor, and return its status, its output and the seconds that it took."""
-    begin = time.monotonic()
-    with output.open("w") as stream:
-        command = [sys.executable, "-m", "nnmpi.run", "-n", str(ranks), "--", *words.split()]
-        job = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        while job.poll() is None:
-            disturb()
-            time.sleep(LOOK_S)
-    return job.returncode, output.read_text(errors="replace"), time.monotonic() - begin
-
-
-def ranks_of(folder):
-    """Return the processes of the training in a folder, by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if b"nnmpi.train" in words and str(folder).encode() in words:
-                entries = (path.parent / "environ").read_bytes().decode(errors="replace").split("\0")
-                launch = read_launch(dict(entry.partition("=")[::2] for entry in entries))
-                if launch is not None:
-                    found[launch.rank] = int(path.parent.name)
-    return found
-
-
-class Killer:
-    """Kills a random rank at random moments, so many times, once the job is up."""
-
-    def __init__(self, folder, kills, every_s, seed):
-        self.folder, self.left, self.every_s = folder, kills, every_s
-        self.draws = random.Random(seed)
-        self.starts = -1
-        self.at_s = 0.0
-
-    def __call__(self):
-        """Kill a rank if it is time."""
-        with suppress(OSError):
-            starts = (self.folder / "starts.jsonl").read_bytes().count(b"\n")
-            if starts != self.starts:  # a job has come up that has not been killed yet
-                self.starts, self.at_s = starts, time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s
-            ranks = ranks_of(self.folder) if self.left and time.monotonic() > self.at_s else {}
-            if ranks:
-                self.at_s = float("inf")
-                self.left -= 1
-                os.kill(self.draws.choice(sorted(ranks.values())), signal.SIGKILL)
-
-
-def last_files(folder):
-    """Return the last checkpoint's arrays, as bytes."""
-    last = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
-    return [file.read_bytes() for file in sorted(last.glob("*.safetensors"))]
-
-
-def main(words):
-    """Measure, and print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds from a start to its kill, on average")
-    parser.add_argument("--steps", type=int, default=30_000)
-    parser.add_argument("--save-steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        train = f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-steps {options.save_steps} --quiet"
-        killer = Killer(place / "killed", options.kills, options.every, options.seed)
-        status, said, seconds = supervise(options.ranks, f"{train} --out {killer.folder}", place / "output", killer)
-        if status:
-            sys.exit(f"the supervised run ended with status {status}:\n{said[-3000:]}")
-        print(f"killed: {options.kills - killer.left} times in {seconds:.0f} s; {said.splitlines()[-1]}", flush=True)
-        starts = [float(each) for each in re.findall(r"ended after (\d+) s", said)]
-        print(f"starts that were killed took {min(starts):.0f} to {max(starts):.0f} s", flush=True)
-        status, said, seconds = supervise(options.ranks, f"{train} --out {place}/whole", place / "output", bool)
-        print(f"undisturbed: {seconds:.0f} s; {said.splitlines()[-1]}")
-        same = last_files(killer.folder) == last_files(place / "whole")
-        print(f"the weights and the optimizer's state are {'equal bit for bit' if same else 'DIFFERENT'}")
-        return 0 if same and not status else 1
-
+SUITES = {"kills": kills.main, "table": table.main}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] and sys.argv[1] in SUITES:
+        sys.exit(SUITES[sys.argv[1]](sys.argv[2:]))
+    sys.exit(f"python -m benchmarks.faults {'|'.join(SUITES)} [--help]")

@@ -1,0 +1,193 @@
+"""Fourteen faults of one rank, under each way of talking, with each MPI: who is named, and after how long.
+
+python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/python --json table.json
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+from benchmarks.faults.victim import ACTS, GUILTY
+from nnmpi.run.launching import kill
+
+FAULTS = [*ACTS, "stop at start-up", "asleep in build", "other data", "slow by 20x"]
+WAYS = {
+    "ring": "--allreduce ring",
+    "native": "--allreduce native",
+    "shared": "--allreduce shared",
+    "pipeline": "--pp 4",
+    "servers": "--sync asp --servers 1",
+}
+RANKS, STALL_WARNING_S, STALL_LIMIT_S, HANGS_S = 4, 1.0, 4.0, 60.0
+TRAIN = "--dataset data.npz --epochs 400 --max-steps 40 --batch-size 32 --save-steps 5 --save-every 0 --eval-every 0"
+TRAIN += " --log-every 1"
+LIMITED = ("stop", "asleep", "wrong order", "extra")  # found by the time limit of waiting, all others at once
+ENDS_WELL = ("slow by 20x",)
+LATEST_S = 1.0, 2.0  # after the limit; after a fault that is found at once
+OF_THE_FILES = ("full disk", "deleted folder", "other data")  # no collective goes wrong in these
+MEGABYTE_FOR_THE_RUN = "size=1m"
+
+
+def make_data(folder):
+    """Write the data set, and another one of the same shape for the guilty rank."""
+    import numpy as np
+
+    for seed, place in enumerate((folder, folder / "other")):
+        place.mkdir(parents=True)
+        draws = np.random.default_rng(seed)
+        x, y = draws.normal(size=(128, 4)).astype(np.float32), draws.integers(0, 3, 128)
+        np.savez(place / "data.npz", x_train=x, y_train=y, x_test=x[:32], y_test=y[:32])
+
+
+def let_happen(python, way, fault, place):
+    """Run the training in a folder, and return what was seen.
+
+    Returns:
+        status: of the launcher; None where it hung.
+        said: all that was printed.
+        named_s: seconds from the fault to the first line that names it; None where none does.
+        ended_s: seconds from the fault to the end of the job.
+    """
+    make_data(place / "work")
+    run, at = place / "run", place / "at"
+    words = f"{TRAIN} {WAYS[way]} --stall-warning {STALL_WARNING_S} --stall-limit {STALL_LIMIT_S} --out {run}/it"
+    if fault == "slow by 20x":
+        words = words.replace(f"limit {STALL_LIMIT_S}", "limit 60")
+    mpirun = Path(python).with_name("mpirun")
+    command = [str(mpirun), "-n", str(RANKS), python, "-m", "benchmarks.faults.victim", *words.split()]
+    root = str(Path(__file__).parents[2])
+    environ = {**os.environ, "NNMPI_FAULT": fault, "NNMPI_FAULT_FILE": str(at), "PYTHONPATH": root}
+    environ |= {"NNMPI_START_LIMIT_S": str(STALL_LIMIT_S)} if fault == "stop at start-up" else {}
+    run.mkdir()
+    mounted = fault == "full disk"
+    if mounted:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", MEGABYTE_FOR_THE_RUN, "none", str(run)], check=True)
+    try:
+        return _watch(command, environ, place, at, fault)
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(run)], check=True)
+
+
+def _watch(command, environ, place, at, fault):
+    begin, seen_s = time.time(), None
+    with (place / "output").open("wb") as sink, (place / "output").open("rb") as source:
+        job = subprocess.Popen(
+            *(command,),
+            **{"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": subprocess.STDOUT, "env": environ},
+            **{"start_new_session": True, "cwd": place / "work"},
+        )
+        said = ""
+        while job.poll() is None and time.time() - begin < HANGS_S:
+            said += source.read().decode(errors="replace")
+            if seen_s is None and at.exists() and find_name(said, fault):
+                seen_s = time.time()
+            time.sleep(0.02)
+        ended_s, status = time.time(), job.poll()
+        kill(job.pid)
+        job.wait()
+        said += source.read().decode(errors="replace")
+    if seen_s is None and find_name(said, fault):
+        seen_s = ended_s
+    happened = float(at.read_text()) if at.exists() else begin
+    return {
+        "status": status,
+        "said": said,
+        "named_s": None if seen_s is None else round(seen_s - happened, 2),
+        "ended_s": round(ended_s - happened, 2),
+    }
+
+
+def find_name(said, fault):
+    """Return the line of nnmpi's own that names the fault; none before the job is ended for it."""
+    patterns = {
+        "raise": rf"rank {GUILTY} of {RANKS}.*a fault on purpose",
+        "full disk": r"no checkpoint of step \d+ .*No space left|No space left on device",
+        "deleted folder": r"no checkpoint of step \d+",
+        "other data": rf"rank {GUILTY}\b.*data|data.*rank {GUILTY}\b",
+        "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
+    }
+    limited = fault.startswith(LIMITED)
+    default = rf"the job is ended: .*rank {GUILTY}\b" if limited else rf"nnmpi: .*rank {GUILTY} has gone"
+    found = re.search(patterns.get(fault, default), said, re.DOTALL if fault == "raise" else 0)
+    return found[0] if found else ""
+
+
+def judge(way, fault, seen):
+    """Return what is wrong with what was seen; nothing where all is as it must be."""
+    wrong = []
+    if seen["status"] is None:
+        wrong.append("HUNG")
+    elif (seen["status"] == 0) != fault.startswith(ENDS_WELL):
+        wrong.append(f"status {seen['status']}")
+    if seen["named_s"] is None:
+        return ", ".join([*wrong, "not named"])
+    line = next(each for each in seen["said"].splitlines() if find_name(seen["said"], fault).splitlines()[-1] in each)
+    if fault not in ("stop at start-up", "asleep in build", "other data") and not re.search(r"step \d+", seen["said"]):
+        wrong.append("no step")
+    if fault.startswith(LIMITED) and not re.search(r" at \S+:\d+| in an? |not been heard of", line):
+        wrong.append("no operation")
+    late_s = seen["named_s"] - (STALL_LIMIT_S if fault.startswith(LIMITED) else 0.0)
+    if not fault.startswith((*ENDS_WELL, *OF_THE_FILES)) and late_s > LATEST_S[not fault.startswith(LIMITED)]:
+        wrong.append(f"{late_s:.1f} s late")
+    return ", ".join(wrong)
+
+
+def name_mpi(python):
+    """Return which MPI is beside a Python."""
+    said = subprocess.run([Path(python).with_name("mpirun"), "--version"], capture_output=True, text=True, check=True)
+    return "MPICH" if "HYDRA" in said.stdout else "Open MPI"
+
+
+def render(rows):
+    """Return the rows as a table: seconds from the fault to its name, and what is wrong."""
+    columns = list(dict.fromkeys((row["mpi"], row["way"]) for row in rows))
+    found = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
+    lines = ["| fault | " + " | ".join(f"{mpi}, {way}" for mpi, way in columns) + " |", "|---|" + "---|" * len(columns)]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        cells = [found.get((*column, fault)) for column in columns]
+        lines.append(f"| {fault} | " + " | ".join(_cell(row) if row else "" for row in cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row):
+    if row["wrong"]:
+        return f"**{row['wrong']}**"
+    limited = row["fault"].startswith(LIMITED)
+    return f"limit + {row['named_s'] - STALL_LIMIT_S:.1f}" if limited else f"{row['named_s']:.1f}"
+
+
+def main(words):
+    """Go through the table, and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults table", description=__doc__)
+    parser.add_argument("--python", action="append", help="beside which an mpirun lies; one for each MPI")
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--json", type=Path, help="where the results go; what is there already is not done again")
+    options = parser.parse_args(words)
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    rows = {(row["mpi"], row["way"], row["fault"]): row for row in before}
+    for python in options.python or [sys.executable]:
+        mpi = name_mpi(python)
+        for fault in options.faults.split(","):
+            for way in options.ways.split(","):
+                if (mpi, way, fault) in rows and not rows[mpi, way, fault]["wrong"]:
+                    continue
+                with tempfile.TemporaryDirectory() as place:
+                    seen = let_happen(python, way, fault, Path(place))
+                row = {"mpi": mpi, "way": way, "fault": fault, "wrong": judge(way, fault, seen), **seen}
+                rows[mpi, way, fault] = row
+                print(f"{mpi}, {way}, {fault}: {row['named_s']} s, {row['ended_s']} s {row['wrong']}", flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(list(rows.values()), indent=1))
+    print(render(list(rows.values())))
+    return 1 if any(row["wrong"] for row in rows.values()) else 0

@@ -1,0 +1,143 @@
+"""A training in which one rank goes wrong on purpose: the train command with a model of its own.
+
+NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer. When it does, the time is written to NNMPI_FAULT_FILE.
+
+    NNMPI_FAULT=kill NNMPI_FAULT_FILE=/tmp/at mpirun -n 4 python -m benchmarks.faults.victim <train options>
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from nnmpi.launcher import read_launch
+
+GUILTY, CALL, STEP_SLEEP_S = 1, 12, 1.5
+FOREVER_S = 10_000.0
+
+
+def guilty():
+    """Return whether this process is the rank that goes wrong."""
+    launch = read_launch(os.environ)
+    return launch is not None and launch.rank == GUILTY
+
+
+def note():
+    """Write down when it happens."""
+    Path(os.environ["NNMPI_FAULT_FILE"]).write_text(str(time.time()))
+
+
+def stop():
+    """Stop this process; nobody lets it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(FOREVER_S)
+
+
+def fill_disk():
+    """Write into the run's file system until there is no room."""
+    with suppress(OSError), (folder() / "filler").open("wb", buffering=0) as stream:
+        while True:
+            stream.write(b"\1" * 1024)
+
+
+def folder():
+    """Return the run's folder."""
+    return Path(sys.argv[sys.argv.index("--out") + 1])
+
+
+def disagree():
+    """Call two collectives, the guilty rank in the other order."""
+    import numpy as np
+
+    from nnmpi.comm.start import start
+
+    group, array = start(), np.ones(1000)
+    calls = [lambda: group.all_reduce(array, "ring"), lambda: group.broadcast(array)]
+    for call in reversed(calls) if guilty() else calls:
+        call()
+
+
+def meet_alone():
+    """Call a collective that the other ranks do not call."""
+    import numpy as np
+
+    from nnmpi.comm.start import start
+
+    start().all_reduce(np.ones(1000), "ring")
+
+
+def fail():
+    """Raise what nobody expects."""
+    raise RuntimeError("a fault on purpose")
+
+
+ACTS = {
+    "raise": fail,
+    "exit 0": lambda: os._exit(0),
+    "exit 3": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": stop,
+    "asleep in a step": lambda: time.sleep(FOREVER_S),
+    "wrong order of collectives": disagree,
+    "extra collective": meet_alone,
+    "full disk": fill_disk,
+    "deleted folder": lambda: shutil.rmtree(folder()),
+}
+
+
+def layer():
+    """Return a layer in which it happens."""
+    from nnmpi import nn
+
+    class Victim(nn.Module):
+        """Does nothing, until it does."""
+
+        def __init__(self):
+            self.calls = 0
+
+        def forward(self, x):
+            """Return what it gets."""
+            self.calls += 1
+            fault = os.environ["NNMPI_FAULT"]
+            if fault == "slow by 20x" and guilty() and CALL <= self.calls < CALL + 2:
+                if self.calls == CALL:
+                    note()
+                time.sleep(STEP_SLEEP_S)
+            if self.calls == CALL and fault in ACTS and (guilty() or fault == "wrong order of collectives"):
+                if guilty():
+                    note()
+                ACTS[fault]()
+            return x
+
+    return Victim()
+
+
+def build(shape, classes):
+    """Return a network of four stages, with such a layer in each."""
+    from nnmpi import nn
+
+    if os.environ["NNMPI_FAULT"] == "asleep in build" and guilty():
+        note()
+        time.sleep(FOREVER_S)
+    stages = [nn.Sequential(layer(), nn.Linear(8, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 8), *stages, layer(), nn.Linear(8, classes))
+
+
+def main():
+    """Go wrong before MPI is there, if asked to; else train."""
+    if os.environ["NNMPI_FAULT"] == "stop at start-up" and guilty():
+        note()
+        stop()
+    if os.environ["NNMPI_FAULT"] == "other data" and guilty():
+        note()
+        os.chdir("other")
+    from nnmpi.train.cli import launch
+
+    launch(["--model", f"{Path(__file__).resolve()}:build", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
