@@ -148,6 +148,23 @@ def describe(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], un
     return "; ".join(parts)
 
 
+def describe_loss(rank: int, last: RankStatus | None, own: tuple[int, RankStatus]) -> str:
+    """Return that a rank has died, where it was, and where the one is that tells of it.
+
+    Args:
+        rank: which has died.
+        last: what it has said last; None where nobody knows.
+        own: the rank that tells, and where it is.
+    """
+    seen = "" if last is None else f"; it was last heard of {_where(last)}"
+    return f"{name_ranks([rank])} has gone, killed or by an exit of its own{seen}; rank {own[0]} is {_where(own[1])}"
+
+
+def _where(status: RankStatus) -> str:
+    step = "" if status.step is None else f" (step {status.step})"
+    return f"{'in ' if status.waits_s else ''}{status.place}{step}"
+
+
 def is_over(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float) -> bool:
     """Return whether nobody will come any more, as far as a time limit can tell; 0 for never.
 

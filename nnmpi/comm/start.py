@@ -74,6 +74,7 @@ def _start() -> tuple[Group, Shutdown]:
         launch = read_launch(os.environ)
         alone = launch is not None and launch.local_size == world.comm.size
         world.watchdog = Watchdog(group, world.operations, world.comm.world, alone)
+        shutdown.farewell = world.watchdog.leave
     return group, shutdown
 
 

@@ -58,13 +58,15 @@ import importlib.util
 import json
 import math
 import os
+import platform
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from nnmpi import clock
 from nnmpi.errors import CheckpointError, NnmpiError
@@ -179,45 +181,67 @@ def _no_number(value: Any) -> bool:
 SKIPPED = ("kind", "global_step", "epoch")
 
 
-def _load_writers() -> Any:
-    """Return tensorboardX without PyTorch, which it loads where it finds it, for seconds, to name a type.
+def _import_unaided(name: str) -> Any:
+    """Return a module of tensorboardX without PyTorch, which it loads where it finds it, for seconds, to name a type.
 
     What stands for a module that is not there is taken away again: a loader of the user's may want PyTorch.
     """
     if "torch" in sys.modules:
-        return importlib.import_module("tensorboardX")
+        return importlib.import_module(name)
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module("tensorboardX")
+        return importlib.import_module(name)
     finally:
         del sys.modules["torch"]
 
 
 class EventFile:
-    """Writes every number of a metrics record as a scalar KIND/KEY at its step."""
+    """Writes every number of a metrics record as a scalar KIND/KEY at its step.
+
+    tensorboardX makes the events. Its own writer is a thread, in which nobody can explain a full disk.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Take down where a new event file will be; a viewer drops what older files hold from `first_step` on."""
         self._folder, self._first_step = folder, first_step
-        self._writer: Any = None
+        self._stream: BinaryIO | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add the record's numbers; what is no number, or not a finite one, is left out. The first call opens the file.
 
         Raises:
             ImportError: without tensorboardX.
+            OSError: when the disk does not take them.
         """
-        if self._writer is None:
-            module = _load_writers()
-            self._writer = module.SummaryWriter(str(self._folder), purge_step=self._first_step or None)
+        if self._stream is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{clock.calendar():.0f}.{platform.node()}"
+            self._stream = (self._folder / name).open("ab")
+            self._add(file_version="brain.Event:2")
+            if self._first_step:
+                self._add(step=self._first_step, session_log={"status": 1})  # START: what is later is dropped
         for key, value in record.items():
             if key not in SKIPPED and isinstance(value, int | float) and isfinite(value):
-                self._writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"])
+                scalar = _import_unaided("tensorboardX.summary").scalar(f"{record['kind']}/{key}", value)
+                self._add(step=record["global_step"], summary=scalar)
+        self._stream.flush()
+
+    def _add(self, **fields: Any) -> None:
+        """Add an event, between its length and the sums of both, as TensorFlow's record files have them."""
+        assert self._stream is not None
+        event = _import_unaided("tensorboardX.proto.event_pb2").Event(wall_time=clock.calendar(), **fields)
+        crc, data = _import_unaided("tensorboardX.record_writer").masked_crc32c, event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._stream.write(length + struct.pack("<I", crc(length)) + data + struct.pack("<I", crc(data)))
 
     def close(self) -> None:
-        """Bring everything to the file and end the writer's thread."""
-        if self._writer is not None:
-            self._writer.close()
+        """Close the file.
+
+        Raises:
+            OSError: when the disk does not take the rest.
+        """
+        if self._stream is not None:
+            self._stream.close()
 
 
 def can_write() -> bool:

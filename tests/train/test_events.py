@@ -1,5 +1,6 @@
 """TensorBoard's files hold the numbers of records, and nothing else."""
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -7,40 +8,27 @@ from typing import Any
 
 import pytest
 
-from nnmpi.train import metrics
-from nnmpi.train.metrics import EventFile
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.metrics import EventFile, MetricsRecorder, read_metrics
 
 
-class Writer:
-    """Keeps what is written."""
-
-    def __init__(self, folder: str, purge_step: int | None) -> None:
-        self.folder, self.purge_step, self.open = folder, purge_step, True
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-    def close(self) -> None:
-        self.open = False
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
-    """Stands in for tensorboardX; the writers that were made."""
-    made: list[Writer] = []
-
-    class Library:
-        @staticmethod
-        def SummaryWriter(folder: str, purge_step: int | None) -> Writer:  # noqa: N802
-            made.append(Writer(folder, purge_step))
-            return made[-1]
-
-    monkeypatch.setattr(metrics.importlib, "import_module", lambda name: Library)
-    return made
+def read_events(folder: Path) -> list[Any]:
+    """Return the events of the one file there, whose frames hold."""
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    crc = pytest.importorskip("tensorboardX.record_writer").masked_crc32c
+    (file,) = folder.iterdir()
+    content, found = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack_from("<Q", content)
+        data = content[12 : 12 + length]
+        assert struct.unpack_from("<I", content, 8)[0] == crc(content[:8])
+        assert struct.unpack_from("<I", content, 12 + length)[0] == crc(data)
+        found.append(events.Event.FromString(data))
+        content = content[16 + length :]
+    return found
 
 
-def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], tmp_path: Path) -> None:
+def test_lists_and_what_is_no_finite_number_are_left_out(tmp_path: Path) -> None:
     record: dict[str, Any] = {
         "kind": "staleness",
         "global_step": 7,
@@ -53,13 +41,15 @@ def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], 
         "messages": None,
         "workers": [{"worker": 0, "steps": 2, "histogram": [[0, 2]]}],
     }
-    file = EventFile(tmp_path, first_step=5)
+    file = EventFile(tmp_path / "events", first_step=5)
+    file.close()
+    assert not list(tmp_path.iterdir())  # nothing is there before there is something to write
     file.write(record)
     file.write({"kind": "train", "global_step": 8, "epoch": 1.0, "loss": 0.5})
     file.close()
-    (writer,) = library
-    assert (writer.folder, writer.purge_step, writer.open) == (str(tmp_path), 5, False)
-    assert writer.scalars == [
+    version, purge, *events = read_events(tmp_path / "events")
+    assert version.file_version == "brain.Event:2" and (purge.step, purge.session_log.status) == (5, 1)
+    assert [(each.summary.value[0].tag, each.summary.value[0].simple_value, each.step) for each in events] == [
         ("staleness/mean", 1.25, 7),
         ("staleness/max", 3, 7),
         ("staleness/lead", 0, 7),
@@ -67,23 +57,21 @@ def test_lists_and_what_is_no_finite_number_are_left_out(library: list[Writer], 
     ]
 
 
-def test_a_new_run_drops_nothing(library: list[Writer], tmp_path: Path) -> None:
+def test_a_new_run_drops_nothing(tmp_path: Path) -> None:
     file = EventFile(tmp_path, first_step=0)
-    file.close()
-    assert not library  # nothing is loaded before there is something to write
     file.write({"kind": "train", "global_step": 1, "loss": 0.5})
-    assert library[0].purge_step is None
-
-
-def test_the_real_library_takes_a_record_with_lists(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    file = EventFile(tmp_path, first_step=0)
-    file.write({"kind": "staleness", "global_step": 1, "epoch": 0.1, "mean": 1.5, "workers": [{"worker": 0}]})
     file.close()
-    (written,) = tmp_path.iterdir()
-    content = written.read_bytes()
-    assert b"staleness/mean" in content
-    assert b"workers" not in content
+    assert [each.step for each in read_events(tmp_path)] == [0, 1]
+
+
+def test_a_full_disk_costs_only_the_picture(tmp_path: Path) -> None:
+    """It is the writer's call that fails, and no thread of a library's, whose exception would end the job."""
+    pytest.importorskip("tensorboardX")
+    recorder = MetricsRecorder(RunFolder(tmp_path), 0)
+    (tmp_path / "tensorboard").symlink_to("/dev/full")
+    recorder.write({"kind": "train", "global_step": 1, "loss": 0.5})
+    recorder.__exit__(None, None, None)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_pytorch_is_not_loaded_for_them(tmp_path: Path) -> None:

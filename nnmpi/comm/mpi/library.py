@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from types import ModuleType
 
+from nnmpi.comm.mpi.startup import limited, read_start_limit
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import Launch, read_launch
 
@@ -25,8 +26,9 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
 
     Raises:
         LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
+        UsageError: for a limit of the start that is no number.
     """
-    launch = read_launch(environ)
+    launch, limit_s = read_launch(environ), read_start_limit(environ)
     mpi = import_mpi()
     if not mpi.Is_initialized():
         refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
@@ -40,7 +42,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
             os.environ.update(NO_NETWORK)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+            with limited(launch, limit_s):
+                mpi.Init_thread(mpi.THREAD_MULTIPLE)
     refuse_lonely_rank(mpi.COMM_WORLD.Get_size(), mpi.get_vendor()[0], launch)
     return mpi
 

@@ -53,6 +53,7 @@ class Shutdown:
         self._comm: Any = mpi.COMM_WORLD.Dup()
         self._process = os.getpid()
         self._announced = False
+        self.farewell: Callable[[], None] = lambda: None  # told to the watchdog, for which an end without it is a fault
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End because of an uncaught exception: what `sys.excepthook` calls.
@@ -130,6 +131,7 @@ class Shutdown:
             None if not all ranks come to their end in time.
         """
         self._announced = True
+        self.farewell()
         self._world.waiter = self
         own = hashlib.blake2b(f"{status} {text}".encode(), digest_size=16).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
@@ -151,13 +153,15 @@ class Shutdown:
             return
         size = self._comm.Get_size()
         if size > 1 and ("\n" in text or len(ranks) < size):
-            text = f"{name_ranks(ranks)} of {size}: {text}"
+            step = "" if self._world.step is None or "\n" not in text else f", in step {self._world.step}"
+            text = f"{name_ranks(ranks)} of {size}{step}: {text}"
         with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
             sys.stdout.flush()
             sys.stderr.write(printable(text) + "\n")
             sys.stderr.flush()
 
     def _abort(self, status: int) -> NoReturn:
+        self.farewell()
         time.sleep(DRAIN_S)
         _forget_memory()
         self._mpi.COMM_WORLD.Abort(status)

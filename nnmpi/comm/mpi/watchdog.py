@@ -6,6 +6,7 @@ It needs neither MPI nor the main thread, which may be stuck in it: the ranks' t
                                                             <--- heard -----
                       warning_s after a rank began to wait     rank 0 says once who is missing and where all others are
                       limit_s                                  <--- end ----- each leaves a record of its flight
+    rank 2 is killed: its connection ends without a farewell          at once: rank 0 says so, and ends the job
 
 Without an answer of rank 0 a rank that has waited for so long does by itself what rank 0 would have done.
 """
@@ -28,15 +29,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.stall import WARNING_S, RankStatus, describe, find_place, is_over, processor_seconds
+from nnmpi.comm.stall import WARNING_S, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 from nnmpi.comm.world import World
 from nnmpi.command import printable
 
 STALLED = 75  # the status of a job that is ended so: sysexits' "temporary failure"
-PERIOD_S = 1.0
-RANKS_PER_S = 100  # that rank 0 hears of in a second, at most
+PERIOD_S = 0.25
+RANKS_PER_S = 200  # that rank 0 hears of in a second, at most
 LEAST_S = 1e-3  # of a wait that has just begun
-SILENT_PERIODS = 3
+SILENT_S, SILENT_PERIODS = 3.0, 3  # whichever is longer, until it is told that nothing is heard of a rank
+LOST_S = 0.5  # of a wait after a rank has died: it will not come
 WORK_S = 1e-3  # of processor time between two looks: who has it at one place computes, or takes a slow download
 CONNECT_S = 5.0
 RECORD_S = 1.5  # for all to write their records
@@ -44,7 +46,7 @@ STAGGER_S = 0.35  # between two ranks that cannot ask rank 0
 MOST_LINE_BYTES = 1 << 14
 LONGER = 2.0  # a wait that is so many times as long as any that ended well is told
 OPERATIONS = 200  # that a record tells of
-ENDED = "the job is ended: it has waited {}"
+ENDED = "the job is ended: {}"
 
 Operations = deque[tuple[float, str]]
 """When the last calls to the world began, of `time.perf_counter`, and their names."""
@@ -71,6 +73,7 @@ class Watchdog:
         self.rank, self.size = group.rank, group.size
         self._operations, self._world = operations, world
         self._period_s = max(PERIOD_S, group.size / RANKS_PER_S)
+        self._silent_s = max(SILENT_S, SILENT_PERIODS * self._period_s)
         self._main = threading.main_thread().ident
         self._worked_s = processor_seconds(self._main or 0)
         self._mark: Any = None
@@ -79,12 +82,22 @@ class Watchdog:
         self._warned = False
         self._heard: dict[int, tuple[float, RankStatus]] = {}
         self._gone: set[int] = set()  # ranks that have come to their end
+        self._lost = ""  # what is to be said of a rank that has died
+        self._leaves = False
+        self._lines: dict[socket.socket, _Line] = {}
         server = socket.create_server(("127.0.0.1" if alone else "", 0)) if self.rank == 0 else None
         own = None if server is None else [server.getsockname()[1], secrets.token_hex(16), _addresses(alone)]
         port, self._token, addresses = group.share(own)
         work = self._serve if server is not None else self._report
         arguments = (server,) if server is not None else (port, addresses)
         threading.Thread(target=work, args=arguments, name="nnmpi-watchdog", daemon=True).start()
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one comes to its end: the end of its connections is no fault."""
+        self._leaves = True
+        for line in list(self._lines.values()):
+            with contextlib.suppress(OSError):
+                line.send({"token": self._token, "rank": self.rank, "leaves": True})
 
     # ---- what this rank says ----
 
@@ -105,7 +118,7 @@ class Watchdog:
         return RankStatus(max(still_s, LEAST_S) if place.waits else 0.0, still_s, place.words, step)
 
     def _patience_s(self, longest_s: float) -> float:
-        soon_s = (SILENT_PERIODS + 1) * self._period_s  # before it nobody knows who is silent
+        soon_s = self._silent_s + self._period_s  # before it nobody knows who is silent
         return max(self.warning_s, LONGER * longest_s, soon_s)
 
     # ---- rank 0 ----
@@ -114,26 +127,25 @@ class Watchdog:
         """Hear of all ranks, and judge."""
         chosen = selectors.DefaultSelector()
         chosen.register(server, selectors.EVENT_READ, None)
-        lines: dict[socket.socket, _Line] = {}
         next_s = time.monotonic() + self._period_s
         while True:
-            if time.monotonic() - next_s > SILENT_PERIODS * self._period_s:  # this process itself was stopped
+            if time.monotonic() - next_s > self._silent_s:  # this process itself was stopped
                 self._heard.clear()
                 self._mark = None
             for key, _ in chosen.select(max(0.0, next_s - time.monotonic())):
                 if key.fileobj is server:
                     link, _ = server.accept()
                     link.settimeout(self._period_s)
-                    lines[link] = _Line(link)
+                    self._lines[link] = _Line(link)
                     chosen.register(link, selectors.EVENT_READ, None)
                     continue
                 link = key.fileobj  # type: ignore[assignment]
-                if not self._hear(lines[link]):
+                if not self._hear(self._lines[link]):
                     chosen.unregister(link)
-                    lines.pop(link).close()
+                    self._lines.pop(link).close()
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + self._period_s
-                self._judge([line for line in lines.values() if line.rank is not None])
+                self._judge([line for line in self._lines.values() if line.rank is not None])
 
     def _hear(self, line: _Line) -> bool:
         """Take down what a rank says; return whether it says anything more."""
@@ -142,13 +154,17 @@ class Watchdog:
         except (OSError, ValueError):
             messages = None
         if messages is None:
-            if line.rank is not None:
+            if line.rank is not None and line.rank not in self._gone:
                 self._gone.add(line.rank)
+                self._lose(line.rank)
             return False
         for message in messages:
             if message.get("token") != self._token:
                 return False
             line.rank = int(message["rank"])
+            if "leaves" in message:
+                self._gone.add(line.rank)
+                continue
             self._longest_s = max(self._longest_s, message["longest_s"])
             self._heard[line.rank] = (time.monotonic(), RankStatus(**message["status"]))
             with contextlib.suppress(OSError):
@@ -160,22 +176,34 @@ class Watchdog:
         now = time.monotonic()
         self._heard[0] = (now, self.status())
         known = {rank: found for rank, found in self._heard.items() if rank not in self._gone}
-        late = {rank: now - at for rank, (at, _) in known.items() if now - at > SILENT_PERIODS * self._period_s}
+        late = {rank: now - at for rank, (at, _) in known.items() if now - at > self._silent_s}
         statuses = {rank: status for rank, (_, status) in known.items() if rank not in late}
         waited_s = max(status.waits_s for status in statuses.values())
+        if self._lost and waited_s >= LOST_S:
+            self._end_all(lines, self._lost)
         if waited_s < self._patience_s(self._longest_s):
             self._warned = False
             return
         unknown = [rank for rank in range(self.size) if rank not in self._heard]
         words = f"for {waited_s:.0f} s: {describe(statuses, late, unknown)}"
         if is_over(statuses, late, self.limit_s):
-            for line in lines:
-                with contextlib.suppress(OSError):
-                    line.send({"end": True})
-            self._end(ENDED.format(words), RECORD_S)
+            self._end_all(lines, f"it has waited {words}")
         if not self._warned:
             self._warned = True
             self._say(f"waiting {words}{self._what_then(waited_s)}")
+
+    def _lose(self, rank: int) -> None:
+        """Say at once that a rank has died: its launcher may end this one, too, in no time."""
+        if self._lost or self._leaves:
+            return
+        self._lost = describe_loss(rank, self._heard[rank][1], (0, self.status()))
+        self._say(self._lost)
+
+    def _end_all(self, lines: list[_Line], why: str) -> NoReturn:
+        for line in lines:
+            with contextlib.suppress(OSError):
+                line.send({"end": True})
+        self._end(ENDED.format(why), RECORD_S)
 
     def _what_then(self, waited_s: float) -> str:
         return f"; the job is ended after {self.limit_s:.0f} s of it" if self.limit_s > waited_s else ""
@@ -186,10 +214,11 @@ class Watchdog:
         """Tell rank 0 where this rank is; do without rank 0 if it does not answer."""
         line = _connect(port, addresses)
         if line is None:
-            return  # rank 0 says that nothing is known of this rank
+            return None  # rank 0 says that nothing is known of this rank
+        self._lines[line.link] = line
         heard_s = until_s = time.monotonic()
         while True:
-            if time.monotonic() - until_s > SILENT_PERIODS * self._period_s:  # this process itself was stopped
+            if time.monotonic() - until_s > self._silent_s:  # this process itself was stopped
                 heard_s, self._mark = time.monotonic(), None
             status = self.status()
             told = {"token": self._token, "rank": self.rank, "longest_s": self._longest_s, "status": status.to_json()}
@@ -205,21 +234,34 @@ class Watchdog:
                 except (OSError, ValueError):
                     messages = None
                 if messages is None:
-                    return  # rank 0 has come to its end
+                    return self._go_on_without_root(status)
+                if any("leaves" in message for message in messages):
+                    return None
                 if any("end" in message for message in messages):
                     self._end("", 4 * RECORD_S)
                 heard_s = time.monotonic() if messages else heard_s
             self._judge_alone(status, time.monotonic() - heard_s)
 
+    def _go_on_without_root(self, last: RankStatus) -> None:
+        """End this process, unless it does not need rank 0 any more, which has died."""
+        lost = describe_loss(0, None, (self.rank, last))
+        if self.rank == 1 and not self._leaves:
+            self._say(lost)
+        while not self._leaves:
+            if self.status().waits_s >= LOST_S:
+                time.sleep(STAGGER_S * (self.rank - 1))
+                self._end(ENDED.format(lost), RECORD_S)
+            time.sleep(self._period_s)
+
     def _judge_alone(self, status: RankStatus, silent_s: float) -> None:
         """Do what rank 0 would do, which has not answered for so many seconds."""
-        if silent_s < SILENT_PERIODS * self._period_s or status.waits_s < self._patience_s(self._longest_s):
+        if silent_s < self._silent_s or status.waits_s < self._patience_s(self._longest_s):
             self._warned = self._warned and status.waits_s > 0
             return
         words = f"for {status.waits_s:.0f} s: {describe({self.rank: status}, {0: silent_s}, [])}"
         if is_over({self.rank: status}, {0: silent_s}, self.limit_s):
             time.sleep(STAGGER_S * self.rank)
-            self._end(ENDED.format(words), RECORD_S)
+            self._end(ENDED.format(f"it has waited {words}"), RECORD_S)
         if not self._warned:
             self._warned = True
             if self.rank == 1:
@@ -239,6 +281,9 @@ class Watchdog:
         with contextlib.suppress(Exception):  # whatever it is, the job must end
             self._record(text)
         time.sleep(rest_s)
+        with contextlib.suppress(KeyError, ValueError, OSError):  # MPICH's launcher would tell of its own signal
+            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % STALLED)
+            time.sleep(rest_s)
         os._exit(STALLED)
 
     def _record(self, text: str) -> None:
@@ -267,10 +312,12 @@ class _Line:
         self.link = link
         self.rank: int | None = None
         self._rest = b""
+        self._sends = threading.Lock()
 
     def send(self, value: dict[str, Any]) -> None:
         """Send a value."""
-        self.link.sendall(json.dumps(value).encode() + b"\n")
+        with self._sends:
+            self.link.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return what has come; None after the end."""
