@@ -1,6 +1,6 @@
 """A training in which one rank goes wrong on purpose: the train command with a model of its own.
 
-NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer. When it does, the time is written to NNMPI_FAULT_FILE.
+NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer; the time goes into NNMPI_FAULT_FILE.
 
     NNMPI_FAULT=kill NNMPI_FAULT_FILE=/tmp/at mpirun -n 4 python -m benchmarks.faults.victim <train options>
 """

@@ -46,6 +46,7 @@ def main(words: Sequence[str]) -> str:
         resumes=config.run.resume is not None,
         ranks=options.ranks,
         replica=replica,
+        fewest=2 if config.sync.sync == "gossip" else 1,
         hosts=hosts,
         restarts=options.restarts,
         start_limit_s=options.start_limit,

@@ -50,7 +50,8 @@ class SupervisedRun:
         folder: of the run.
         resumes: whether the first start goes on from what is there.
         ranks: to begin with.
-        replica: how many ranks hold the model once; fewer cannot train.
+        replica: how many ranks hold the model once.
+        fewest: with how many ranks it can train at least.
         hosts: to choose from; none for the launcher's own choice.
         restarts: how many starts in a row may bring no checkpoint.
         start_limit_s: for the job to come up in; 0 for no limit.
@@ -61,6 +62,7 @@ class SupervisedRun:
     resumes: bool
     ranks: int
     replica: int = 1
+    fewest: int = 1
     hosts: tuple[str, ...] = ()
     restarts: int = 10
     start_limit_s: float = 600.0
@@ -107,6 +109,7 @@ class Supervisor:
         self._insists = False
         self._ranks = plan.ranks
         self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
+        self._fewest = max(plan.replica, -(-plan.fewest // plan.replica) * plan.replica)
         self._began_with = _identity(self._files.finished)
         self._known_starts = _count_lines(self._files.starts)
 
@@ -143,7 +146,7 @@ class Supervisor:
             if in_vain > self._plan.restarts or (outcome.status == EX_DATAERR and in_vain >= IN_VAIN):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
-                self._ranks = max(self._plan.replica, self._ranks - self._plan.replica)
+                self._ranks = max(self._fewest, self._ranks - self._plan.replica)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (in_vain - 1)) if in_vain else 0.0
             goes_on = f"from step {outcome.step}" if outcome.step else "at the beginning"
             when = f"in {pause_s:.0f} s" if pause_s else "now"
@@ -184,11 +187,9 @@ class Supervisor:
         if hosts:
             room = min(self._plan.ranks, sum(hosts.values()))
             ranks = room - room % self._plan.replica
-        if self._plan.hosts and (not hosts or not ranks):
+        if self._plan.hosts and (not hosts or ranks < self._fewest):
             left = ", ".join(hosts) or "none"
-            return StartEnd(
-                1, f"too few hosts answer ({left}) for a layout of {self._plan.replica} ranks", self._step(), 0
-            )
+            return StartEnd(1, f"too few hosts answer ({left}) for at least {self._fewest} ranks", self._step(), 0)
         launcher = Launcher("none") if ranks == 1 and not hosts and self._launcher.kind != "srun" else self._launcher
         words = self._words(ranks)
         command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]

@@ -17,6 +17,7 @@ runs/digits-cnn-20260101-120000/
   tensorboard/        event files, with the tensorboard extra
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from types import TracebackType
 from numpy import __version__ as numpy_version
 
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
-from nnmpi.errors import UsageError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.own import short_name
 from nnmpi.train.config import Config, flatten
@@ -88,6 +89,7 @@ TIMES_FILE = "times.json"
 FINISHED_FILE = "finished.json"
 FAULTS_FILE = "faults.jsonl"
 POLL_S = 0.1
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # no mistake in the command: another start may find it mended
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):
@@ -297,6 +299,8 @@ class RunFolder:
             yield
         except OSError as error:
             reason = error.strerror or error
+            if error.errno in PASSING:
+                raise CheckpointError(f"--out {self.path} cannot be written ({reason}); make room there") from None
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
 
 

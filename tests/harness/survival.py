@@ -1,65 +1,91 @@
 """Trainings that are started again after faults, in the simulated world: what must hold of each, whatever the seed.
 
-    python -m tests.harness.survival 0 10000        # seeds 0 to 9999; tells the first that fails, and how many it took
+    python -m tests.harness.survival 0 10000        # seeds 0 to 9999 on all cores; tells the first that fails
 
-A seed draws how many ranks each start has, and what goes wrong in it: a rank that is killed or stops in some call, a
-kill in the middle of some operation of the disk, with or without what was not synced, a disk that fills up; slow ranks
-and late messages besides. The last start has no fault. Then
+A seed draws how ranks train (in step, with servers, averaging, by gossip), how many hosts answer before each start, and
+what goes wrong in it: a rank that is killed or stops in some call, a kill in the middle of some operation of the disk,
+with or without what was not synced, a disk that fills up, a supervisor that is killed itself; slow ranks and late
+messages besides. After the last fault nothing more happens. The supervisor is the real one. Then
 
     each start ends with an error that has a name, or well
     no checkpoint is lost that was written
-    the run ends with the bits of one that nothing happened to
+    the supervisor proves the end, with whole metrics
+    ranks that train in step, in a fixed order of sums, end with the bits of a run that nothing happened to
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import threadpoolctl
 
+from nnmpi.comm.mpi.watchdog import STALLED
 from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.train import checkpoint_files
+from nnmpi.run import supervisor
+from nnmpi.run.launching import Launcher
+from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor
+from nnmpi.train import checkpoint_files, inputs
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FaultyDisk
 
-WORDS = (
-    "--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps 6 --save-steps 2 --save-every 0 --eval-every 0"
-)
-WORDS += " --reduction fixed --schedule constant --log-every 1 --keep 2 --quiet --backend numpy"
-MOST_RANKS, MOST_FAULTS = 3, 3
+STEPS = 6
+WORDS = f"--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps {STEPS} --save-steps 2 --save-every 0"
+WORDS += " --eval-every 0 --schedule constant --log-every 1 --keep 2 --quiet --backend numpy"
+FIXED = "--reduction fixed"
+WAYS = (FIXED, FIXED, "--sync asp", "--sync ssp --staleness 1", "--sync local --local-steps 2", "--sync gossip")
+HOSTS, MOST_FAULTS = ("one", "two", "three"), 3
 CALLS, OPERATIONS = 400, 150  # about as many as such a run has
 EXPECTED_ERRORS = ("was killed", "has stopped", "No space left on device")
+KILLED = 137
 
 
 @contextmanager
 def quick_trainings() -> Iterator[None]:
-    """Leave out what takes longer than such a small run."""
+    """Leave out what takes longer than such a small run, and do once what is always the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nnmpi.train.metrics.can_write", lambda: False)
+        start: list[list[str]] = []
+        describe = inputs._describe_start
+        patch.setattr(
+            inputs, "_describe_start", lambda *given: start[0] if start else start.append(describe(*given)) or start[0]
+        )
+        patch.setattr(threadpoolctl, "threadpool_info", cache(threadpoolctl.threadpool_info))
         yield
 
 
 def undisturbed(folder: Path) -> list[bytes]:
-    """Return the arrays that a run ends with to which nothing happens."""
-    simulate(partial(main, [*WORDS.split(), "--out", str(folder)]), 2)
+    """Return the arrays that a run in step ends with to which nothing happens."""
+    simulate(partial(main, [*f"{WORDS} {FIXED}".split(), "--out", str(folder)]), 2)
     return arrays_of(folder)
 
 
 def arrays_of(run: Path) -> list[bytes]:
     """Return the arrays of a run's last checkpoint."""
-    last = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    return [file.read_bytes() for file in sorted(last.glob("*.safetensors"))]
+    return [file.read_bytes() for file in sorted(_last(run).glob("*.safetensors"))]
+
+
+def _last(run: Path) -> Path:
+    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
 
 
 def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
@@ -74,40 +100,107 @@ def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
         What was wrong; nothing if all was well.
     """
     draws, promised = Random(seed), _Promised()
-    with promised.watched():
-        for left in reversed(range(draws.randint(1, MOST_FAULTS) + 1)):
+    way = draws.choice(WAYS)
+    machine = _Machine(run, draws, promised, left=draws.randint(1, MOST_FAULTS))
+    fewest = 2 if "gossip" in way else 1
+    words = (*WORDS.split(), *way.split())
+    plan = SupervisedRun(words, run, resumes=False, ranks=len(HOSTS), fewest=fewest, hosts=HOSTS)
+    with promised.watched(), machine.taking_part():
+        for _ in range(MOST_FAULTS + 1):
             try:
-                _start(draws, run, faulty=left > 0)
-            except NnmpiError as error:
-                named = any(each in str(error) for each in EXPECTED_ERRORS) and "Traceback" not in str(error)
-                if left == 0 or not named:
-                    return f"start with {left} faults to come: {type(error).__name__}: {error}"
+                Supervisor(plan, _AnsweringHosts(machine), lambda text: None).run()
+                break
+            except _SupervisorKilled:
+                continue  # the batch system starts it again
+            except GaveUp as error:
+                return machine.wrong or f"the supervisor gave up: {error}"
             except Exception as error:
-                return f"start with {left} faults to come: {type(error).__name__}: {error}"
-            if lost := promised.find_lost(run):
-                return lost
-    return _judge_end(run, wanted)
+                return machine.wrong or f"the supervisor: {type(error).__name__}: {error}"
+    return machine.wrong or _judge_end(run, wanted if way == FIXED else None)
 
 
-def _start(draws: Random, run: Path, faulty: bool) -> None:
-    """Start the run, or go on with it, and let something go wrong.
+class _SupervisorKilled(BaseException):
+    """Its host is gone."""
 
-    Raises:
-        NnmpiError: what it ended with.
+
+@dataclass
+class _Machine:
+    """What stands for launcher, hosts and clock of a supervisor: each start is a simulation, with a fault.
+
+    Attributes:
+        left: how many starts will have one.
+        wrong: what was not as it must be.
     """
-    ranks = draws.randint(1, MOST_RANKS)
-    fault = draws.choice(("ranks", "kill", "power", "full")) if faulty else "none"
-    faults = Faults.drawn(draws.randrange(2**32), ranks, CALLS) if fault == "ranks" else None
-    at = draws.randint(1, OPERATIONS)
-    disk = FaultyDisk(run, draws, at if fault in ("kill", "power") else 0, at if fault == "full" else 0)
-    words = ["--resume", str(run)] if (run / "config.json").exists() else ["--out", str(run)]
-    try:
-        with disk:
-            program = partial(main, [*WORDS.split(), *words])
-            simulate(program, ranks, seed=draws.randrange(2**32), check=False, faults=faults)
-    finally:
-        if fault == "power":
-            disk.lose()
+
+    run: Path
+    draws: Random
+    promised: _Promised
+    left: int
+    wrong: str = ""
+    now_s: float = 0.0
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Let supervisors start simulations instead of processes."""
+        popen = SimpleNamespace(**{**vars(subprocess), "Popen": self.start})
+        times = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep, strftime=time.strftime)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervisor, "subprocess", popen)
+            patch.setattr(supervisor, "time", times)
+            patch.setattr(supervisor, "kill", lambda session: None)
+            yield
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
+
+    def start(self, command: Sequence[str], **kwargs: Any) -> Any:
+        """Do what a launcher does, up to the end; return what stands for its process."""
+        at = command.index("nnmpi.train")
+        ranks = int(command[command.index("-n") + 1]) if "-n" in command[:at] else 1
+        status = self._train(command[at + 1 :], ranks)
+        self.now_s += 1.0
+        self.wrong = self.wrong or self.promised.find_lost(self.run)
+        if self.wrong or (self.left and self.draws.random() < 0.1):
+            raise _SupervisorKilled
+        return SimpleNamespace(pid=0, returncode=status, poll=lambda: status, wait=lambda limit_s=None: status)
+
+    def _train(self, words: Sequence[str], ranks: int) -> int:
+        """Train, and let something go wrong; return the job's status."""
+        draws, faulty = self.draws, self.left > 0
+        self.left -= faulty
+        fault = draws.choice(("ranks", "kill", "power", "full")) if faulty else "none"
+        faults = Faults.drawn(draws.randrange(2**32), ranks, CALLS) if fault == "ranks" else None
+        at = draws.randint(1, OPERATIONS)
+        disk = FaultyDisk(self.run, draws, at if fault in ("kill", "power") else 0, at if fault == "full" else 0)
+        try:
+            with disk:
+                simulate(partial(main, list(words)), ranks, seed=draws.randrange(2**32), check=False, faults=faults)
+        except NnmpiError as error:
+            text = str(error)
+            if not faulty or "Traceback" in text or not any(each in text for each in EXPECTED_ERRORS):
+                self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
+            return KILLED if "was killed" in text else STALLED if "has stopped" in text else error.exit_status
+        except Exception as error:
+            self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
+            return 1
+        finally:
+            if fault == "power":
+                disk.lose()
+        return 0
+
+
+class _AnsweringHosts(Launcher):
+    """A launcher of whose hosts some answer."""
+
+    def __init__(self, machine: _Machine) -> None:
+        super().__init__("Open MPI", "mpirun")
+        object.__setattr__(self, "machine", machine)
+
+    def answering(self, hosts: Sequence[str], environ: Any = None) -> list[str]:
+        """Return at least one of the hosts, as the seed draws them."""
+        draws = self.machine.draws  # type: ignore[attr-defined]
+        return sorted(draws.sample(list(hosts), draws.choice((1, 2, 3, 3))))
 
 
 class _Promised:
@@ -140,34 +233,56 @@ class _Promised:
         return f"the checkpoint of step {self.step} was written, and that of step {step} is left" * (step < self.step)
 
 
-def _judge_end(run: Path, wanted: list[bytes]) -> str:
-    """Return what is wrong with a run that has ended."""
+def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
+    """Return what is wrong with a run that has ended; where ranks are not in step, its bits are its own."""
     try:
         records = read_metrics(run / "metrics.jsonl")
     except ValueError as error:
         return f"metrics that are none: {error}"
     trained = [each["global_step"] for each in records if each["kind"] == "train"]
-    if trained != list(range(1, 7)):
+    if trained != sorted(set(trained)) or trained[-1:] != [STEPS] or (wanted and len(trained) != STEPS):
         return f"metrics of the steps {trained}"
-    if json.loads((run / "finished.json").read_text())["step"] != 6:
+    end = json.loads((run / "finished.json").read_text())
+    if end["step"] != STEPS:
         return "finished.json is of another step"
-    return "" if arrays_of(run) == wanted else "the run ends with other bits"
+    state = json.loads((_last(run) / "state.json").read_text())
+    if state["files"]["model.safetensors"]["sha256"] != end["weights_sha256"]:
+        return "finished.json is of other weights"
+    return "" if wanted is None or arrays_of(run) == wanted else "the run ends with other bits"
 
 
-def sweep(first: int, last: int, folder: Path) -> tuple[int, str] | None:
+def sweep(first: int, last: int) -> tuple[int, str] | None:
     """Return the first seed of a range that fails, and how; None where all is well."""
-    with quick_trainings():
-        wanted = undisturbed(folder / "undisturbed")
+    with tempfile.TemporaryDirectory(dir=_fast_folder()) as name, quick_trainings():
+        wanted = undisturbed(Path(name) / "undisturbed")
         for seed in range(first, last):
-            if wrong := survive(seed, folder / f"run-{seed}", wanted):
+            run = Path(name) / f"run-{seed}"
+            if wrong := survive(seed, run, wanted):
                 return seed, wrong
+            shutil.rmtree(run, ignore_errors=True)
     return None
 
 
+def _fast_folder() -> str | None:
+    """Return where files are memory, if that is known; what is lost with the power is a matter of `FaultyDisk`."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+BATCH = 50  # seeds that a process takes at once
+
+
+def main_sweep(low: int, high: int) -> str:
+    """Go through a range of seeds on all cores, and return what there is to say."""
+    begin = time.monotonic()
+    firsts = range(low, high, BATCH)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for failed in pool.map(sweep, firsts, [min(first + BATCH, high) for first in firsts]):
+            if failed is not None:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(f"seed {failed[0]}: {failed[1]}")
+    seconds = time.monotonic() - begin
+    return f"seeds {low} to {high - 1}: all ended well, in {seconds:.0f} s, {(high - low) / seconds:.1f} in a second"
+
+
 if __name__ == "__main__":
-    begin, (low, high) = time.monotonic(), map(int, sys.argv[1:3])
-    with tempfile.TemporaryDirectory() as name:
-        failed = sweep(low, high, Path(name))
-    if failed is not None:
-        sys.exit(f"seed {failed[0]}: {failed[1]}")
-    print(f"seeds {low} to {high - 1}: all ended well, in {time.monotonic() - begin:.0f} s")
+    print(main_sweep(*map(int, sys.argv[1:3])))

@@ -79,7 +79,9 @@ TALKERS = frozenset(
         "verify",
     }
 )
-LAST_WORDS = frozenset({"nnmpi/comm/mpi/shutdown.py", "nnmpi/comm/mpi/watchdog.py", "nnmpi/comm/start.py"})
+LAST_WORDS = frozenset(
+    f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/startup", "mpi/watchdog", "start")
+)
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.
