@@ -36,6 +36,7 @@ from typing import Any
 import pytest
 import threadpoolctl
 
+from nnmpi.backend import blas
 from nnmpi.comm.mpi.watchdog import STALLED
 from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.world import simulate
@@ -48,7 +49,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FaultyDisk
 
-STEPS = 6
+STEPS = 4
 WORDS = f"--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps {STEPS} --save-steps 2 --save-every 0"
 WORDS += " --eval-every 0 --schedule constant --log-every 1 --keep 2 --quiet --backend numpy"
 FIXED = "--reduction fixed"
@@ -69,7 +70,8 @@ def quick_trainings() -> Iterator[None]:
         patch.setattr(
             inputs, "_describe_start", lambda *given: start[0] if start else start.append(describe(*given)) or start[0]
         )
-        patch.setattr(threadpoolctl, "threadpool_info", cache(threadpoolctl.threadpool_info))
+        for module in (threadpoolctl, blas):
+            patch.setattr(module, "threadpool_info", cache(threadpoolctl.threadpool_info))
         yield
 
 
@@ -180,6 +182,8 @@ class _Machine:
             text = str(error)
             if not faulty or "Traceback" in text or not any(each in text for each in EXPECTED_ERRORS):
                 self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
+            if "was killed" in text and draws.random() < 0.2:
+                return 0  # as MPICH's launcher has it where a rank leaves by itself
             return KILLED if "was killed" in text else STALLED if "has stopped" in text else error.exit_status
         except Exception as error:
             self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
@@ -242,6 +246,8 @@ def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
     trained = [each["global_step"] for each in records if each["kind"] == "train"]
     if trained != sorted(set(trained)) or trained[-1:] != [STEPS] or (wanted and len(trained) != STEPS):
         return f"metrics of the steps {trained}"
+    if not (run / "finished.json").exists():
+        return "there is no finished.json"
     end = json.loads((run / "finished.json").read_text())
     if end["step"] != STEPS:
         return "finished.json is of another step"
