@@ -40,6 +40,7 @@ from nnmpi.version import VERSION
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
+MOST_SHOWN = 200  # characters of what was given, in a sentence about it
 HELP_INDENT = 26  # where the explanations begin
 
 
@@ -163,7 +164,7 @@ def convert(value: Any, option: Option, where: str) -> Any:
         fits, converted = _match(value, kind)
         if fits:
             return converted
-    raise UsageError(f"{where} is {value!r}; it must be {describe(option.type)}")
+    raise UsageError(f"{where} is {shortened(repr(value))}; it must be {describe(option.type)}")
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
@@ -278,8 +279,13 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
             return _read_as(kind, words)
         except ValueError:
             continue
-    given = f"is {' '.join(words) or 'empty'}" if words else "stands without a value"
+    given = f"is {shortened(' '.join(words)) or 'empty'}" if words else "stands without a value"
     raise UsageError(f"{written} {given}; it must be {describe(option.type)}")
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if nobody would read it to its end."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
 
 
 def _read_as(kind: Any, words: Sequence[str]) -> Any:

@@ -84,11 +84,15 @@ def _watch(command, environ, place, at, fault):
     with (place / "output").open("wb") as sink, (place / "output").open("rb") as source:
         job = subprocess.Popen(
             *(command,),
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=environ,
-            start_new_session=True, cwd=place / "work",
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+            cwd=place / "work",
         )
         said = ""
-        while job.poll() is None and time.time() - begin < HANGS_S:
+        while job.poll() is None and time.time() - begin < HANGS_S + longest_s:
             said += source.read().decode(errors="replace")
             if seen_s is None and at.exists() and find_name(said, fault):
                 seen_s = time.time()

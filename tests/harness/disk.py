@@ -162,7 +162,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         if not self._begin(writes=False):
             return
         if os.path.isdir(place):
-            self._acts = [act for act in self._acts if os.path.dirname(act.path) != place]
+            self._settle(place)
         else:
             self._safe_bytes.pop(place, None)
 
@@ -196,6 +196,16 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
                 self._acts.append(_Act("remove", folder, before={"": None}))
 
     # ---- what is not safe ----
+
+    def _settle(self, place: str) -> None:
+        """Let be safe what was done in a folder. What was in a folder that is gone from there comes back no more."""
+        safe = {number for number, act in enumerate(self._acts) if os.path.dirname(act.path) == place}
+        gone = {self._acts[number].path: number for number in safe if self._acts[number].before == {"": None}}
+        kept = []
+        for number, act in enumerate(self._acts):
+            if number not in safe and number > gone.get(os.path.dirname(act.path), -1):
+                kept.append(act)
+        self._acts = kept
 
     def _move(self, source: str, target: str) -> None:
         """Let what is known of a place go with it to another one."""

@@ -113,7 +113,9 @@ def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
                 Supervisor(plan, _AnsweringHosts(machine), lambda text: None).run()
                 break
             except _SupervisorKilled:
-                continue  # the batch system starts it again
+                if machine.wrong:
+                    break
+                # else the batch system starts it again
             except GaveUp as error:
                 return machine.wrong or f"the supervisor gave up: {error}"
             except Exception as error:
