@@ -246,11 +246,11 @@ def _default(field: Any) -> Any:
 def _unknown(word: str, options: Sequence[Option]) -> str:
     """Return a sentence about a word that belongs to no option."""
     if not word.startswith("--"):
-        return f"{word} is not an option; options begin with -- and are listed by --help"
+        return f"{shortened(word)} is not an option; options begin with -- and are listed by --help"
     name = word.partition("=")[0]
     known = [each for option in options for each in (option.flag, option.negation) if each is not None]
     nearest = suggest(name[2:].replace("-", "_"), [each[2:].replace("-", "_") for each in known], dashes="--")
-    return f"{name} is not an option{nearest}"
+    return f"{shortened(name)} is not an option{nearest}"
 
 
 def _read(option: Option, written: str, words: Sequence[str]) -> Any:
@@ -267,7 +267,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
     off = option.negation is not None and written.replace("_", "-") == option.negation
     if off or option.type is bool:
         if words:
-            raise UsageError(f"{written} takes no value, but {' '.join(words)} follows it")
+            raise UsageError(f"{written} takes no value, but {shortened(' '.join(words))} follows it")
         return not off if option.type is bool else "off"
     if is_switch(option.type) and not words:
         return "on"

@@ -119,7 +119,7 @@ def find_name(said, fault):
     patterns = {
         "raise": rf"rank {GUILTY} of {RANKS}.*a fault on purpose",
         "full disk": r"no checkpoint of step \d+ .*No space left|No space left on device",
-        "deleted folder": r"no checkpoint of step \d+",
+        "deleted folder": r"the run's folder .* was removed",
         "other data": rf"rank {GUILTY}\b.*data|data.*rank {GUILTY}\b",
         "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
     }

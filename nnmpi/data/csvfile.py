@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.command import shortened
 from nnmpi.data.dataset import Dataset, Wanted
 from nnmpi.data.files import read_bytes
 from nnmpi.errors import DataError
@@ -157,7 +158,7 @@ def _numbers(path: Path, line: int, cells: list[str], place: int) -> list[float]
     for number, cell in enumerate(cells):
         column = number + 1 + (number >= place)
         if not _is_number(cell) or not abs(float(cell)) <= limit:
-            raise DataError(f"{path}, line {line}, column {column}: {cell!r} is not a finite number")
+            raise DataError(f"{path}, line {line}, column {column}: {shortened(cell)!r} is not a finite number")
     raise AssertionError(f"{path}, line {line}: no bad cell found")
 
 
@@ -178,8 +179,8 @@ def _quantities(table: Table) -> NDArray[np.float32]:
     for line, label in zip(table.lines, table.labels, strict=True):
         if not _is_number(label) or not abs(float(label)) <= limit:
             raise DataError(
-                f"{table.path}, line {line}: the target {label!r} is not a finite number; name another column, or take "
-                "it for a class"
+                f"{table.path}, line {line}: the target {shortened(label)!r} is not a finite number; name another "
+                "column, or take it for a class"
             )
     return np.array([float(label) for label in table.labels], np.float32)
 
@@ -192,7 +193,7 @@ def _class_names(table: Table) -> tuple[str, ...]:
     broken = [label for label in found if not _is_whole(label)]
     if broken:
         raise DataError(
-            f"{table.path}: label {broken[0]!r} is not a whole number; give classes, as numbers or text, or "
+            f"{table.path}: label {shortened(broken[0])!r} is not a whole number; give classes, as numbers or text, or "
             "ask for quantities"
         )
     return tuple(str(number) for number in sorted({int(float(label)) for label in found}))
@@ -222,6 +223,8 @@ def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wante
     labels = [str(int(float(label))) if numeric and _is_whole(label) else label for label in table.labels]
     unknown = [label for label in labels if label not in number]
     if unknown:
-        raise DataError(f"{table.path}: label {unknown[0]!r} is not among the training labels {list(class_names)}")
+        raise DataError(
+            f"{table.path}: label {shortened(str(unknown[0]))!r} is not among the training labels {list(class_names)}"
+        )
     y = np.array([number[label] for label in labels], np.int64)
     return Dataset(name, table.features, y, len(class_names), 1.0, class_names)

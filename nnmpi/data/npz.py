@@ -89,7 +89,8 @@ def _read(path: Path) -> dict[str, Array]:
     if not whole:
         raise DataError(f"{path}: not an .npz file, or cut off; write it with numpy.savez")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # The file is ours: np.load leaves it open where the archive's directory is damaged.
+        with opened(path) as stream, np.load(stream, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except Exception as error:  # whatever zipfile, its decompressors and the reader of headers make of damage
         reason = f"{type(error).__name__}: {error}"

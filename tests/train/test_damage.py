@@ -1,0 +1,31 @@
+"""A few of the damages that `python -m tests.harness.damage` draws by the thousand."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.damage import Findings, damage_data, damage_run, try_words
+
+pytestmark = pytest.mark.host_only("it is about files and words, not arrays")
+
+
+def test_a_damaged_run_is_refused_or_an_older_checkpoint_is_used(tmp_path: Path) -> None:
+    findings = Findings()
+    damage_run(tmp_path / "run", 2, findings)
+    assert not findings.wrong, "\n".join(findings.wrong)
+    assert findings.ends["an older one"] > 10 and findings.ends["refused"] > 10
+
+
+def test_damaged_data_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
+    findings = Findings()
+    damage_data(tmp_path / "data", 8, findings)
+    assert not findings.wrong, "\n".join(findings.wrong)
+    assert findings.ends["refused"] > 10 and findings.ends["read"] > 5
+
+
+def test_words_are_read_or_refused(tmp_path: Path) -> None:
+    findings = Findings()
+    try_words(tmp_path / "words", 60, findings)
+    assert not findings.wrong, "\n".join(findings.wrong)
+    assert findings.ends["refused"] > 30
