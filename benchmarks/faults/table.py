@@ -24,6 +24,7 @@ WAYS = {
     "pipeline": "--pp 4",
     "servers": "--sync asp --servers 1",
 }
+GONE = rf"nnmpi: .*rank {GUILTY} has gone"
 BY_LAUNCHER = rf"prterun noticed that process rank {GUILTY} .*|PID \d+ RUNNING AT .*"
 RANKS, STALL_WARNING_S, STALL_LIMIT_S, HANGS_S = 4, 1.0, 4.0, 60.0
 TRAIN = "--dataset data.npz --epochs 400 --max-steps 40 --batch-size 32 --save-steps 5 --save-every 0 --eval-every 0"
@@ -117,6 +118,7 @@ def _watch(command, environ, place, at, fault):
 def find_name(said, fault):
     """Return the line of nnmpi's own that names the fault; none before the job is ended for it."""
     patterns = {
+        "exit": rf"{GONE}|rank {GUILTY} of {RANKS}: os\._exit",
         "raise": rf"rank {GUILTY} of {RANKS}.*a fault on purpose",
         "full disk": r"no checkpoint of step \d+ .*No space left|No space left on device",
         "deleted folder": r"the run's folder .* was removed",
@@ -124,8 +126,10 @@ def find_name(said, fault):
         "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
     }
     limited = fault.startswith(LIMITED)
-    default = rf"the job is ended: .*rank {GUILTY}\b" if limited else rf"nnmpi: .*rank {GUILTY} has gone"
-    found = re.search(patterns.get(fault, default), said, re.DOTALL if fault == "raise" else 0)
+    default = rf"the job is ended: .*rank {GUILTY}\b" if limited else GONE
+    found = re.search(
+        patterns.get("exit" if fault.startswith("exit") else fault, default), said, re.DOTALL if fault == "raise" else 0
+    )
     if found is None and not limited:  # its launcher was faster than those who could say where it was
         found = re.search(BY_LAUNCHER, said)
     return found[0] if found else ""
@@ -143,7 +147,7 @@ def judge(way, fault, seen):
     line = next(each for each in seen["said"].splitlines() if find_name(seen["said"], fault).splitlines()[-1] in each)
     if fault not in ("stop at start-up", "asleep in build", "other data") and not re.search(r"step \d+", seen["said"]):
         wrong.append("no step")
-    if fault.startswith(LIMITED) and not re.search(r" at \S+:\d+| in an? |not been heard of", line):
+    if fault.startswith(LIMITED) and not re.search(r" at \S+:\d+| in an? |in MPI's start|not been heard of", line):
         wrong.append("no operation")
     late_s = seen["named_s"] - (STALL_LIMIT_S if fault.startswith(LIMITED) else 0.0)
     if not fault.startswith((*ENDS_WELL, *OF_THE_FILES)) and late_s > LATEST_S[not fault.startswith(LIMITED)]:

@@ -132,7 +132,7 @@ def main():
     if os.environ["NNMPI_FAULT"] == "stop at start-up":
         if guilty():
             stop()
-        import numpy  # noqa: F401
+        import nnmpi.train.cli  # noqa: F401
 
         note()  # the others wait from now on
     if os.environ["NNMPI_FAULT"] == "other data" and guilty():

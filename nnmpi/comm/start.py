@@ -17,7 +17,7 @@ import threadpoolctl
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.library import load_mpi
-from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit
+from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit, watch_leaving
 from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
@@ -68,6 +68,7 @@ def _start() -> tuple[Group, Shutdown]:
         sys.excepthook = shutdown.on_exception
         threading.excepthook = shutdown.on_thread_exception
         watch_exit(shutdown.on_exit)
+        watch_leaving(shutdown.on_leave)
         atexit.register(shutdown.on_end)
     group = Group(world.comm)
     if world.comm.size > 1:

@@ -9,9 +9,9 @@ comes to its end announces it first, in one small non-blocking all-gather:
       this one has ended well      it waits for them, at most `limit_s`, then aborts the job
 
 Covered: uncaught exceptions of the main and of other threads, `sys.exit(status)` at any depth, Ctrl-C, and the end of
-the program on some ranks only. Not covered: `raise SystemExit(status)` and an `exit` imported from sys before the
-start, which count as a good end (the limit holds), and `os._exit`, a signal or a crash, which the launcher must
-notice (Open MPI's and MPICH's do for a signal; MPICH's does not for `os._exit`).
+the program on some ranks only, and `os._exit`, which MPICH's launcher may take for a success. Not covered:
+`raise SystemExit(status)` and an `exit` imported from sys before the start, which count as a good end (the limit
+holds), and a signal or a crash, which the launcher and the watchdog notice.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from nnmpi.comm.world import World
 from nnmpi.command import printable
 from nnmpi.errors import NnmpiError
 
+leave = os._exit  # the system's own, whatever `watch_exit` puts in its place
 GRACE_S = 1.0
 DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives: seen lost on a busy machine
 STAGGER_S = 0.35  # more than DRAIN_S, so that the first to give up ends the job before the next one prints
@@ -67,7 +68,7 @@ class Shutdown:
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
             sys.stderr.flush()
-            os._exit(1)  # the interpreter's own end would finalise MPI in the name of the parent
+            leave(1)  # the interpreter's own end would finalise MPI in the name of the parent
         status, text = describe_uncaught(kind, error, trace)
         self._end(status, text)
         raise SystemExit(status)
@@ -86,6 +87,13 @@ class Shutdown:
         """End because `sys.exit` was called with another status than 0, and nobody caught it."""
         if not self._is_child():
             self._end(status, text, alone=f"sys.exit({status}) while other ranks went on")
+
+    def on_leave(self, status: int) -> None:
+        """End the job because `os._exit` was called, and nobody has agreed on the end."""
+        if not (self._announced or self._is_child() or self._mpi.Is_finalized()):
+            step = "" if self._world.step is None else f", in step {self._world.step}"
+            self._print(f"os._exit({status}) while other ranks went on{step}", [self._comm.Get_rank()])
+            self._abort(status or 1)
 
     def on_end(self) -> None:
         """End because the program has come to its end: what `atexit` calls."""
@@ -165,7 +173,7 @@ class Shutdown:
         time.sleep(DRAIN_S)
         _forget_memory()
         self._mpi.COMM_WORLD.Abort(status)
-        os._exit(status)  # for an MPI whose Abort returns
+        leave(status)  # for an MPI whose Abort returns
 
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
@@ -225,6 +233,17 @@ class WatchedExit(SystemExit):
     def __reduce__(self) -> tuple[type[SystemExit], tuple[object]]:
         """Travel to other processes as a plain SystemExit."""
         return SystemExit, (self._code,)
+
+
+def watch_leaving(leaves: Callable[[int], None]) -> None:
+    """Let `os._exit` call `leaves(status)` before it ends the process."""
+
+    def watched_leave(status: int) -> NoReturn:
+        """Exit to the system with specified status, without normal exit processing."""
+        leaves(status)
+        leave(status)
+
+    os._exit = watched_leave
 
 
 def watch_exit(uncaught: Callable[[int, str], None]) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.mpi.shutdown import leave
 from nnmpi.comm.stall import WARNING_S, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 from nnmpi.comm.world import World
 from nnmpi.command import printable
@@ -284,7 +285,7 @@ class Watchdog:
         with contextlib.suppress(KeyError, ValueError, OSError):  # MPICH's launcher would tell of its own signal
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % STALLED)
             time.sleep(rest_s)
-        os._exit(STALLED)
+        leave(STALLED)
 
     def _record(self, text: str) -> None:
         """Write where this rank is, what it did last, and the stacks of its threads."""
