@@ -1,6 +1,6 @@
 """A supervised training whose ranks are killed at random, beside one that nobody disturbs. See README.md.
 
-python -m benchmarks.faults --ranks 4 --kills 20 --steps 30000
+python -m benchmarks.faults kills --ranks 4 --kills 20 --steps 30000
 """
 
 import argparse
@@ -77,7 +77,7 @@ def last_files(folder):
 
 def main(words):
     """Measure, and print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults kills", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--every", type=float, default=10.0, help="seconds from a start to its kill, on average")

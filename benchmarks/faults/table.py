@@ -126,7 +126,7 @@ def find_name(said, fault):
         "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
     }
     limited = fault.startswith(LIMITED)
-    default = rf"the job is ended: .*rank {GUILTY}\b" if limited else GONE
+    default = rf"the job is ended: .*(rank {GUILTY}\b|all ranks wait for one another.*)" if limited else GONE
     found = re.search(
         patterns.get("exit" if fault.startswith("exit") else fault, default), said, re.DOTALL if fault == "raise" else 0
     )
@@ -145,7 +145,9 @@ def judge(way, fault, seen):
     if seen["named_s"] is None:
         return ", ".join([*wrong, "not named"])
     line = next(each for each in seen["said"].splitlines() if find_name(seen["said"], fault).splitlines()[-1] in each)
-    if fault not in ("stop at start-up", "asleep in build", "other data") and not re.search(r"step \d+", seen["said"]):
+    by_launcher = re.match(BY_LAUNCHER, find_name(seen["said"], fault))
+    stepless = fault in ("stop at start-up", "asleep in build", "other data", "deleted folder") or by_launcher
+    if not stepless and not re.search(r"step \d+", seen["said"]):
         wrong.append("no step")
     if fault.startswith(LIMITED) and not re.search(r" at \S+:\d+| in an? |in MPI's start|not been heard of", line):
         wrong.append("no operation")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from nnmpi.comm import stall
-from nnmpi.comm.stall import Place, RankStatus, describe, find_place, is_over, processor_seconds
+from nnmpi.comm.stall import Place, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
 
@@ -22,6 +22,14 @@ def test_who_is_missing_comes_first() -> None:
     assert describe({0: waiting, 1: busy, 3: waiting}, {2: 8.0}, [4]) == (
         "rank 2 has not been heard of for 8 s; of rank 4 nothing is known; rank 1 is at mine.py:9 in load (step 6); "
         f"ranks 0, 3 wait in {WAITS} (step 7)"
+    )
+
+
+def test_a_rank_that_has_died_is_told_with_its_last_place() -> None:
+    last, own = RankStatus(0.0, 3.0, "at mine.py:9 in load", 6), RankStatus(12.0, 12.0, WAITS, 7)
+    assert describe_loss(2, last, (0, own)) == (
+        "rank 2 has gone, killed or by an exit of its own; it was last heard of at mine.py:9 in load (step 6); "
+        f"rank 0 is in {WAITS} (step 7)"
     )
 
 
@@ -64,7 +72,7 @@ def look(module: str, work: Callable[[], None], waiter: object = None) -> Place:
 
 @pytest.mark.parametrize(("module", "waits"), [("nnmpi.comm.mpi.world", True), ("nnmpi.train.loop", False)])
 def test_a_rank_waits_while_it_is_in_a_call_of_comm(module: str, waits: bool) -> None:
-    place = look(module, lambda: time.sleep(0.3))
+    place = look(module, lambda: time.sleep(30))
     assert place.waits == waits
     assert ("a barrier of 2 ranks" in place.words) == waits
     assert ("test_stall.py" in place.words) == (not waits)
@@ -101,8 +109,8 @@ def test_a_waiter_that_is_still_being_made_is_passed_over() -> None:
         def waits_for(self) -> str:
             return "a message"
 
-    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(0.1), Half()).words == "a barrier of 2 ranks"
-    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(0.1), Whole()).words == "a message"
+    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(30), Half()).words == "a barrier of 2 ranks"
+    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(30), Whole()).words == "a message"
 
 
 def test_nothing_is_collected_while_a_stack_is_looked_at() -> None:

@@ -62,6 +62,7 @@ CASES = {
     "the same last word": Case("sys.exit('bye')", 1, "bye"),
     "a good end too early": Case("if rank == 1: sys.exit(0)\nwait()", 1, "rank 1 of 3: this rank ended"),
     "a SystemExit": Case("if rank == 1: raise SystemExit(3)\nwait()", 1, "rank 1 of 3: this rank ended"),
+    "an exit to the system": Case("if rank == 1: os._exit(0)\nwait()", 1, "rank 1 of 3: os._exit(0) while other ranks"),
     "a thread": Case(
         "if rank == 1: threading.Thread(target=lambda: 1 / 0, name='worker').start()\nwait()\nwait()\ntime.sleep(9)",
         1,
@@ -89,7 +90,16 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
     return run(command, folder / "output", LIMIT_S, {"PYTHONPATH": str(ROOT), **environ}, cwd=folder)
 
 
-QUICK = ("an exception", "a sentence", "a status", "a good end too early", "a thread", "a good end", "a failed fork")
+QUICK = (
+    "an exception",
+    "an exit to the system",
+    "a sentence",
+    "a status",
+    "a good end too early",
+    "a thread",
+    "a good end",
+    "a failed fork",
+)
 
 
 @pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in CASES])
