@@ -2,7 +2,7 @@
 
 import time
 
-from nnmpi.memory.offload import FileStore
+from nnmpi.memory.store import FileStore
 
 
 class ThrottledStore(FileStore):

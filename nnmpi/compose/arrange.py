@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.memory.store import Store, make_store
+from nnmpi.memory.stored import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
@@ -36,7 +39,7 @@ from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.units import STAGES, predict_bytes
+from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.registry import name_of
 from nnmpi.tensor.flat import FlatStorage
@@ -79,6 +82,7 @@ class Arrangement:
         stages_of: the stages of each of the model's parameters that stand in several.
         classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
         lower: names of tied parameters that a rank before this one writes and counts.
+        backend: where this rank computes.
     """
 
     layout: Layout
@@ -96,6 +100,7 @@ class Arrangement:
     stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lower: frozenset[str] = frozenset()
     classes: int = 0
+    backend: Backend = field(default_factory=numpy_backend)
 
     def free(self) -> None:
         """Give the groups back to MPI, after the worker's `release`; for programs that make many. Collective."""
@@ -106,8 +111,26 @@ class Arrangement:
     @property
     def storage(self) -> Callable[..., FlatStorage]:
         """What makes the model's storage, for `Module.initialize`."""
+        return self._storage if self.layout.offload_state is None else self._stored
+
+    @property
+    def piece_bytes(self) -> int:
+        """What comes of an array at a time that lies out of memory."""
+        return DEVICE_PIECE_BYTES if self.backend.is_device else HOST_PIECE_BYTES
+
+    def _stored(self, *given: Any) -> FlatStorage:
+        """Return storage of which some lies out of memory."""
         layout = self.layout
-        return sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes) if layout.zero else FlatStorage
+        assert layout.offload is not None
+        what = "optimizer states" if layout.offload_state == OPTIMIZER else "weights and optimizer states"
+        store = make_store(layout.offload, self.backend, what)
+        return keep_state(self._storage(*given, store=store if layout.offload_state == ALL else None), store)
+
+    def _storage(self, *given: Any, store: Store | None = None) -> FlatStorage:
+        layout = self.layout
+        if not layout.zero:
+            return FlatStorage(*given)
+        return sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, store)(*given)
 
     @property
     def data_rank(self) -> int:
@@ -179,7 +202,7 @@ def arrange(
     else:
         arrangement = _cut(model, bound, layout, whole, sample, dtype, backend)
     # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0 if they are whole.
-    arrangement = replace(arrangement, classes=result.units)
+    arrangement = replace(arrangement, classes=result.units, backend=backend)
     _check_memory(arrangement, dtype)
     return arrangement
 
@@ -350,15 +373,17 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     itemsize = np.dtype(dtype).itemsize
     stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0  # older versions of the weights
 
-    def need(stage: int) -> int:
+    def need(stage: int, away: str | None = None) -> int:
         ranks = mesh.replicas
         found = predict_bytes(
-            arrangement.model, stage, ranks.rank, ranks.size, itemsize, layout.state_arrays, layout.unit_bytes
+            *(arrangement.model, stage, ranks.rank, ranks.size, itemsize, layout.state_arrays, layout.unit_bytes),
+            away=layout.offload_state if away is None else away,
+            piece_bytes=arrangement.piece_bytes,
         )
         return found.total + found.parameters * stashed
 
     stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
-    everyones = mesh.world.gather([need(stage) for stage in stages])
+    everyones = mesh.world.gather([*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)])
     needs = [int(each[0]) for each in everyones]
     limit = layout.memory_limit
     if limit is None or max(needs) <= limit:
@@ -370,6 +395,9 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     largest = {stage: max(each[i] for each in everyones) for i, stage in enumerate(stages)}
     fits = [] if layout.fixed or layout.asynchronous else [stage for stage in stages[1:] if largest[stage] <= limit]
     advice = [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"] if fits else []
+    out = max(each[-1] for each in everyones)
+    if layout.offload_state is None and not layout.asynchronous and out <= limit:
+        advice.append(f"let the optimizer's state lie out of memory, which then needs {format_bytes(out)}")
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "

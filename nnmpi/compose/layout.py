@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
-from nnmpi.parallel.zero.units import STAGES
+from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES
 from nnmpi.schedule.registry import SCHEDULES, Generator, name_of
 
 AUTO = "auto"
@@ -42,7 +42,9 @@ class Layout:
         activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
             again (see `memory.run`); None for any. Without a pipeline.
         offload: where to activations may go and come back, if that is quicker: a folder for a file, or "host" for those
-            of a device (see `memory.offload`); None for nowhere.
+            of a device (see `memory.store`); None for nowhere.
+        offload_state: what lies there for good, and comes when it is needed: "optimizer", its state, or "all", the
+            weights, too, which takes `zero` 3; None for nothing.
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
@@ -70,6 +72,7 @@ class Layout:
     unit_bytes: int | None = None
     activation_memory: int | None = None
     offload: str | None = None
+    offload_state: str | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model and a world."""
@@ -99,11 +102,7 @@ class Layout:
                 "a fixed order of sums covers dp and pp; ranks that share sequences add in parts, whose rounding hangs "
                 f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
             )
-        if self.offload is not None and self.activation_memory is None:
-            raise UsageError(
-                f"activations go to {self.offload} when they are more than a limit, and there is none; give "
-                "activation_memory, too, or leave offload out"
-            )
+        self._check_offload()
         if self.zero:
             self._check_zero()
         if self.asynchronous:
@@ -113,6 +112,28 @@ class Layout:
                         f"{name} does not go with pipedream, whose forward and backward see different weights' "
                         "versions; choose another pipeline schedule, such as 1f1b"
                     )
+
+    def _check_offload(self) -> None:
+        if self.offload is not None and self.activation_memory is None and self.offload_state is None:
+            raise UsageError(
+                f"activations go to {self.offload} when they are more than a limit, and there is none; give "
+                "activation_memory or offload_state, too, or leave offload out"
+            )
+        if self.offload_state is None:
+            return
+        _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))
+        if self.offload is None:
+            raise UsageError(f"offload_state {self.offload_state} needs a place; give offload, too")
+        if self.offload_state == ALL and self.zero != STAGES[-1]:
+            raise UsageError(
+                "weights leave memory unit by unit, as ZeRO 3 computes with them, also on one rank; give zero 3, or "
+                f"offload_state {OPTIMIZER}"
+            )
+        if self.asynchronous:
+            raise UsageError(
+                "the optimizer's state cannot go out of memory with pipedream, which updates after every microbatch; "
+                "choose another pipeline schedule, such as 1f1b, or leave offload_state out"
+            )
 
     def _check_zero(self) -> None:
         if self.zero not in STAGES:

@@ -144,6 +144,11 @@ def check_pairs(
     Raises:
         UsageError: saying which.
     """
+    if fused_update and model.storage.state_keeper is not None:
+        raise UsageError(
+            "the fused update shares out the optimizer's state among a node's ranks, and here it lies out of memory; "
+            "leave one of them out"
+        )
     if arrangement is None:
         if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):
             raise UsageError(

@@ -43,9 +43,9 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Totals
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
-from nnmpi.memory.offload import Store, make_store
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.store import Store, make_store
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -131,7 +131,7 @@ class ForwardBackward:
         self._budget = None if where is None else where.layout.activation_memory
         self._world = None if where is None else where.mesh.world
         self._store: Store | None = None
-        if where is not None and where.layout.offload is not None:
+        if where is not None and where.layout.offload is not None and self._budget is not None:
             with agreed(where.mesh.world):
                 self._store = make_store(where.layout.offload, backend)
         self._planned: RecomputedModel | None = None

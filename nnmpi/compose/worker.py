@@ -75,6 +75,7 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
+from nnmpi.memory.stored import in_memory
 from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -268,7 +269,8 @@ class Worker(Trainer):
         self._shared: SharedParameters | None = None
         self.notice = ""
         if fused_update is None:
-            fused_update = exchange.leaves_choice and has_whole_model(arrangement) and fusing_pays(model, group)
+            free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_keeper is None
+            fused_update = free and fusing_pays(model, group)
         if fused_update:
             self._shared, self.notice = fuse(model, optimizer, group)
         self.fused = None if self._shared is None else self._shared.fused
@@ -402,8 +404,8 @@ class Worker(Trainer):
         """Return what this rank holds between steps; of what stands once per node, its part."""
         storage, shares = self.model.storage, self._shared.memory.size if self._shared is not None else 1
         parameters, gradients, rest = storage.held_bytes()
-        state = sum(array.nbytes for arrays in self.optimizer.slots().values() for array in arrays)
-        return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state // shares, COMMUNICATION: rest}
+        state = self.optimizer.state_bytes // shares
+        return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state, COMMUNICATION: rest}
 
     def _predict_memory(self) -> dict[str, int]:
         """Return what formulas say of it; nothing where parameters stand once per node by a fused update."""
@@ -416,6 +418,8 @@ class Worker(Trainer):
         found = predict_bytes(
             *(self.model, stage, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
             *(len(self.optimizer.slots()), unit_bytes, once),
+            away=None if where is None else where.layout.offload_state,
+            piece_bytes=0 if where is None else where.piece_bytes,
         )
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
@@ -594,7 +598,7 @@ class Worker(Trainer):
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""
-        arrays = {name: np.array(self.backend.to_host(view)) for name, view in self._slots().items()}
+        arrays = {name: np.array(self.backend.to_host(in_memory(view))) for name, view in self._slots().items()}
         scaling = {} if self.scaling is None else {f"loss_scale.{name}": x for name, x in self.scaling.state().items()}
         return arrays, {"steps": self.optimizer.steps, **scaling}
 

@@ -3,7 +3,9 @@
 plan        a plan is a list of actions: forward, keep, backward, drop, out, in; it is checked, priced and drawn here
 optimal     the plan of least time under a budget of bytes, by dynamic programming
 swapping    the plan in which links also leave memory and come back, by search
-offload     what a link keeps, taken out of memory: to a file, or from a device to the host
+store       where things go that leave memory: a file, or from a device the host
+offload     what a link keeps, taken out and brought back
+stored      an optimizer's state and weights that lie in a store, brought piece by piece to each update
 film        plans for a page and for slides
 chain       a model as links that run one by one, and what each one takes, measured
 run         a model that runs by a plan

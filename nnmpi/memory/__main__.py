@@ -22,10 +22,10 @@ from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Parser, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.film import compare, draw_slide
-from nnmpi.memory.offload import Store, make_store
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt

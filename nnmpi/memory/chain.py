@@ -22,8 +22,9 @@ from nnmpi.backend.allocations import AllocationCount, counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.errors import UsageError
-from nnmpi.memory.offload import BYTE_S, KeptArrays, Store
+from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.plan import ChainLinkCost, moved_bytes
+from nnmpi.memory.store import BYTE_S, Store
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current, restore

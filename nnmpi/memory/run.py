@@ -41,7 +41,7 @@ from nnmpi.memory.chain import (
     plain,
     unwatched,
 )
-from nnmpi.memory.offload import KeptArrays, Store, measure_bandwidth
+from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
@@ -54,6 +54,7 @@ from nnmpi.memory.plan import (
     moved_bytes,
     simulate,
 )
+from nnmpi.memory.store import Store, measure_bandwidth
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
@@ -186,7 +187,7 @@ class RecomputedModel:
         accumulates: whether gradients are added to those of earlier passes, which takes room.
         group: the ranks that compute along, which must do the same; None where that is no matter.
         store: where to what is kept may go and come back, where that is quicker than to compute it again (see
-            `memory.offload`); None for nowhere.
+            `memory.store`); None for nowhere.
 
     Attributes:
         plans: those of the last measurement, without anything moved.

@@ -7,7 +7,7 @@ the next update is then, bit for bit, the one that a run without a break would h
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
 from typing import Any, Self
@@ -20,7 +20,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
 from nnmpi.optim.checks import non_negative
-from nnmpi.optim.storage import Storage, check
+from nnmpi.optim.storage import StateKeeper, Storage, check
 
 
 class Optimizer(ABC):
@@ -59,10 +59,16 @@ class Optimizer(ABC):
         self.weight_decay = _decay_by_buffer(
             weight_decay, storage.groups, getattr(storage, "known_groups", storage.groups)
         )
-        self._slots = {name: [_zeros_like(data) for data in storage.data] for name in slots}
+        keeper = getattr(storage, "state_keeper", None)
+        self._keeper: StateKeeper | None = None if keeper is None else keeper(storage.data, storage.grads, slots)
+        self._slots = (
+            {name: [_zeros_like(data) for data in storage.data] for name in slots}
+            if self._keeper is None
+            else self._keeper.slots
+        )
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves: int = getattr(storage, "moves", 0)
-        self._blocks = self.cut()
+        self._blocks = self.cut() if self._keeper is None else ()
 
     def __repr__(self) -> str:
         """Say which rule it is, with which rate, over how many numbers."""
@@ -94,7 +100,7 @@ class Optimizer(ABC):
         if getattr(self.storage, "moves", 0) != self._moves:
             self.move()
         self._require_same_arrays()
-        self._go(lr, self._blocks, self.storage.frozen())
+        self._go(lr, self._blocks if self._keeper is None else self._coming(), self.storage.frozen())
         self.storage.finish_update()
 
     def _warn_alone(self) -> None:
@@ -130,8 +136,18 @@ class Optimizer(ABC):
             part[...] = values
 
     def slots(self) -> dict[str, list[Array]]:
-        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""
+        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order.
+
+        Those that somebody else keeps (see `StateKeeper`) can be sliced, reshaped, copied and written to.
+        """
         return {name: list(arrays) for name, arrays in self._slots.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of memory that the state takes; fewer than its arrays have where these lie elsewhere."""
+        if self._keeper is not None:
+            return self._keeper.nbytes
+        return sum(array.nbytes for arrays in self._slots.values() for array in arrays)
 
     def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
         """Work on the arrays that the storage has now, of the same shapes and dtypes as before.
@@ -158,7 +174,7 @@ class Optimizer(ABC):
             self._slots = places
         self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         self._moves = getattr(self.storage, "moves", 0)
-        self._blocks = self.cut()
+        self._blocks = self.cut() if self._keeper is None else ()
 
     def zero_grad(self) -> None:
         """Forget all gradients, as the model's `zero_grad` does.
@@ -219,26 +235,41 @@ class Optimizer(ABC):
             parts: the part of each buffer that is meant; all of it by default.
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
             limit_bytes: the longest block, if not what suits an ordinary update.
+
+        Raises:
+            UsageError: where somebody else keeps the state.
         """
-        scratch = ScratchArrays(self._data)
+        if self._keeper is not None:
+            raise UsageError(
+                "the optimizer's state lies out of memory and comes to its own updates alone; leave it in memory where "
+                "a fused update or servers share the update out"
+            )
+        scratch = ScratchArrays(self._grads)
         grads = self._grads if grads is None else grads
-        blocks = []
+        blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
             whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
             arrays = whole if parts is None else [array[parts[i]] for array in whole]
             elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
-            for part, part_grad, *part_state in pieces(arrays, elements):
-                blocks.append(
-                    BufferBlock(
-                        xp=namespace(part),
-                        data=part,
-                        grad=part_grad,
-                        slots=tuple(part_state),
-                        decay=self.weight_decay[i],
-                        scratch=scratch.like(part),
-                    )
-                )
+            blocks += self._blocks_of(i, arrays, elements, scratch)
         return tuple(blocks)
+
+    def _blocks_of(
+        self, buffer: int, arrays: Sequence[Array], elements: int, scratch: ScratchArrays
+    ) -> Iterator[BufferBlock]:
+        """Yield blocks of the same part of a buffer, its gradient and its state."""
+        for part, grad, *state in pieces(arrays, elements):
+            decay = self.weight_decay[buffer]
+            yield BufferBlock(namespace(part), part, grad, tuple(state), decay, scratch.like(part))
+
+    def _coming(self) -> Iterator[BufferBlock]:
+        """Yield the blocks of a state that somebody else keeps, while they are here."""
+        assert self._keeper is not None
+        scratch = ScratchArrays(self._grads)
+        for turn in self._keeper.coming():
+            i, grad = turn.buffer, self._grads[turn.buffer][turn.part]
+            here = turn.rows if len(turn.rows) > len(self._slots) else (self._data[i][turn.part], *turn.rows)
+            yield from self._blocks_of(i, (here[0], grad, *here[1:]), block_elements(grad), scratch)
 
     def _require_same_arrays(self) -> None:
         """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""

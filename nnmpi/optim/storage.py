@@ -4,8 +4,8 @@ A model's flat storage is one; `Arrays` makes one of plain lists; a strategy tha
 own part of the buffers. Nothing here knows of parameters, layers or ranks.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,37 @@ class Storage(Protocol):
 
     def frozen(self) -> Sequence[Array]:
         """Return the parts of `data` that updates must leave as they are."""
+
+
+class UpdateTurn(Protocol):
+    """What is updated at a time of what somebody else keeps: memory in which it is for so long.
+
+    Attributes:
+        buffer: its number in the storage.
+        part: which elements of it.
+        rows: of the buffer itself, if that is not in memory either, and of each slot.
+    """
+
+    buffer: int
+    part: slice
+    rows: tuple[Array, ...]
+
+
+class StateKeeper(Protocol):
+    """Who keeps an optimizer's state where it is not in memory; made by a storage's `state_keeper`.
+
+    Attributes:
+        slots: the state's arrays by name, one for each buffer.
+        nbytes: of memory that it takes.
+    """
+
+    slots: Mapping[str, Sequence[Any]]
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def coming(self) -> Iterator[UpdateTurn]:
+        """Yield one turn after the other, which covers all buffers, while it is there to be updated."""
 
 
 class Arrays:

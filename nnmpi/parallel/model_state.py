@@ -28,6 +28,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
 from nnmpi.comm.vector_collectives import all_gather_v
 from nnmpi.errors import CheckpointError, LayoutError, ShapeError
+from nnmpi.memory.stored import in_memory
 from nnmpi.parallel.shard_map import ArraySpec, ShardMap, check_fit, describe, shard_maps
 from nnmpi.shard import Region
 
@@ -60,7 +61,7 @@ class SharedOut:
     def gather(self) -> Array:
         """Return the whole array, on every rank. Collective."""
         xp = namespace(self.own)
-        own = xp.ascontiguousarray(self.own)
+        own = xp.ascontiguousarray(in_memory(self.own))
         whole: Array = xp.concatenate(all_gather_v(self.ranks, own, self.counts)).reshape(self.shape)
         return whole
 
@@ -148,8 +149,7 @@ class ModelState:
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
                 own = self._own.get(name)
-                if isinstance(own, SharedOut):
-                    own = own.gather()
+                own = own.gather() if isinstance(own, SharedOut) else in_memory(own)
                 if self._group.is_root:
                     whole = _gather_array(shards, own, channel, phase)
                     phase.attempt(write, name, whole)

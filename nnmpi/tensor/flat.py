@@ -50,6 +50,8 @@ class FlatStorage:
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
         shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
+        state_keeper: (data, grads, slots) -> what keeps the state of optimizers over it (see `memory.stored`); None
+            where they keep it themselves.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class FlatStorage:
         self.moves = 0
         self.common = False
         self.shared = any(parameter.region is not None for parameter in parameters.values())
+        self.state_keeper: Callable[..., Any] | None = None
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:

@@ -269,7 +269,7 @@ def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = Fals
     plain = ParallelConfig()
     left_open = (
         *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
-        *("zero", "activation_memory", "allreduce", "fused_update", "overlap"),
+        *("zero", "activation_memory", "offload_state", "allreduce", "fused_update", "overlap"),
     )
     for name in left_open:
         if getattr(config, name) != getattr(plain, name):

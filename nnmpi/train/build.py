@@ -273,6 +273,7 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         unit_bytes=bucket_bytes_of(config) if config.zero else None,
         activation_memory=config.activation_memory_bytes,
         offload=config.offload,
+        offload_state=config.offload_state,
     )
 
 
@@ -451,7 +452,7 @@ def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
     limits = (layout.memory_limit, layout.activation_memory)
     is_split = max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.zero > 0
-    return is_split or layout.fixed or limits != (None, None)
+    return is_split or layout.fixed or limits != (None, None) or layout.offload is not None
 
 
 def settle(context: RunContext) -> Config:

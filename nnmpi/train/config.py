@@ -127,6 +127,9 @@ class ParallelConfig:
     offload: str | None = None
     """With --activation-memory: a folder for a file, or host for those of a CUDA device: activations may also go there
     and come back ahead of their use, where that is quicker than to compute them again."""
+    offload_state: Literal["optimizer", "all"] | None = None
+    """What lies in --offload's file (or the host's memory) for good, and comes when it is needed: the optimizer's
+    state; with --zero 3 also all, that and the weights."""
     allreduce: (
         Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
         | Own
@@ -172,9 +175,20 @@ class ParallelConfig:
             idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
             sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
             require(not idle, sentence)
-        alone = self.offload is not None and self.activation_memory is None
-        require(not alone, "--offload is for what passes --activation-memory; give that, too, or leave it out")
+        self._check_offload()
         self._check_zero()
+
+    def _check_offload(self) -> None:
+        alone = self.offload is not None and self.activation_memory is None and self.offload_state is None
+        sentence = "--offload is for what passes --activation-memory; give that, too, or --offload-state, or no folder"
+        require(not alone, sentence)
+        if self.offload_state is not None:
+            what = f"--offload-state {self.offload_state}"
+            require(self.offload is not None, f"{what} needs a place; give --offload, too")
+            fits = self.offload_state != "all" or self.zero == 3
+            sentence = "takes weights unit by unit, as --zero 3 does; give that, too, or --offload-state optimizer"
+            require(fits, f"{what} {sentence}")
+            require(self.fused_update != "on", f"{what} does not go with --fused-update on; leave one of them out")
 
     def _check_zero(self) -> None:
         require(self.zero in range(4), f"--zero is {self.zero}; give 0, 1, 2 or 3")
@@ -351,6 +365,7 @@ class SyncConfig:
                 parallel.activation_memory is not None,
                 "ranks that do not meet cannot plan together",
             ),
+            ("--offload-state", parallel.offload_state is not None, "each has updates of its own"),
             ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),

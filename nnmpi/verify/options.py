@@ -129,7 +129,8 @@ SHARED = {
     OptimizationConfig: ("batch_size", "optimizer", "lr", "weight_decay", "clip"),
     ParallelConfig: (
         *("dp", "pp", "tp", "sp", "sp_attention", "pipeline", "virtual_stages", "microbatches", "split", "recompute"),
-        *("reduction", "memory_limit", "activation_memory", "offload", "allreduce", "bucket_mb", "zero"),
+        *("reduction", "memory_limit", "activation_memory", "offload", "offload_state", "allreduce", "bucket_mb"),
+        "zero",
     ),
 }
 # What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.

@@ -18,10 +18,10 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
 from nnmpi.memory import swapping
-from nnmpi.memory.offload import FileStore, make_store
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, simulate
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.store import FileStore, make_store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor

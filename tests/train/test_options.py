@@ -16,7 +16,7 @@ dataset tokenizer text_columns text_samples target data_dir test_fraction augmen
 epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split recompute reduction zero memory_limit
-activation_memory offload allreduce fit bucket_mb overlap fused_update check_weights
+activation_memory offload offload_state allreduce fit bucket_mb overlap fused_update check_weights
 sync staleness local_steps servers dedicated_servers backup neighbours staleness_lr sync_warmup_epochs
 straggler pace_ms pace network simulate simulation_seed
 backend dtype precision convolution jit seed out resume config log_every quiet verbose plot print_every eval_every

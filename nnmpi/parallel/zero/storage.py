@@ -37,6 +37,8 @@ from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, UsageError
+from nnmpi.memory.store import Store
+from nnmpi.memory.stored import StoredArray
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import SharedOut
 from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
@@ -59,6 +61,7 @@ class ShardedStorage(FlatStorage):
         ranks: that keep the parts.
         stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters, too.
         unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in stage 3 64 KiB.
+        store: in stage 3, where this rank's parts of the parameters lie; None for in memory.
 
     Attributes:
         data, grads, groups: this rank's parts, one for each unit and optimizer group.
@@ -83,10 +86,11 @@ class ShardedStorage(FlatStorage):
         ranks: Group,
         stage: int,
         unit_bytes: int | None = None,
+        store: Store | None = None,
     ) -> None:
         if stage not in STAGES:
             raise UsageError(f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}")
-        self.ranks, self.stage = ranks, stage
+        self.ranks, self.stage, self._store = ranks, stage, store
         itemsize = (next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)).itemsize
         self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
         homes = {id(each): number for number, unit in enumerate(self.units) for each in unit.parameters}
@@ -124,9 +128,13 @@ class ShardedStorage(FlatStorage):
         own = [slice(each.start, each.stop) for each in self.own]
         for i, each in enumerate(own):
             length = each.stop - each.start
-            self.data.append(allocate(length, dtype) if self.stage == 3 else data[i][each])
+            self.data.append(self._own(length, data[i], allocate) if self.stage == 3 else data[i][each])
             self.grads.append(allocate(length, dtype) if self.stage >= 2 else grads[i][each])
         return data, grads
+
+    def _own(self, length: int, like: Array, allocate: Callable[[int, Any], Array]) -> Any:
+        """Return an array for this rank's part of a unit, in memory or out of it."""
+        return allocate(length, like.dtype) if self._store is None else StoredArray(self._store, length, like)
 
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
@@ -300,7 +308,7 @@ class ShardedStorage(FlatStorage):
             UsageError: for another one, and for "shared" where there is no such memory.
         """
         self._group, self._connected = group, True
-        one_node = len(set(group.nodes())) == 1 and not any(is_device(array) for array in self.data)
+        one_node = len(set(group.nodes())) == 1 and not any(map(is_device, self._data)) and self._store is None
         if algorithm not in (AUTO, SHARED_MEMORY, NATIVE, "ring", "tree"):
             raise UsageError(
                 f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not; choose auto, shared, native, "
@@ -309,7 +317,7 @@ class ShardedStorage(FlatStorage):
         if algorithm == SHARED_MEMORY and not one_node:
             raise UsageError(
                 "ZeRO goes through shared memory where all ranks that share a model are on one node, with arrays in "
-                "the host's memory; choose native, ring or tree"
+                "the host's memory that stay there; choose native, ring or tree"
             )
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
@@ -422,14 +430,29 @@ class ShardedStorage(FlatStorage):
             return
         self._standing[number] = False
         for i in self._pieces[number]:
-            whole, own, pending = self._data[i], self.own[i], self._gathers[i]
-            whole[own.start : own.stop] = self.data[i]
-            if pending is not None:
-                self._count(whole)
-                pending.start()
+            own, mine = self.own[i], self.data[i]
+            place = self._data[i][own.start : own.stop]
+            if isinstance(mine, StoredArray):
+                mine.bring(place)
+            else:
+                place[...] = mine
+                self._begin_gather(i)
+
+    def _begin_gather(self, i: int) -> None:
+        """Begin to gather an array of which this rank's part is in its place."""
+        pending = self._gathers[i]
+        if pending is not None:
+            self._count(self._data[i])
+            pending.start()
 
     def _wait(self, number: int) -> None:
         if not self._standing[number]:
+            for i in self._pieces[number]:
+                mine = self.data[i]
+                if isinstance(mine, StoredArray):
+                    with timeline.span("out of memory", "waiting", timeline.WAITING):
+                        mine.arrive()
+                    self._begin_gather(i)
             with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
                 for i in self._pieces[number]:
                     pending = self._gathers[i]
@@ -471,7 +494,11 @@ class ShardedStorage(FlatStorage):
 
 
 def sharded(
-    model: Module, ranks: Group, stage: int = 3, unit_bytes: int | None = None
+    model: Module, ranks: Group, stage: int = 3, unit_bytes: int | None = None, store: Store | None = None
 ) -> Callable[..., ShardedStorage]:
-    """Return what makes a model's storage in `Module.initialize`. See `ShardedStorage`."""
-    return partial(ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes)
+    """Return what makes a model's storage in `Module.initialize`.
+
+    Args:
+        model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
+    """
+    return partial(ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store)

@@ -1,0 +1,275 @@
+"""Where arrays go that leave memory: a file, by a thread of its own; or, from a device, the host's page-locked memory.
+
+    send(arrays)  -->  a parcel  -->  fetch(arrays), any number of times         the parcel goes, and its place is free
+
+Transfers go one by one, in the order in which they were begun. Nobody waits for one but in `Parcel.wait`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from nnmpi import clock
+from nnmpi.backend.array import Array
+from nnmpi.backend.record import Backend
+from nnmpi.backend.streams import Event
+from nnmpi.comm.units import format_bytes
+from nnmpi.errors import DataError, UsageError
+
+HOST = "host"
+ACTIVATIONS = "activations"
+ROUNDS = 3
+BYTE_S = 1e-9  # what a byte costs where things take no time, or none that may decide about plans
+TRIAL_BYTES = 16 << 20  # that are moved to measure how quick that is, at most
+
+
+class Parcel(Protocol):
+    """Some memory that has gone to a store, or is on its way."""
+
+    def fetch(self, memory: Sequence[Array]) -> None:
+        """Begin to bring the bytes back, into other memory of the same lengths."""
+
+    def wait(self) -> None:
+        """Return when the last transfer that was begun is over (on a device: let what is computed next wait)."""
+
+
+class Store(Protocol):
+    """Where arrays go."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that there is room for so much at once."""
+
+    def send(self, memory: Sequence[Array]) -> Parcel:
+        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until that is over."""
+
+    def close(self) -> None:
+        """Forget everything."""
+
+
+class FileStore:
+    """A file without a name, which goes when it is closed or the process ends, however that happens.
+
+    Args:
+        folder: where it is made.
+        what: goes there, for messages.
+
+    Raises:
+        UsageError: when it cannot be.
+    """
+
+    def __init__(self, folder: Path, what: str = ACTIVATIONS) -> None:
+        self.folder, self.what = folder, what
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise UsageError(
+                f"no file for {what} can be made in {folder} ({error.strerror}); give offload another folder"
+            ) from None
+        weakref.finalize(self, self._file.close)
+        self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
+        self._free: dict[int, list[int]] = {}  # places in the file by their size
+        self._end = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that there is room for so much at once.
+
+        Raises:
+            UsageError: when there is not.
+        """
+        try:
+            if nbytes:
+                os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise UsageError(
+                f"{self.what} need a file of {format_bytes(nbytes)} in {self.folder}, and there is no room for it "
+                f"({error.strerror}); make room, give offload another folder, or "
+                f"{'a larger activation_memory' if self.what == ACTIVATIONS else 'leave them in memory'}"
+            ) from None
+
+    def send(self, memory: Sequence[Array]) -> FileParcel:
+        """Begin to write some memory to the file.
+
+        Raises:
+            UsageError: when the file would have to grow, and cannot.
+        """
+        size = sum(map(len, memory))
+        places = self._free.setdefault(size, [])
+        if not places:
+            self.reserve(self._end + size)
+            places.append(self._end)
+            self._end += size
+        return FileParcel(self, places.pop(), memory)
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._thread.shutdown()
+        self._file.close()
+
+    def submit(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        """Let the thread do something after all that it was given before."""
+        return self._thread.submit(work, *args)
+
+    def give_back(self, place: int, size: int) -> None:
+        """Let others have a place."""
+        self._free[size].append(place)
+
+    def write(self, place: int, memory: Sequence[Array]) -> None:
+        """Write memory from a place of the file on.
+
+        Raises:
+            DataError: naming the file's folder.
+        """
+        for each in memory:
+            self._move(os.pwrite, each.data, place, "written")
+            place += len(each)
+
+    def read(self, place: int, memory: Sequence[Array]) -> None:
+        """Read memory from a place of the file on.
+
+        Raises:
+            DataError: naming the file's folder.
+        """
+        for each in memory:
+            self._move(lambda file, into, start: os.preadv(file, [into], start), each.data, place, "read back")
+            place += len(each)
+
+    def _move(self, call: Callable[[int, memoryview, int], int], part: memoryview, place: int, what: str) -> None:
+        problem = "it ends too early"
+        try:
+            while len(part) and (done := call(self._file.fileno(), part, place)):
+                part, place = part[done:], place + done
+        except OSError as error:
+            problem = str(error.strerror)
+        if len(part):
+            raise DataError(
+                f"the file of {self.what} in {self.folder} cannot be {what}: {problem}; the run ends with the last "
+                "checkpoint; look after that disk, or give offload another folder"
+            )
+
+
+class FileParcel:
+    """Some memory's bytes in a place of a file."""
+
+    def __init__(self, store: FileStore, place: int, memory: Sequence[Array]) -> None:
+        self._store, self._place, self._size = store, place, sum(map(len, memory))
+        self._job = store.submit(store.write, place, memory)
+
+    def fetch(self, memory: Sequence[Array]) -> None:
+        """Begin to read the bytes."""
+        self._job = self._store.submit(self._store.read, self._place, memory)
+
+    def wait(self) -> None:
+        """Return when the last transfer is over."""
+        self._job.result()
+
+    def __del__(self) -> None:
+        """Give the place back; what others write there comes after all that was begun before."""
+        self._store.give_back(self._place, self._size)
+
+
+class HostStore:
+    """The host's page-locked memory, for a device's arrays.
+
+    What is computed and what is moved go on two streams, which wait for one another's events; the processor waits for
+    neither. Memory that has come back is used again for transfers alone, as those are in order.
+
+    Args:
+        backend: the device's.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.stream = backend, backend.new_stream()
+        self._free: dict[int, list[Array]] = {}
+
+    def reserve(self, nbytes: int) -> None:
+        """Do nothing: memory is taken when it is needed, and then kept."""
+
+    def send(self, memory: Sequence[Array]) -> HostParcel:
+        """Begin to copy some memory to the host."""
+        size = sum(map(len, memory))
+        places = self._free.setdefault(size, [])
+        place = places.pop() if places else self.backend.empty_pinned(size, "uint8")
+        return HostParcel(self, place, memory)
+
+    def give_back(self, place: Array) -> None:
+        """Let later transfers have a place."""
+        self._free.setdefault(len(place), []).append(place)
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self.stream.synchronize()
+        self._free.clear()
+
+
+class HostParcel:
+    """Some memory's bytes on the host."""
+
+    def __init__(self, store: HostStore, place: Array, memory: Sequence[Array]) -> None:
+        self._store, self._place = store, place
+        self._done = self._move(store.backend.to_host_async, memory, False)
+
+    def fetch(self, memory: Sequence[Array]) -> None:
+        """Begin to copy the bytes back."""
+        self._done = self._move(self._store.backend.from_host_async, memory, True)
+
+    def _move(self, copy: Callable[..., None], memory: Sequence[Array], is_back: bool) -> Event:
+        """Let the stream copy behind all that was given to be computed; return the mark behind that."""
+        backend, stream, start = self._store.backend, self._store.stream, 0
+        ready, done = backend.new_event(), backend.new_event()
+        ready.record(backend.current_stream())
+        stream.wait(ready)
+        for each in memory:
+            host = self._place[start : start + len(each)]
+            copy(*((host, each) if is_back else (each, host)), stream)
+            start += len(each)
+        done.record(stream)
+        return done
+
+    def wait(self) -> None:
+        """Let what is computed next wait for the last transfer."""
+        self._store.backend.current_stream().wait(self._done)
+
+    def __del__(self) -> None:
+        """Give the place back."""
+        self._store.give_back(self._place)
+
+
+def make_store(where: str | Path, backend: Backend, what: str = ACTIVATIONS) -> Store:
+    """Return where a backend's arrays go.
+
+    Args:
+        where: "host", the host's memory, for a device; or a folder, for a file, for the host.
+        backend: whose arrays go there.
+        what: they are, for messages.
+
+    Raises:
+        UsageError: for the other one of the two, and when no file can be made in a folder.
+    """
+    if str(where) == HOST and not backend.is_device:
+        raise UsageError(f"{what} are in the host's memory already, so they cannot go out to it; give offload a folder")
+    if str(where) != HOST and backend.is_device:
+        raise UsageError(f"{what} on {backend.device} go out to the host's memory, not to {where}; give offload {HOST}")
+    return HostStore(backend) if backend.is_device else FileStore(Path(where), what)
+
+
+def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
+    """Return how many bytes per second go out and come in, measured with so many, or 16 MiB."""
+    memory, seconds = [backend.zeros(max(1, min(nbytes, TRIAL_BYTES)), "uint8")], []
+    for _ in range(1 + ROUNDS):
+        backend.synchronize()
+        begin = clock.now()
+        parcel = store.send(memory)
+        parcel.wait()
+        parcel.fetch(memory)
+        parcel.wait()
+        backend.synchronize()
+        seconds.append(clock.reproducible(clock.now() - begin))
+    moved = 2 * len(memory[0])
+    return moved / (median(seconds[1:]) or moved * BYTE_S)

@@ -1,0 +1,184 @@
+"""Optimizers' state and weights out of memory: bits of the run in memory, bytes as predicted, checkpoints, limits."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import models, optim
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose import arrange as arranged
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.errors import DataError, DeviceError, UsageError
+from nnmpi.memory import stored
+from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
+from nnmpi.memory.store import FileStore
+from nnmpi.memory.stored import StoredArray, in_memory, keep_state
+from tests.memory.test_offload import store_here
+from tests.parallel import test_zero
+
+ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """Let pieces be so short that small arrays have many, and parameters lie across them."""
+    for module in (stored, arranged):
+        monkeypatch.setattr(module, "HOST_PIECE_BYTES", 256)
+        monkeypatch.setattr(module, "DEVICE_PIECE_BYTES", 256)
+
+
+LAYOUTS = (
+    (1, Layout(memory_limit=2**40)),
+    (2, Layout(memory_limit=2**40)),
+    (2, Layout(pp=1, tp=2)),
+    (2, Layout(pp=2, dp=1)),
+    *((3, Layout(zero=stage, unit_bytes=1)) for stage in (1, 2, 3)),
+)
+
+
+@ON_HOST
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
+def test_every_layout_gives_the_bits_of_the_run_in_memory(ranks, layout, tmp_path):
+    """With momentum, clipping, dropout and accumulation; also the state that a checkpoint writes."""
+    ways = ["optimizer", "all"] if layout.zero == 3 else ["optimizer"]
+    plain = simulate(lambda group: test_zero.train(group, "gpt", layout, 2, "native"), ranks)[0]
+    for way in ways:
+        away = replace(layout, offload=str(tmp_path), offload_state=way)
+        found = simulate(lambda group, away=away: test_zero.train(group, "gpt", away, 2, "native"), ranks)[0]
+        assert found.keys() == plain.keys()
+        for name, value in plain.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{way} {name}")
+    assert not list(tmp_path.iterdir())
+
+
+def steps(group, layout, count=2, start=None):
+    """Return the ledger's report after some steps, all arrays, and the worker's line about memory."""
+    data = Dataset("numbers", np.random.default_rng(0).normal(size=(8, 9)).astype("f4"), np.arange(8) % 3, 3)
+    where = arrange(models.mlp((9,), 3, (64,) * 9), group, layout, data.x[:2])
+    where.model.initialize(seed=0, storage=where.storage)
+    optimizer = optim.AdamW(where.model.storage)
+    exchange = GradientExchange("native", fused_update=False)
+    worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
+    if start is not None:
+        for each, found in zip(worker.state(), start, strict=True):
+            each.scatter(found.__getitem__)
+        optimizer.steps = 2
+    batches = Loader(data, 4, rank=where.data_rank, world=where.data_ranks, workers=0)
+    for epoch in range(count // 2):
+        epoch += start is not None
+        for batch in batches.epoch(epoch):
+            worker.step(batch)
+    state = [each.to_dict(everywhere=True) for each in worker.state()]
+    report, line = nnmpi.memory.report(), worker.summary()[-1]
+    worker.release()
+    return report, state, line
+
+
+@ON_HOST
+def test_a_model_that_does_not_fit_trains(tmp_path):
+    """Of 16 P bytes with Adam, 8 P and two windows are there with its state out, and with weights out 4 P and units."""
+    elements = sum(-(-each.size // 16) * 16 for each in models.mlp((9,), 3, (64,) * 9).parameters())
+    out = {"offload": str(tmp_path), "offload_state": "optimizer"}
+    near = 9 * elements
+    message = r"rank 0 needs .* let the optimizer's state lie out of memory, which then needs \d"
+    with pytest.raises(DeviceError, match=message):
+        simulate(lambda group: steps(group, Layout(memory_limit=near)), 1)
+    plain = simulate(lambda group: steps(group, Layout(memory_limit=2**40)), 1)[0]
+    for limit, layout in (
+        (near, Layout(**out)),
+        (6 * elements, Layout(zero=3, unit_bytes=1, **out | {"offload_state": "all"})),
+    ):
+        limited = replace(layout, memory_limit=limit)
+        report, state, line = simulate(lambda group, at=limited: steps(group, at), 1)[0]
+        rows = 3 if layout.zero else 2
+        assert report.peaks[STATE] == report.predicted[STATE] == 2 * rows * 256
+        assert report.peaks[PARAMETERS] == report.predicted[PARAMETERS] == (0 if layout.zero else 4 * elements)
+        assert sum(report.peaks[kind] for kind in KINDS if kind != ACTIVATIONS) <= limit + 2**12  # the batch, too
+        assert "as predicted" in line
+        for ours, theirs in zip(state, plain[1], strict=True):
+            for name, value in theirs.items():
+                np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+@ON_HOST
+def test_a_run_goes_on_from_either_place(tmp_path):
+    """What was saved in memory is loaded out of it, in another stage, and the other way round."""
+    away = Layout(zero=3, unit_bytes=1, offload=str(tmp_path), offload_state="all")
+    near = Layout(zero=1, unit_bytes=1)
+    whole = simulate(lambda group: steps(group, near, 4), 2)[0][1]
+    for first, second in ((near, away), (away, near)):
+        half = simulate(lambda group, at=first: steps(group, at), 2)[0][1]
+        found = simulate(lambda group, at=second, half=half: steps(group, at, 2, half), 2)[0][1]
+        for ours, theirs in zip(found, whole, strict=True):
+            for name, value in theirs.items():
+                np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+def test_parts_are_read_and_written_across_pieces(tmp_path):
+    """As an array's are; on a device, too, whose store is the host."""
+    store, backend = store_here(tmp_path)
+    array, whole = StoredArray(store, 200, backend.zeros(1, "float32")), np.zeros(200, "float32")
+    assert (array.step, array.nbytes, len(array.pieces())) == (64, 0, 4)
+    for start, stop in ((0, 200), (3, 5), (60, 140), (128, 200), (7, 7)):
+        values = np.arange(stop - start, dtype="float32") + start
+        array[start:stop][...] = backend.asarray(values)
+        whole[start:stop] = values
+        np.testing.assert_array_equal(backend.to_host(in_memory(array[...])), whole)
+        part = array[start:stop].reshape((1, stop - start))
+        np.testing.assert_array_equal(backend.to_host(part.copy()), whole[None, start:stop])
+    store.close()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_updates_what_comes(momentum, tmp_path):
+    """On a device, too; with frozen parameters, and without any state."""
+    store, backend = store_here(tmp_path)
+    runs = []
+    for away in (False, True):
+        model = models.mlp((9,), 3, (20, 20)).initialize(seed=0, backend=backend)
+        list(model.parameters())[0].requires_grad = False
+        storage = keep_state(model.storage, store) if away else model.storage
+        optimizer = optim.SGD(storage, lr=0.1, momentum=momentum)
+        for _ in range(3):
+            model.zero_grad()
+            model(nnmpi.Tensor(backend.asarray(np.ones((2, 9), "float32")))).sum().backward()
+            optimizer.step()
+        assert not away or optimizer.state_bytes == 2 * (momentum > 0) * 256
+        slots = [backend.to_host(in_memory(each[...])) for arrays in optimizer.slots().values() for each in arrays]
+        runs.append([*slots, *model.state().values()])
+    for ours, theirs in zip(*runs, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(UsageError, match="comes to its own updates alone"):
+        optimizer.cut()
+    store.close()
+
+
+@ON_HOST
+def test_what_does_not_go_is_refused(tmp_path):
+    """In a sentence; and a file that cannot be written to or read ends the run with its folder's name."""
+    out = {"offload": str(tmp_path), "offload_state": "optimizer"}
+    for options, message in (
+        ({"offload_state": "optimizer"}, "needs a place; give offload, too"),
+        ({**out, "offload_state": "weights"}, "choose one of optimizer, all"),
+        ({**out, "offload_state": "all", "zero": 2}, "give zero 3, or offload_state optimizer"),
+        ({**out, "schedule": "pipedream"}, "updates after every microbatch"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Layout(**options)
+    model = models.mlp((9,), 3, (20, 20)).initialize(seed=0)
+    store = FileStore(tmp_path, "optimizer states")
+    optimizer = optim.Adam(keep_state(model.storage, store))
+    model(np.ones((2, 9), "float32")).sum().backward()
+    store.write = lambda place, memory: FileStore.read(store, place + 2**30, memory)
+    with pytest.raises(DataError, match=rf"the file of optimizer states in {re.escape(str(tmp_path))} cannot be"):
+        for _ in range(2):
+            optimizer.step()
+    store.close()
