@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +19,8 @@ from nnmpi.backend.allocations import counting
 from nnmpi.backend.memory import host_memory, keep_freed_memory, reset_host_peak
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import parse_bytes
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.tensor.tensor import Tensor
@@ -134,6 +137,39 @@ def resident(number):
     print("|", " | ".join(columns), "|")
 
 
+def stored(reduced, rounds):
+    """Print a line for each network and what of it lies out of memory: bytes that stay, and the time of a step."""
+    keep_freed_memory()
+    group = nnmpi.start()
+    print("| network | out of memory | held, MiB | formula, MiB | ms a step | times |\n|" + "---|" * 6, flush=True)
+    width, layers = (64, 2) if reduced else (2048, 8)
+    mlp = partial(models.mlp, (28, 28, 1), 10, hidden=(width,) * 3), images(256, 28, 1)
+    gpt = partial(models.gpt, 256, 128, 32 if reduced else 256, layers, 4), DRAW.integers(0, 256, (2, 4, 128))
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "nothing": Layout(memory_limit=2**60),
+            "optimizer": Layout(offload=folder, offload_state="optimizer"),
+            "all, zero 3": Layout(zero=3, offload=folder, offload_state="all"),
+        }
+        for name, (make, (x, y)) in {"MLP": mlp, "GPT": gpt}.items():
+            batch, plain = Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0), None
+            for way, layout in ways.items():
+                where = arrange(make(), group, layout)
+                where.model.initialize(seed=0, storage=where.storage)
+                worker = nnmpi.Worker(where.model, optim.Adam(where.model.storage), group, arrangement=where)
+                seconds = []
+                for _ in range(2 + rounds):
+                    begin = time.perf_counter()
+                    worker.step(batch)
+                    seconds.append(time.perf_counter() - begin)
+                report, took = nnmpi.memory.report(), median(seconds[2:])
+                plain = took if plain is None else plain
+                held = sum(report.held[kind] for kind in report.predicted)
+                megabytes = " | ".join(f"{each / 2**20:.1f}" for each in (held, sum(report.predicted.values())))
+                print(f"| {name} | {way} | {megabytes} | {1e3 * took:.0f} | {took / plain:.2f} |", flush=True)
+                worker.release()
+
+
 def main():
     """Print the table; end with status 1 where a peak is not as predicted."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -141,6 +177,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="passes of each plan, in turn (5)")
     parser.add_argument("--only", default="", help="networks whose names begin so")
     parser.add_argument("--throttle", metavar="BYTES", help="instead: swap to a file of so many bytes per second")
+    parser.add_argument("--stored", action="store_true", help="instead: optimizer states and weights out of memory")
     parser.add_argument("--resident", nargs="?", const="", metavar="N", help="instead: processes beside their ledgers")
     given = parser.parse_args()
     if given.resident is not None:
@@ -148,6 +185,8 @@ def main():
             return resident(int(given.resident))
         print("| network | base, MiB | above it, MiB | ledger, MiB | off |\n|---|---|---|---|---|", flush=True)
         return max(subprocess.call([sys.executable, __file__, "--resident", str(i)]) for i in range(3))
+    if given.stored:
+        return stored(given.check, given.rounds)
     keep_freed_memory()
     if given.throttle is not None:
         print("| network | peak, predicted | measured | moved | again | predicted, ms | elapsed, ms | off |")

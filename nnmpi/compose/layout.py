@@ -117,7 +117,7 @@ class Layout:
         if self.offload is not None and self.activation_memory is None and self.offload_state is None:
             raise UsageError(
                 f"activations go to {self.offload} when they are more than a limit, and there is none; give "
-                "activation_memory or offload_state, too, or leave offload out"
+                "activation_memory, too, or offload_state, or leave offload out"
             )
         if self.offload_state is None:
             return
@@ -142,11 +142,6 @@ class Layout:
             raise UsageError(
                 f"ZeRO {self.zero} would sum and gather for each of a pipeline's microbatches, whose stages hold their "
                 f"gradients over the whole pass; take zero 1 with pp {self.pp}, or pp 1 with zero {self.zero}"
-            )
-        if self.zero > 1 and self.activation_memory is not None:
-            raise UsageError(
-                f"ZeRO {self.zero} has a unit's weights for one forward and one backward, and a limit of the "
-                "activations' memory goes forward again in between; take zero 1, or leave the limit out"
             )
         if self.fixed:
             raise UsageError(

@@ -43,6 +43,7 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Totals
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
+from nnmpi.memory.chain import SharedOutWeights
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.memory.store import Store, make_store
@@ -99,6 +100,7 @@ class ForwardBackward:
         fixed: what sums the microbatches' gradients in a fixed order, if something does.
         alone: whether no other rank computes along: then microbatches without rows are left out.
         pace: how long computing lasts.
+        weights: the strategy that lets the model's weights come, if they are not there.
 
     Attributes:
         scalars: SCORE, and LOSS; with a fixed order each microbatch's loss by its number.
@@ -117,8 +119,9 @@ class ForwardBackward:
         fixed: FixedReduction | None = None,
         alone: bool = False,
         pace: Pace | None = None,
+        weights: SharedOutWeights | None = None,
     ) -> None:
-        self.model, self.backend, self.seed, self.fixed = model, backend, seed, fixed
+        self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, seed, fixed, weights
         self._loss, self._evaluation_loss, self._alone = loss, evaluation_loss, alone
         self.pace = Pace() if pace is None else pace
         classes = 0 if where is None else where.classes
@@ -212,8 +215,10 @@ class ForwardBackward:
     def _recomputed(self, batch: Batch) -> RecomputedModel:
         """Return the model as it runs within its budget."""
         if self._planned is None:
-            several = batch.microbatches > 1
-            self._planned = RecomputedModel(self.model, self._budget, self.backend, several, self._world, self._store)
+            adds = batch.microbatches > 1 and self._weights is None  # else each is summed by itself
+            self._planned = RecomputedModel(
+                self.model, self._budget, self.backend, adds, self._world, self._store, self._weights
+            )
         return self._planned
 
     def release(self) -> None:
@@ -433,7 +438,12 @@ class Replicas:
         )
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
-        self._passes = ForwardBackward(model, loss, evaluation_loss, backend, seed, arrangement, self.fixed, pace=pace)
+        strategy = self.parallel
+        self._passes = ForwardBackward(
+            *(model, loss, evaluation_loss, backend, seed, arrangement, self.fixed),
+            pace=pace,
+            weights=strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None,
+        )
         self.scalars, self.evaluate = self._passes.scalars, self._passes.evaluate
 
     def run(self, batch: Batch, step: int, scale: float) -> Outcome:

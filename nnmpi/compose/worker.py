@@ -37,6 +37,7 @@ from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchanged import exchanged_elements
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
@@ -86,7 +87,7 @@ from nnmpi.parallel.replication import check_free, check_replicas, check_same_mo
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.parallel.zero.units import describe_stages, predict_bytes
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import COUNTER, Timeline, current, recording
 
@@ -412,15 +413,20 @@ class Worker(Trainer):
         where, storage = self.arrangement, self.model.storage
         if self._shared is not None or len(set(storage.groups)) > 1 or not storage.data:
             return {}
-        ranks, stage = (self.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
+        ranks, layout = (self.group, Layout()) if where is None else (where.mesh.replicas, where.layout)
         once = isinstance(storage, ShardedStorage) and storage.stands_once
-        unit_bytes = None if where is None else where.layout.unit_bytes
-        found = predict_bytes(
-            *(self.model, stage, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
-            *(len(self.optimizer.slots()), unit_bytes, once),
-            away=None if where is None else where.layout.offload_state,
-            piece_bytes=0 if where is None else where.piece_bytes,
-        )
+        everything = [
+            predict_bytes(
+                *(self.model, stage, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
+                *(len(self.optimizer.slots()), layout.unit_bytes, once and stage == layout.zero),
+                away=layout.offload_state,
+                piece_bytes=0 if where is None else where.piece_bytes,
+            )
+            for stage in range(layout.zero + 1)
+        ]
+        if ranks.size > 1:
+            self.notice = self.notice or describe_stages([each.total for each in everything])
+        found = everything[-1]
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
     @contextmanager
@@ -560,7 +566,7 @@ class Worker(Trainer):
         if self.fused is not None:
             return "fused with the update, through shared memory"
         if isinstance(self.parallel, ShardedDataParallel):
-            return self.parallel.describe()
+            return ", ".join([self.parallel.describe(), *([self.notice] if self.notice else [])])
         words = [f"{len(exchange.buckets)} bucket{'' if len(exchange.buckets) == 1 else 's'}"]
         first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]

@@ -7,7 +7,8 @@ store       where things go that leave memory: a file, or from a device the host
 offload     what a link keeps, taken out and brought back
 stored      an optimizer's state and weights that lie in a store, brought piece by piece to each update
 film        plans for a page and for slides
-chain       a model as links that run one by one, and what each one takes, measured
+chain       a model as links that run one by one
+measure     what each one takes
 run         a model that runs by a plan
 ledger      what of a rank's memory is for what: `nnmpi.memory.report()`
 

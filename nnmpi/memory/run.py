@@ -29,18 +29,20 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.chain import (
+    GatheredLink,
     Link,
     LinkGraph,
+    SharedOutWeights,
     Value,
     again,
     find_links,
     forward,
     links_of,
-    measure,
     parameters_of,
     plain,
     unwatched,
 )
+from nnmpi.memory.measure import measure
 from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
@@ -120,6 +122,9 @@ class PlannedPass:
         self._next += 1
         if link in self._kept:
             self._kept.pop(link).arrive()
+        called = self._links[link]
+        if isinstance(called, GatheredLink):
+            called.begin_backward()
         found = self._graphs.pop(link).backward(grad)
         self._do_rest()
         return found
@@ -188,6 +193,7 @@ class RecomputedModel:
         group: the ranks that compute along, which must do the same; None where that is no matter.
         store: where to what is kept may go and come back, where that is quicker than to compute it again (see
             `memory.store`); None for nowhere.
+        weights: the strategy that lets the model's weights come, if they are not there.
 
     Attributes:
         plans: those of the last measurement, without anything moved.
@@ -203,7 +209,9 @@ class RecomputedModel:
         accumulates: bool = False,
         group: Group | None = None,
         store: Store | None = None,
+        weights: SharedOutWeights | None = None,
     ) -> None:
+        self._weights = weights
         self.model, self.budget, self.accumulates, self.store = model, budget, accumulates, store
         self._backend, self._group = numpy_backend() if backend is None else backend, group
         self._links: tuple[Module, ...] = ()
@@ -267,12 +275,14 @@ class RecomputedModel:
             UsageError: for a budget that is too small, or a model that a strategy runs.
         """
         group = self._group
-        if "forward" in vars(self.model):
-            raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); recompute without it")
-        counts = find_links(self.model, value)
+        if "forward" in vars(self.model) and self._weights is None:
+            raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
+        counts = find_links(self.model, value, self._weights)
         if group is not None:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
         self._links = links_of(self.model, counts)
+        if self._weights is not None:
+            self._links = tuple(GatheredLink(link, self._weights) for link in self._links)
         names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
         with nullcontext() if group is None else agreed(group):
             costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates, self.store)

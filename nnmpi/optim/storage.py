@@ -62,13 +62,13 @@ class StateKeeper(Protocol):
 
     Attributes:
         slots: the state's arrays by name, one for each buffer.
-        nbytes: of memory that it takes.
     """
 
     slots: Mapping[str, Sequence[Any]]
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The bytes of memory that it takes."""
 
     def coming(self) -> Iterator[UpdateTurn]:
         """Yield one turn after the other, which covers all buffers, while it is there to be updated."""

@@ -15,6 +15,7 @@ from nnmpi.memory.plan import Act
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.parallel.sequence.group import RING
+from tests.parallel import test_zero
 from tests.parallel.test_sequence import train
 
 LAYOUTS = (
@@ -76,10 +77,24 @@ def test_a_pipeline_is_refused(group):
             arrange(models.mlp((8,), 3), group, Layout(pp=group.size, split=(1,), activation_memory=1000))
 
 
-def test_shared_out_weights_are_refused():
-    """In stages 2 and 3 of ZeRO they come for one forward; as a layout, and where a strategy runs the model."""
-    with pytest.raises(UsageError, match="take zero 1"):
-        Layout(zero=3, activation_memory=1000)
+@pytest.mark.host_only("the same strategies run on the double in tests/parallel")
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@pytest.mark.parametrize("allreduce", ["shared", "native"])
+def test_shared_out_weights_come_again(name, allreduce, monkeypatch):
+    """In stages 2 and 3 of ZeRO, with units that are gathered or stand once: the bits of the ordinary run."""
+    quickest = OptimalPlans.plan
+    monkeypatch.setattr(OptimalPlans, "plan", lambda plans, budget: quickest(plans, plans.least))
+    for stage in (2, 3):
+        layout = Layout(zero=stage, unit_bytes=1)
+        plain = simulate(lambda group, at=layout: test_zero.train(group, name, at, 2, allreduce), 3)[0]
+        limited = replace(layout, activation_memory=1)
+        found = simulate(lambda group, at=limited: test_zero.train(group, name, at, 2, allreduce), 3)[0]
+        for key, value in plain.items():
+            np.testing.assert_array_equal(found[key], value, err_msg=f"{stage} {key}")
+
+
+def test_a_model_that_a_strategy_runs_is_refused():
+    """Unless the strategy is given."""
     model = models.mlp((8,), 3).initialize(seed=0)
     model.forward = model.forward
     with pytest.raises(UsageError, match="a strategy has taken over"):

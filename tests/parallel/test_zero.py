@@ -24,7 +24,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.units import STAGES, cut_units, predict_bytes
+from nnmpi.parallel.zero.units import STAGES, cut_units, describe_stages, predict_bytes
 from nnmpi.shard import part
 
 TOKENS, TIME = 13, 6
@@ -217,6 +217,25 @@ def test_each_stage_holds_less_than_the_one_before() -> None:
         deep = models.mlp((64,), 10, hidden=(64,) * 30)
         totals = [predict_bytes(deep, stage, 0, ranks, 4, 2, 2**14).total for stage in (0, *STAGES)]
         assert totals == sorted(totals, reverse=True)
+
+
+def test_when_a_stage_holds_less_than_the_one_before() -> None:
+    """Where no unit is too long, by an inequality; a run says so where one is."""
+    cases: tuple[Module, ...] = (models.cnn((28, 28, 1), 10), models.gpt(256, 128, 128, 8, 4), mlp())
+    for model in cases:
+        units, shared = cut_units(model, 1, 4)
+        lengths = [sum(-(-each.size // 16) * 16 for each in unit.parameters) for unit in units]
+        apart = sum(-(-each.size // 16) * 16 for each in shared)
+        whole = sum(lengths) + apart
+        slots = max(lengths[0::2]) + max(lengths[1::2]) + apart
+        for ranks in (2, 3, 4, 8):
+            totals = [predict_bytes(model, stage, 0, ranks, 4, 2, 1).total for stage in (0, *STAGES)]
+            own = sum(len(part(length, ranks, 0)) for length in [*lengths, apart])
+            assert totals[1] < totals[0]
+            assert (totals[2] < totals[1]) == (max(lengths) + apart < whole - own)
+            assert (totals[3] < totals[2]) == (slots < whole - own)
+            assert predict_bytes(model, 3, 0, ranks, 4, 2, 1, stands_once=True).total < totals[2]
+            assert ("few layers" in describe_stages(totals)) == (min(totals) < totals[3])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

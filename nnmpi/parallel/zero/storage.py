@@ -428,6 +428,9 @@ class ShardedStorage(FlatStorage):
     def _start(self, number: int) -> None:
         if number in self._standing:
             return
+        if number != SHARED:  # who comes again out of turn finds others there
+            for other in [each for each in self._standing if each != SHARED and (each - number) % 2 == 0]:
+                self.leave(other)
         self._standing[number] = False
         for i in self._pieces[number]:
             own, mine = self.own[i], self.data[i]

@@ -145,6 +145,36 @@ class ShardedDataParallel(DataParallel):
 
         return reached
 
+    def gather_for(self, module: Module) -> None:
+        """Let the weights of a part of the model be in their places, until others need these. Collective.
+
+        Raises:
+            UsageError: for a part that lies in several units.
+        """
+        number = self._unit_of(module)
+        self.storage.enter(SHARED)
+        if number != SHARED:
+            self.storage.enter(number)
+
+    def begin_backward(self, module: Module) -> None:
+        """Let the weights of a part of the model be there for its backward; the units above are done. Collective."""
+        number = self._unit_of(module)
+        self._check_pass()
+        if number != SHARED:
+            self._finish_units(number)
+        self.gather_for(module)
+
+    def _unit_of(self, module: Module) -> int:
+        """Return the number of the unit that has a module's parameters; SHARED if none has any."""
+        own = {id(each) for each in module.parameters()}
+        numbers = [i for i, unit in enumerate(self.storage.units) if own & set(map(id, unit.parameters))]
+        if len(numbers) > 1:
+            raise UsageError(
+                f"what is computed again at once lies in {len(numbers)} units of ZeRO {self.stage}, whose weights and "
+                "gradients come one unit at a time; take zero 1, or a larger bucket"
+            )
+        return numbers[0] if numbers else SHARED
+
     def _finish_units(self, number: int) -> None:
         """Sum the gradients of all units above this one: a backward pass will not come to them any more."""
         while self._at > number:

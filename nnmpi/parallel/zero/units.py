@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nnmpi.comm.gradients import BUCKET_BYTES
+from nnmpi.comm.units import format_bytes
 from nnmpi.memory.stored import HOST_PIECE_BYTES, window_bytes
 from nnmpi.nn.chain import ChainLink, ModelPart, Run, join_links, open_chain
 from nnmpi.nn.module import Module
@@ -146,6 +147,24 @@ def predict_bytes(
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, apart) if length),
         max(owns) * itemsize,
+    )
+
+
+def describe_stages(totals: Sequence[int]) -> str:
+    """Return a sentence where a lower stage of ZeRO holds no more than the last of these; else nothing.
+
+    With P elements, N ranks and a longest unit of U, stage 2 holds less than 1 where U < P (N-1)/N. Stage 3 holds less
+    than 2 where weights stand once on a node; else where A + B < P (N-1)/N, the longest units in even and odd places.
+
+    Args:
+        totals: what a rank holds in stage 0 and in each one up to the one that is asked about.
+    """
+    best = min(range(len(totals)), key=lambda stage: totals[stage])
+    if best == len(totals) - 1:
+        return ""
+    return (
+        f"ZeRO {len(totals) - 1} holds {format_bytes(totals[-1])} here, and {best} {format_bytes(totals[best])}: few "
+        "layers have most of the parameters, and a unit of them is here as a whole"
     )
 
 
