@@ -73,7 +73,7 @@ def quickest(costs, budget, bandwidth, bound):
             if least is False or least > bound:
                 continue
             sets = (after._values, after._kept, after._away, after._back)
-            waits = (after._idle_s, *(after._done[each] for each in sorted(after._back | set(after.leaving))))
+            waits = (after._idle_s, *(after.done[each] for each in sorted(after._back | set(after.leaving))))
             times = (after.seconds, *(max(each, after.seconds) for each in waits))
             known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
             if not any(all(a <= b for a, b in zip(each, times, strict=True)) for each in known):

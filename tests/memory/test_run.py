@@ -66,7 +66,7 @@ def test_every_budget_gives_the_bits_and_the_bytes(name):
     model.zero_grad()
     model.load_state(first)
     ordinary, most = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
-    assert most == pytest.approx(forward.plans.all, rel=0.02)  # the tape holds some of it a moment longer
+    assert most <= 1.02 * forward.plans.all  # the tape holds some of it a moment longer
     seen = set()
     for budget in forward.plans.budgets(20):
         forward.plan = forward.plans.plan(budget)
