@@ -25,6 +25,7 @@ from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.tensor.tensor import Tensor
 
+BUDGET = 30_000  # bytes of activations, for `flat`
 DRAW = np.random.default_rng(0)
 
 
@@ -170,6 +171,40 @@ def stored(reduced, rounds):
                 worker.release()
 
 
+def flat(steps):
+    """Print what a process has after 100 steps of each kind, and what has come to it after so many more."""
+    group, (x, y) = nnmpi.start(), images(16, 28, 1)
+    batch = Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0)
+    print(f"| way | MiB after 100 steps | more after {steps} more, MiB | objects more |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out = {"offload": folder}
+        for way in (
+            {"memory_limit": 2**60},
+            *({"zero": stage} for stage in (1, 2, 3)),
+            {"activation_memory": BUDGET},
+            {**out, "activation_memory": BUDGET},
+            {"offload_state": "optimizer", **out},
+            {"offload_state": "all", "zero": 3, **out, "activation_memory": BUDGET},
+        ):
+            where = arrange(models.mlp((28, 28, 1), 10, hidden=(64,) * 8), group, Layout(**way))
+            where.model.initialize(seed=0, storage=where.storage)
+            worker = nnmpi.Worker(where.model, optim.Adam(where.model.storage, lr=1e-4), group, arrangement=where)
+            seen = []
+            for count in (100, steps):
+                for _ in range(count):
+                    worker.step(batch)
+                gc.collect()
+                seen.append((host_memory().used_bytes, len(gc.get_objects())))
+            worker.release()
+            (before, objects), (after, more) = seen
+            words = ", ".join(f"{key} {value}" for key, value in way.items() if key not in ("offload", "memory_limit"))
+            words = (words or "plain") + (", offload" if "offload" in way else "")
+            print(
+                f"| {words} | {before / 2**20:.1f} | {(after - before) / 2**20:+.2f} | {more - objects:+d} |",
+                flush=True,
+            )
+
+
 def main():
     """Print the table; end with status 1 where a peak is not as predicted."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -178,6 +213,7 @@ def main():
     parser.add_argument("--only", default="", help="networks whose names begin so")
     parser.add_argument("--throttle", metavar="BYTES", help="instead: swap to a file of so many bytes per second")
     parser.add_argument("--stored", action="store_true", help="instead: optimizer states and weights out of memory")
+    parser.add_argument("--flat", type=int, metavar="STEPS", help="instead: what has grown after so many steps")
     parser.add_argument("--resident", nargs="?", const="", metavar="N", help="instead: processes beside their ledgers")
     given = parser.parse_args()
     if given.resident is not None:
@@ -187,6 +223,8 @@ def main():
         return max(subprocess.call([sys.executable, __file__, "--resident", str(i)]) for i in range(3))
     if given.stored:
         return stored(given.check, given.rounds)
+    if given.flat is not None:
+        return flat(given.flat)
     keep_freed_memory()
     if given.throttle is not None:
         print("| network | peak, predicted | measured | moved | again | predicted, ms | elapsed, ms | off |")
