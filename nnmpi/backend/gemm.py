@@ -1,7 +1,8 @@
 """Products of matrices, in the mode of `precision` and with the library that is quickest for the arrays.
 
 arrays          float32, float64                  float16, bfloat16
-NumPy           its BLAS                          rounded up to float32, its BLAS, and down once
+NumPy           its BLAS, or inside               rounded up to float32, its BLAS, and down once
+                `with use_blas("mkl")` MKL
 CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float32 and rounds down once
                 (see `cublas`), or cupy.matmul where the former fails its test
 """
@@ -9,14 +10,48 @@ CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Literal, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cublas import multiply_plainly, products_of
 from nnmpi.backend.matrices import HALF_BYTES, check_operands, product_shape
+from nnmpi.backend.mkl import Mkl, installed_mkl
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import perform
 from nnmpi.errors import UsageError
+
+BlasName: TypeAlias = Literal["numpy", "mkl"]
+NUMPY: Final = "numpy"
+MKL: Final = "mkl"
+
+_other: ContextVar[Mkl | None] = ContextVar("nnmpi_blas", default=None)  # than NumPy's
+
+
+@contextmanager
+def use_blas(name: BlasName = MKL) -> Iterator[None]:
+    """Multiply NumPy's matrices by another BLAS than NumPy's inside the block: "mkl", or "numpy" for its own again.
+
+    Results differ in the last bits. Small products, and kernels that numba has compiled with products in them, stay
+    with NumPy's.
+
+    Raises:
+        UsageError: for another name, and where MKL is not installed.
+    """
+    if name not in (NUMPY, MKL):
+        raise UsageError(f"BLAS {name!r} is unknown; choose {NUMPY} or {MKL}")
+    token = _other.set(None if name == NUMPY else installed_mkl())
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
+def other_blas() -> Mkl | None:
+    """Return what multiplies in NumPy's place in this context, by which a recorded step is told from another."""
+    return _other.get()
 
 
 def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None) -> Array:
@@ -49,7 +84,10 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
             check_operands(a, b, out)
             perform(multiply_plainly, namespace(out), a, b, out, add)
         return out
-    product: Array
+    product: Array | None
+    other = _other.get()
+    if other is not None and (product := other.multiply(xp, a, b, out, add)) is not None:
+        return product
     multiply = xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
     if out is None:
         product = multiply(a, b)

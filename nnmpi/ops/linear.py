@@ -26,15 +26,15 @@ class LinearFunction(Function):
         x (rows, in)   W (in, out)         y = x W + b                  an activation works on y where it lies
         dW = x^T d     db = 1^T d          dx = d W^T                   d: the gradient of x W + b
 
-    On a device, and in half precision anywhere, the products are `backend.gemm`'s:
+    On a device, and in half precision anywhere:
 
         x, W --read as float16 or bfloat16-->  GEMM, adds up in float32  -->  y, in half precision, + b
         dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
 
     Args:
         kernels: those for the result.
-        reads: the dtype in which such a product reads x and W, and gives the result; None where NumPy's own product
-            of the arrays as they are serves, at no further cost.
+        reads: the dtype in which such a product reads x and W, and gives the result; None where the product of NumPy's
+            arrays as they are serves, at no further cost.
         gives: the dtype of the result, if it is another one: float32.
     """
 
@@ -59,7 +59,7 @@ class LinearFunction(Function):
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))  # not -1, which nothing can be divided by
         reads = self.reads
         if reads is None:
-            y: Array = xp.dot(rows, weight)
+            y = gemm(xp, rows, weight)
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
@@ -83,7 +83,8 @@ class LinearFunction(Function):
         if self.needs[1]:
             to_weight = self._weight_grad(rows, grad, None if dtypes is None else dtypes[1])
         if self.needs[0]:
-            to_x = xp.dot(grad, weight.T) if dtypes is None else cast(xp, gemm(xp, grad, weight.T), dtypes[0])
+            to_x = gemm(xp, grad, weight.T)
+            to_x = to_x if dtypes is None else cast(xp, to_x, dtypes[0])
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias
@@ -114,9 +115,7 @@ class LinearFunction(Function):
         """Return the gradient of W, in its dtype, computed where it belongs, if that place is known."""
         xp, (a, b) = self.xp, self.weight_factors(rows, grad)
         if dtype is None:
-            place = self.into(1)
-            result: Array = xp.dot(a, b) if place is None else xp.dot(a, b, out=place)
-            return result
+            return gemm(xp, a, b, out=self.into(1))
         place, add = self.sum_into(1)
         if place is None or not place.flags.c_contiguous:
             return gemm(xp, a, b, dtype=dtype)

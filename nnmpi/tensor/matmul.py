@@ -45,8 +45,9 @@ class MatMul(Function):
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (a, b)
-        result: Array = self.xp.matmul(a, b)
-        return result
+        y = self.multiply(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
+        y = y[..., 0, :] if a.ndim == 1 else y
+        return y[..., 0] if b.ndim == 1 else y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (a, b), xp = self.saved, self.xp
@@ -68,23 +69,8 @@ class MatMul(Function):
 
     def multiply(self, a: Array, b: Array) -> Array:
         """Return the product of two stacks of matrices."""
-        product: Array = self.xp.matmul(a, b)
+        product: Array = gemm(self.xp, a, b) if is_floating(a.dtype) else self.xp.matmul(a, b)
         return product
-
-
-class Product(MatMul):
-    """The same for arrays on a device, and in half precision anywhere, by `backend.gemm`."""
-
-    def forward(self, a: Array, b: Array) -> Array:
-        self.saved = (a, b)
-        rows = a[None, :] if a.ndim == 1 else a
-        y = gemm(self.xp, rows, b[:, None] if b.ndim == 1 else b)
-        y = y[..., 0, :] if a.ndim == 1 else y
-        return y[..., 0] if b.ndim == 1 else y
-
-    def multiply(self, a: Array, b: Array) -> Array:
-        """Return the product of two stacks of matrices."""
-        return gemm(self.xp, a, b)
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -106,11 +92,10 @@ def matmul(a: Any, b: Any) -> Tensor:
         refuse_parts("matmul", a, b)
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner} differ")
     reads = read_as("matmul", a, b)
-    plain = not is_low(reads) if type(x) is np.ndarray else not is_floating(reads)
-    if not plain:
+    if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
         a, b = (converted(each, reads) if isinstance(each, Variable) else _read(each, reads) for each in (a, b))
     try:
-        return MatMul()(a, b) if plain else Product()(a, b)
+        return MatMul()(a, b)
     except LayoutError:
         raise
     except ValueError as error:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 import threadpoolctl
 
 from nnmpi.backend.blas import find_older
+from nnmpi.comm.describe import blas_pool
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
@@ -16,11 +17,17 @@ from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
+from nnmpi.train.products import BlasChoice
 from nnmpi.train.run_state import Extent
 
 
-def header(context: RunContext) -> list[str]:
-    """Return the header. Collective: the ranks tell their nodes."""
+def header(context: RunContext, chosen: BlasChoice) -> list[str]:
+    """Return the header. Collective: the ranks tell their nodes.
+
+    Args:
+        context: what the run works with.
+        chosen: what multiplies its matrices.
+    """
     config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
     options = config.optimization
@@ -34,6 +41,7 @@ def header(context: RunContext) -> list[str]:
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
+        *([f"products: {chosen.line}"] if chosen.line else []),
         *describe_device(backend, group, config.run.precision),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
@@ -81,13 +89,11 @@ def _kernels(config: Config) -> str:
 
 def blas() -> str:
     """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its threads."""
-    found = [each for each in threadpoolctl.threadpool_info() if each.get("user_api") == "blas"]
-    if not found:
+    pool = blas_pool(threadpoolctl.threadpool_info())
+    kind = f" for {pool['architecture']}" if pool.get("architecture") else ""
+    if not pool:
         return "BLAS unknown"
-    first = found[0]
-    kind = f" for {first['architecture']}" if first.get("architecture") else ""
-    threads = count(first["num_threads"], "thread")
-    return f"{first['internal_api']} {first.get('version') or ''}{kind}, {threads} per rank"
+    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}, {count(pool['num_threads'], 'thread')} per rank"
 
 
 def count(n: int, singular: str, plural: str = "") -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import isfinite, nan
 from typing import Any
 
@@ -31,6 +31,7 @@ from nnmpi.train.header import count, header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
+from nnmpi.train.products import take_blas
 from nnmpi.train.run_state import RunState
 
 
@@ -88,7 +89,9 @@ def _run(
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)
-    lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
+    context, blas = take_blas(context)
+    with blas.in_use():
+        lines = [*(() if chosen is None else chosen.lines), *header(context, blas), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
@@ -110,8 +113,11 @@ def _run(
     on_root(group, take_folder)
     if state.step >= context.extent.steps:
         restored = [*restored, f"the run is finished, {_how_to_go_on(context)}"]
-    with console.copied(folder.console) if group.is_root else nullcontext():
+    with ExitStack() as stack:
+        if group.is_root:
+            stack.enter_context(console.copied(folder.console))
         console.say(*lines, *restored)
+        stack.enter_context(blas.in_use())
         _train(context, state, console, None if chosen is None else chosen.predicted_s)
 
 

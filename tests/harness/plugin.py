@@ -75,6 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Find this rank's place, and register what it needs there."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else runs measure how many are fastest, and bits differ
     folder = os.environ.pop(RUN_FOLDER, None)  # it is not for what the tests start
     claims = os.environ.pop(CLAIMS, None)
     rank = 0

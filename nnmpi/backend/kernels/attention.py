@@ -32,6 +32,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.constants import ones
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.blocks import ELEMENTS
 from nnmpi.backend.random import random_bits
 
@@ -195,7 +196,7 @@ class AttentionKernels:
                 new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
                 self.powers(xp, p, new[0], new[1], None if first else own[0], i if which.is_diagonal else seen)
                 which.mark(p, block, i)
-                xp.matmul(_left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
+                gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
                 if not first:
                     _add_up(xp, own, new)
 
@@ -249,11 +250,11 @@ class AttentionKernels:
                     xp.exp(p, out=p)
                     which.mark(p, block, i)
                 adds = not (first and j == qb.shape[2])
-                _product(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], adds)
-                xp.matmul(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
+                gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
+                gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
                 self.score_gradients(xp, d, p, less[:, :, i:j], which.drop)
-                _product(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], adds)
-                _product(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], not first)
+                gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
+                gemm(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
 
     def powers(self, xp: Any, p: Array, top: Array, total: Array, before: Array | None, corner: int) -> None:
         """Turn scores into e^(score - top), in place.
@@ -323,7 +324,7 @@ class KeyBlock:
 
         Where a key is hidden, that is -inf.
         """
-        xp.matmul(k, q.swapaxes(2, 3), out=out)
+        gemm(xp, k, q.swapaxes(2, 3), out=out)
         if self.is_diagonal:
             corner = out[:, :, first:]
             xp.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
@@ -374,14 +375,6 @@ def _like_packed(xp: Any, like: Heads, shape: tuple[int, ...]) -> Heads:
     batch, heads, time, features = shape
     room: Heads = xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
     return room
-
-
-def _product(xp: Any, left: Array, right: Array, to: Array, adds: bool) -> None:
-    """Write a product, or add it to what is there."""
-    if adds:
-        xp.add(to, xp.matmul(left, right), out=to)
-    else:
-        xp.matmul(left, right, out=to)
 
 
 def _add_up(xp: Any, before: list[Array], new: list[Array]) -> None:

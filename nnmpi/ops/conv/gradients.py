@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.sums import row_sum
 from nnmpi.backend.windows import tap
 from nnmpi.ops.conv.algorithm import ConvSpec
@@ -37,12 +38,12 @@ class ProductSum:
         """Add left @ right."""
         xp = self._xp
         if not self._begun:
-            xp.matmul(left, right, out=self._total)
+            gemm(xp, left, right, out=self._total)
             self._begun = True
             return
         if self._product is None:
             self._product = xp.empty(self._total.shape, self._total.dtype)
-        xp.matmul(left, right, out=self._product)
+        gemm(xp, left, right, out=self._product)
         xp.add(self._total, self._product, out=self._total)
 
     def finish(self) -> Array:
@@ -92,7 +93,7 @@ class InputGradient:
         for strip in self.columns.strips(len(out)):
             rows = out[:, strip.rows]
             matrix = self.columns.fill(strip)  # (pixels, kh kw o)
-            self._xp.matmul(matrix, self._kernel, out=rows.reshape(len(matrix), rows.shape[3]))
+            gemm(self._xp, matrix, self._kernel, out=rows.reshape(len(matrix), rows.shape[3]))
 
 
 def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
@@ -116,7 +117,7 @@ def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Ar
         share = memory[: len(rows)]
         xp.copyto(block, 0)
         for i, j in np.ndindex(kh, kw):
-            xp.matmul(rows, weight[i, j].T, out=share)  # (pixels, c)
+            gemm(xp, rows, weight[i, j].T, out=share)  # (pixels, c)
             seen = tap(block, (i, j), (images.shape[1], images.shape[2]), spec.stride, spec.dilation)
             xp.add(seen, share.reshape(seen.shape), out=seen)
         xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w])

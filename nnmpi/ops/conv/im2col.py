@@ -26,6 +26,7 @@ from math import prod
 from typing import Any
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.planes import Planes
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import Algorithm, Gradients
@@ -47,7 +48,7 @@ class Im2col(Algorithm):
             for block in columns.blocks():
                 columns.load(images, block)
                 for strip in columns.strips(block.stop - block.start):
-                    xp.matmul(columns.fill(strip), kernel, out=_pixels(result[block][:, strip.rows]))
+                    gemm(xp, columns.fill(strip), kernel, out=_pixels(result[block][:, strip.rows]))
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat)
@@ -120,7 +121,7 @@ class Im2colReluPool(Algorithm):
                 start, size = block.start * image + strip.rows.start * row, len(matrix) * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                xp.matmul(matrix, kernel, out=z.reshape(len(matrix), o))
+                gemm(xp, matrix, kernel, out=z.reshape(len(matrix), o))
                 won = None if winner is None else winner[start : start + size]
                 if places > 1:
                     planes.largest(z, h, won)

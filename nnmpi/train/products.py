@@ -1,0 +1,238 @@
+"""Which BLAS multiplies a run's matrices, and with how many threads: found out by timing both.
+
+    first run      NumPy's BLAS and MKL, where that is installed, multiply matrices of the model's sizes in turns, by
+                   one thread each; the times are kept in ~/.cache/nnmpi/blas-...json, and the faster one is taken
+    later runs     of such a model on such a processor read them there
+    every run      that no launcher has started, and whose environment sets no threads: whether several threads are
+                   faster than one now, which they are not on busy cores
+
+What is timed hangs on model and batch alone, not on ranks and layout: the choice of a parallel run is the serial run's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import isfinite, prod
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from nnmpi.backend.gemm import MKL, NUMPY, BlasName, gemm, use_blas
+from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
+from nnmpi.comm.fit import cache_folder
+from nnmpi.comm.group import Group
+from nnmpi.errors import NnmpiError
+from nnmpi.launcher import read_launch
+from nnmpi.nn.module import Module
+from nnmpi.planner.profile import default_file
+from nnmpi.reading import read_json
+from nnmpi.threads import VARIABLES, usable_cores
+from nnmpi.train.build import RunContext, build_model
+from nnmpi.train.config import RunConfig
+from nnmpi.train.folder import replace_durably
+
+ROWS, FEATURES, KINDS = 1024, 2048, 4  # the largest sizes that are timed, and how many kinds of matrices
+ROUNDS, LEAST_S = 5, 0.04  # of each product
+FASTER = 1.03  # what is less is noise
+
+Sizes = tuple[int, int, int, int]  # rows, inputs, outputs, and how many such matrices there are
+Times = dict[str, float]
+
+
+@dataclass(frozen=True)
+class BlasChoice:
+    """What multiplies a run's matrices.
+
+    Attributes:
+        name: for `use_blas`.
+        threads: how many the BLAS may use; 0 for those that it has.
+        line: for the header; empty where there was nothing to choose from.
+    """
+
+    name: BlasName = NUMPY
+    threads: int = 0
+    line: str = ""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Multiply so inside the block."""
+        with use_blas(self.name):
+            if not self.threads:
+                yield
+            else:
+                with threadpool_limits(self.threads, user_api="blas"):
+                    yield
+
+
+def take_blas(context: RunContext) -> tuple[RunContext, BlasChoice]:
+    """Return what multiplies a run's matrices, and the context in which it is settled. Collective.
+
+    Errors are those of `choose_blas`.
+    """
+    config, train, group = context.config, context.inputs.train, context.group
+    if context.backend.is_device:
+        return context, BlasChoice()
+    model = build_model(config.model, train.sample_shape, context.inputs.signature.outputs)
+    rows = context.inputs.batch_size * (train.sample_shape[0] if train.is_tokens else 1)
+    chosen = choose_blas(config.run, model, rows, group)
+    run = replace(config.run, blas=chosen.name, blas_threads=chosen.threads)
+    return replace(context, config=replace(config, run=run)), chosen
+
+
+def choose_blas(run: RunConfig, model: Module, rows: int, group: Group) -> BlasChoice:
+    """Return what multiplies this model's matrices, the same on all ranks. Collective.
+
+    Args:
+        run: says what is asked for, and the dtype of weights.
+        model: the whole one; values are not needed.
+        rows: of its inputs: samples of the global batch, or their tokens.
+        group: all ranks of the run.
+
+    Raises:
+        UsageError: on all ranks, where MKL is asked for and one of them has none.
+    """
+    wanted, threads, dtype = run.blas, run.blas_threads, run.dtype
+    sizes = sizes_of(model, rows)
+    if wanted == "auto" and (not sizes or not all(group.gather(find_mkl() is not None))):
+        wanted = NUMPY
+    if wanted != NUMPY:
+        with agreed(group):
+            installed_mkl()
+    name: BlasName = NUMPY
+    line = ""
+    if wanted == "auto":
+        name, line = on_root(group, lambda: _faster(sizes, dtype))
+    elif wanted != NUMPY:
+        name = wanted
+        line = f"{_said(name)}, as asked for"
+    reason = ""
+    if not threads and group.size == 1:
+        threads, reason = _threads(name, sizes, dtype)
+    return BlasChoice(name, threads, "; ".join(filter(None, (line, reason))))
+
+
+def sizes_of(model: Module, rows: int) -> list[Sizes]:
+    """Return the sizes of the matrices that a model multiplies with, those with most work first; none if all are small.
+
+    A convolution's kernels are taken as the matrix (kh kw c, o) that columns of pixels are multiplied with.
+
+    Args:
+        rows: of the model's inputs.
+    """
+    found = Counter[tuple[int, int, int]]()
+    for parameter in model.parameters():
+        shape = parameter.declared
+        if len(shape) > 1:
+            high = ROWS if len(shape) > 2 else min(rows, ROWS)
+            found[high, min(prod(shape[:-1]), FEATURES), min(shape[-1], FEATURES)] += 1
+    large = [(*size, count) for size, count in found.items() if prod(size) > LEAST]
+    return sorted(large, key=lambda size: (-prod(size), size))[:KINDS]
+
+
+def _faster(sizes: Sequence[Sizes], dtype: str) -> tuple[BlasName, str]:
+    """Return the name of the faster BLAS, and a line on it: by the times that are kept, or by new ones."""
+    cache, facts = cache_folder(), _facts(sizes, dtype)
+    file = None if cache is None else default_file(facts, cache, "blas")
+    times, when = (None if file is None else load_times(file, facts)), "kept"
+    if times is None:
+        with threadpool_limits(1, user_api="blas"):
+            times, when = _time({NUMPY: NUMPY, MKL: MKL}, sizes, dtype, thread_time, LEAST_S), "timed now"
+        if file is not None:
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_durably(file, json.dumps({"facts": facts, "seconds": times}, indent=1).encode())
+    ratio = times[NUMPY] / times[MKL]
+    name: BlasName = MKL if ratio >= FASTER else NUMPY
+    words = f"{_said(name)}; MKL takes {1 / ratio:.2f} of its time" if name == NUMPY else f"{_said(name)}"
+    if name != NUMPY:
+        words += f", {ratio:.2f} times as fast as {name_blas(blas_pool(threadpool_info()))} with these matrices"
+    return name, f"{words} ({when})"
+
+
+def _threads(name: BlasName, sizes: Sequence[Sizes], dtype: str) -> tuple[int, str]:
+    """Return how many threads are fastest now, and words on it; 0 where others have chosen."""
+    several = int(blas_pool(threadpool_info()).get("num_threads", 1))
+    if (
+        several == 1
+        or not sizes
+        or read_launch(os.environ) is not None
+        or any(each in os.environ for each in VARIABLES)
+    ):
+        return 0, ""
+    several = min(several, usable_cores()[0])
+    times = _time({"1": name, str(several): name}, sizes[:1], dtype, perf_counter, LEAST_S / 10)
+    ratio = times["1"] / times[str(several)]
+    if ratio >= FASTER:
+        return several, f"{several} threads, {ratio:.2f} times as fast as one"
+    return 1, f"1 thread, as {several} take {1 / ratio:.2f} times as long now"
+
+
+def _time(
+    ways: Mapping[str, BlasName], sizes: Sequence[Sizes], dtype: str, now: Callable[[], float], least_s: float
+) -> Times:
+    """Return the least seconds of all products of a step's way forward and back, by each way, taken in turns.
+
+    Args:
+        ways: the BLAS by the name of the way; a name that is a number is that of the threads.
+        sizes: of the matrices.
+        dtype: of the matrices.
+        now: the clock; the thread's own leaves out what other programs took.
+        least_s: how long each product is tried.
+    """
+    times = dict.fromkeys(ways, 0.0)
+    for rows, inputs, outputs, count in sizes:
+        x, weight, grad = (np.ones(size, dtype) for size in ((rows, inputs), (inputs, outputs), (rows, outputs)))
+        for a, b, place in ((x, weight, grad), (x.T, grad, weight), (grad, weight.T, x)):
+            out, best, spent_s, turns = np.empty_like(place), dict.fromkeys(ways, np.inf), 0.0, 0
+            while turns < ROUNDS or spent_s < least_s:
+                for way, name in ways.items():
+                    limit = int(way) if way.isdigit() else None
+                    with use_blas(name), threadpool_limits(limit, user_api="blas"):
+                        begin = now()
+                        gemm(np, a, b, out=out)
+                        took_s = now() - begin
+                    if turns:  # the first one warms up
+                        best[way] = min(best[way], took_s)
+                        spent_s += took_s
+                turns += 1
+            for way, seconds in best.items():
+                times[way] += count * seconds
+    return times
+
+
+def _facts(sizes: Sequence[Sizes], dtype: str) -> dict[str, Any]:
+    """Return what times hold for."""
+    file = find_mkl()
+    return {
+        "cpu": read_cpu("model name") + read_cpu("flags"),
+        "numpy": [np.__version__, name_blas(blas_pool(threadpool_info()))],
+        "mkl": None if file is None else [file.name, file.stat().st_size],
+        "sizes": [list(each) for each in sizes],
+        "dtype": dtype,
+    }
+
+
+def load_times(file: Path, facts: Mapping[str, Any]) -> Times | None:
+    """Return the times that are kept in a file; None where there are none of these facts, or it is damaged."""
+    try:
+        kept = read_json(file)
+        times = {name: float(kept["seconds"][name]) for name in (NUMPY, MKL)}
+    except (OSError, KeyError, TypeError, ValueError, NnmpiError):
+        return None
+    plausible = all(isfinite(seconds) and seconds > 0 for seconds in times.values())
+    return times if plausible and kept.get("facts") == facts else None
+
+
+def _said(name: str) -> str:
+    """Return a BLAS in words."""
+    return f"mkl {installed_mkl().version}" if name == MKL else name_blas(blas_pool(threadpool_info()))
