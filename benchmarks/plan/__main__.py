@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
+from benchmarks.plan.plots import draw  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
@@ -131,7 +132,15 @@ def main():
     parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
     parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
+    parser.add_argument(
+        "--draw", type=Path, help="measure nothing; draw what --json has, and the survey, into a folder"
+    )
     given = parser.parse_args()
+    if given.draw is not None:
+        before = json.loads(given.json.read_text()) if given.json is not None else []
+        for file in draw(given.draw, before):
+            print(file)
+        return 0
     keep_freed_memory()  # as the train command does
     group = start()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)

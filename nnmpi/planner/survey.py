@@ -212,10 +212,15 @@ class SurveyRow:
         return batch * own["replicas"] // self.system.told["devices"] if own["kind"] == "replicated" else batch
 
 
+def systems() -> Iterator[SurveyedSystem]:
+    """Yield the systems as the file has them."""
+    text = files("nnmpi.planner").joinpath("survey.json").read_text(encoding="utf-8")
+    yield from map(SurveyedSystem, json.loads(text))
+
+
 def survey() -> Iterator[SurveyRow]:
     """Yield the rows of the table, one system after the other."""
-    for told in json.loads(files("nnmpi.planner").joinpath("survey.json").read_text(encoding="utf-8")):
-        system = SurveyedSystem(told)
+    for system in systems():
         own, total = system.own()
         row = SurveyRow(system, own, total, None, system.choose())
         yield replace(row, figure=figure_of(row))

@@ -1,18 +1,13 @@
 """The table of the big ones: models of the right size that fit as their systems lay them out; published figures."""
 
-import json
 from dataclasses import replace
-from importlib.resources import files
 
 import pytest
 
 from nnmpi.planner.described import DescribedShapes, grouped
-from nnmpi.planner.survey import CLOSE, SurveyedSystem, SurveyRow, describe_survey, figure_of
+from nnmpi.planner.survey import CLOSE, SurveyedSystem, SurveyRow, describe_survey, figure_of, systems
 
-TOLD = {
-    told["system"]: told
-    for told in json.loads(files("nnmpi.planner").joinpath("survey.json").read_text(encoding="utf-8"))
-}
+TOLD = {system.told["system"]: system.told for system in systems()}
 PARAMETERS = {
     "FlexFlow": 24e6,
     "PipeDream": 138e6,
