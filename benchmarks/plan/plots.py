@@ -28,7 +28,7 @@ def draw_measured(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms")
     ends = []
     for each, colour in zip(found, colours(), strict=False):
-        model = each["command"][each["command"].index("--model") + 1]
+        model = each["command"].split()[1]
         for piped, marker in ((False, "o"), (True, "^")):
             rows = [row for row in each["rows"] if (row["pp"] > 1) is piped]
             x, y = ([1e3 * row[name] for row in rows] for name in ("took_s", "step_s"))
@@ -39,6 +39,7 @@ def draw_measured(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(line, line, color="black", linewidth=0.8)
     axes.fill_between(line, [0.9 * end for end in line], [1.1 * end for end in line], color="grey", alpha=0.2)
     axes.set_title("grey: within 10 %", fontsize=10)
+    axes.tick_params(which="both", labelsize=7)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     save(figure, file)
