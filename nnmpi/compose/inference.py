@@ -32,6 +32,7 @@ class ForwardPasses:
         backend: where it computes.
         mode: entered around each pass.
         keep: given the result of each microbatch and its number, where the last stage is.
+        shared: as `Stage` takes it, where microbatches are this rank's positions of sequences; else None.
     """
 
     def __init__(
@@ -40,13 +41,16 @@ class ForwardPasses:
         backend: Backend,
         mode: Callable[[], AbstractContextManager[Any]],
         keep: Callable[[Tensor, int], Tensor],
+        shared: Callable[[Tensor, bool], Tensor] | None = None,
     ) -> None:
-        self._model, self._mode, self._keep = where.model, mode, keep
+        self._model, self._mode, self._keep, self._shared = where.model, mode, keep, shared
         self._pipeline: Pipeline | None = None
         if where.stages:
             last = len(where.cuts) - 1
             stages = {
-                number: Stage(number, links, where.starts[number], self._scope, keep if number == last else None)
+                number: Stage(
+                    number, links, where.starts[number], self._scope, keep if number == last else None, shared=shared
+                )
                 for number, links in where.stages.items()
             }
             self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
@@ -59,7 +63,9 @@ class ForwardPasses:
                 return
             for number, each in enumerate(microbatches):
                 with self._mode():
-                    self._keep(self._model(Tensor(each)), number)
+                    x = Tensor(each) if self._shared is None else self._shared(Tensor(each), True)
+                    result = self._model(x)
+                    self._keep(result if self._shared is None else self._shared(result, False), number)
 
     def free(self) -> None:
         """Give back what it holds of MPI."""
@@ -101,7 +107,9 @@ class Inference:
     def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
         self._where, self._backend, self._precision = where, backend, precision
         self._found: dict[int, Array] = {}  # by microbatch, on the last stage
-        self._passes = ForwardPasses(where, backend, evaluation, self._keep)
+        self._length = 0  # of the sequences, where ranks share them
+        shared = None if where.sequence is None else self._positions
+        self._passes = ForwardPasses(where, backend, evaluation, self._keep, shared)
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica.
@@ -109,7 +117,11 @@ class Inference:
         Args:
             x: (rows, *sample_shape), at least one row, the same on these ranks.
         """
-        batch, where = self._backend.asarray(x), self._where
+        where = self._where
+        if where.sequence is not None:
+            self._length = x.shape[1]
+            x = where.sequence.take(x)
+        batch = self._backend.asarray(x)
         self._found.clear()
         cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
         with use_precision(self._precision):
@@ -121,16 +133,24 @@ class Inference:
         """Give back what it holds of MPI. Collective."""
         self._passes.free()
 
+    def _positions(self, x: Tensor, enters: bool) -> Tensor:
+        sequence = self._where.sequence
+        assert sequence is not None
+        return (sequence.enter if enters else sequence.leave)(x, self._length)
+
     def _whole(self, own: Array | None) -> Array | None:
-        """Return the outputs of all classes, on the last stage's ranks; None elsewhere."""
-        tp, classes = self._where.mesh.tp, self._where.classes
-        if own is None or not classes:
+        """Return the outputs of all classes and positions, on the last stage's ranks; None elsewhere."""
+        tp, classes, sequence = self._where.mesh.tp, self._where.classes, self._where.sequence
+        if own is not None and classes:
+            whole = np.zeros((*own.shape[:-1], classes), own.dtype)
+            mine = part(classes, tp.size, tp.rank)
+            whole[..., mine.start : mine.stop] = own
+            tp.all_reduce(whole.reshape(-1))
+            own = whole
+        if own is None or sequence is None:
             return own
-        whole = np.zeros((*own.shape[:-1], classes), own.dtype)
-        mine = part(classes, tp.size, tp.rank)
-        whole[..., mine.start : mine.stop] = own
-        tp.all_reduce(whole.reshape(-1))
-        return whole
+        with no_grad():
+            return sequence.gather(Tensor(own), sequence.placement(self._length)).numpy()
 
     def _shared(self, outputs: Array | None) -> Array:
         """Return what the last stage's rank has on all ranks of the pipeline."""

@@ -90,6 +90,8 @@ def main(words: Sequence[str], group: Group) -> None:
     if asked is None:
         return
     folder, options, place = asked
+    if place.sp > 1:
+        raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
     begin = clock.now()
     run = place.open(folder, group, partial(_check_model, folder))
     writer = Writer(run.where, run.backend, run.classes)

@@ -11,7 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.command import options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config, at_least_one, not_negative
+from nnmpi.train.config import Config, at_least_one, check_positions, not_negative
 from nnmpi.train.device import take_backend
 from nnmpi.trained.run import TrainedRun, open_run
 
@@ -31,6 +31,10 @@ class PlaceConfig:
     """Ranks in each pipeline, which have the layers one after the other."""
     tp: int = 1
     """Ranks that share out each layer."""
+    sp: int = 1
+    """Ranks that share out the positions of each sequence (of gpt)."""
+    sp_attention: Literal["ulysses", "ring"] = "ulysses"
+    """How attention sees the positions of other ranks."""
     backend: Literal["auto", "numpy", "cupy"] = "auto"
     """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
     simulate: int = 0
@@ -40,6 +44,7 @@ class PlaceConfig:
         """Check the values."""
         at_least_one("--pp", self.pp)
         at_least_one("--tp", self.tp)
+        at_least_one("--sp", self.sp)
         if self.dp is not None:
             at_least_one("--dp", self.dp)
         not_negative("--simulate", self.simulate)
@@ -51,7 +56,13 @@ class PlaceConfig:
             NnmpiError: on all ranks; see `open_run`.
         """
         backend = take_backend(self.backend, group, group.local_rank())
-        return open_run(folder, group, Layout(self.dp, self.pp, self.tp), backend, self.best, self.weights, check)
+        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp, sp_attention=self.sp_attention)
+
+        def fits(config: Config) -> None:
+            check_positions(config.model.model, self.sp)
+            check(config)
+
+        return open_run(folder, group, layout, backend, self.best, self.weights, fits)
 
 
 def read_command(

@@ -92,6 +92,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (f"{folder} --tokens 0", "--tokens is 0"),
         (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
         ("--prompt 1", "give RUN first and then the options"),
+        (f"{folder} --prompt 1 --sp 2", "cannot share one's position; leave --sp out"),
     ):
         with pytest.raises(UsageError, match=sentence):
             written(words, 1, capfd)

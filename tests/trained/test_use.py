@@ -68,8 +68,8 @@ def test_evaluate_says_what_training_printed(
 ) -> None:
     """On one rank and several, by their replicas, pipelines and shards."""
     folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
-    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2")]
-    for ranks, layout in layouts[: 3 if "lstm" in options else 4]:
+    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2 --sp-attention ring")]
+    for ranks, layout in layouts[: 3 if "lstm" in options else 6 if "gpt" in options else 4]:
         found = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
         assert printed.partition(" (")[0] in found, layout
         losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, found)]
@@ -139,6 +139,7 @@ def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         (evaluate, f"{folder} --best", CheckpointError, "keeps no best checkpoint; train with --keep-best"),
         (evaluate, f"{folder} --dataset {data['images.npz']}", DataError, r"images has samples of shape \(8, 6, 1\)"),
         (evaluate, "--best", UsageError, "give RUN first"),
+        (evaluate, f"{folder} --sp 2", UsageError, "--model mlp knows none"),
         (predict, f"{folder} {tmp_path}/gone.npz", UsageError, "there is no file"),
         (evaluate, f"{tmp_path}", UsageError, "there is no run"),
     ):

@@ -116,13 +116,13 @@ class SequenceGroup:
                 f"sp {self.size} shares out the positions of sequences: it needs samples (batch, time, ...) and labels "
                 f"(batch, time), not {shapes[0]} and {shapes[1]}; leave sp at 1"
             )
-        length = shapes[0][1]
-        labels = None if batch.host_y is None else self._take(batch.host_y, length)
-        own = replace(batch, x=self._take(batch.x, length), y=self._take(batch.y, length), host_y=labels)
-        return replace(own, length=length)
+        labels = None if batch.host_y is None else self.take(batch.host_y)
+        own = replace(batch, x=self.take(batch.x), y=self.take(batch.y), host_y=labels)
+        return replace(own, length=shapes[0][1])
 
-    def _take(self, array: Any, length: int) -> Any:
-        placement = self.placement(length)
+    def take(self, array: Any) -> Any:
+        """Return this rank's positions of samples or labels (batch, time, ...)."""
+        placement = self.placement(array.shape[POSITIONS])
         region = placement.region(array.shape, POSITIONS, self.size, self.rank)
         return namespace(array).ascontiguousarray(region.take(array))
 
