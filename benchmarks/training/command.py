@@ -17,6 +17,7 @@ from benchmarks.training.cases import CASES, SHALLOWSPEED, find
 from benchmarks.training.contestants import SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
+from nnmpi.backend.gemm import MKL, NUMPY
 from nnmpi.comm.describe import read_cpu
 from nnmpi.errors import UsageError
 
@@ -29,7 +30,7 @@ EVERY, NONE = ",".join(CASES), "none"
 CHECKED = "cnn,gpt-block,iris"  # with ShallowSpeed's network beside them, all operations
 GROWTH_STEPS, CHECK_STEPS = 1000, 20
 START_RANKS = 2
-MKL: Mapping[str, str] = {
+PROCESSORS: Mapping[str, str] = {
     "GenuineIntel": "an Intel processor, on which MKL takes the widest vectors that it finds",
     "AuthenticAMD": "an AMD processor, on which MKL runs AVX2 code: half of what Zen 5 can, and all that Zen 4 can",
 }
@@ -67,6 +68,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--start", action="store_true", help="also: the time from mpirun, and from torchrun, to the first step")
     add("--growth", action="store_true", help=f"also: memory before and after {GROWTH_STEPS} steps")
     add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
+    text = "what multiplies nnmpi's matrices (default: NumPy's own)"
+    add("--blas", choices=(NUMPY, MKL), default=NUMPY, help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.2)
     text = "how often --start starts each (default: 7)"
@@ -145,7 +148,7 @@ def _header_lines(header: Mapping[str, Any]) -> str:
         ("nnmpi's BLAS", header.get("blas", "unknown")),
     ]
     if "torch_capability" in header:
-        words = MKL.get(machine["vendor"], "a processor for which MKL's choice is not known here")
+        words = PROCESSORS.get(machine["vendor"], "a processor for which MKL's choice is not known here")
         named += [
             ("PyTorch", f"{header['torch_blas']}; vectors of its own code: {header['torch_capability']}"),
             ("PyTorch's MKL", f"{words}. One that is made to use AVX-512 on AMD is not measured"),
@@ -166,6 +169,7 @@ def _summaries(markdown: bool, found: Findings, started: Sequence[Mapping[str, A
         return {"sharded": (title, tables.sharded(rows, markdown))}
     if cases:
         shown["speeds"] = (f"{title}; ratios with quartiles", tables.speeds(cases, markdown))
+        shown["floor"] = ("A step beside its products and its memory traffic alone", tables.floor(cases, markdown))
         shown["memory"] = ("Peak resident memory of a rank", tables.memory(cases, markdown))
     if speedups(rows):
         shown["several"] = ("Times as fast as one rank, same global batch, wall clock", tables.several(rows, markdown))

@@ -32,6 +32,7 @@ class Contestant:
         fused_sgd, bucket_view: options of PyTorch's SGD and of DistributedDataParallel.
         tuned: whether malloc keeps freed memory by the variables of `environment.TUNED_MALLOC`.
         sharded: whether the ranks share out weights, gradients and state: ZeRO 3 here, `fully_shard` there.
+        blas: what multiplies nnmpi's matrices, as for `nnmpi.use_blas`.
         dtype: float64 for the reference that everybody is compared with.
     """
 
@@ -48,13 +49,14 @@ class Contestant:
     tuned: bool = False
     sharded: bool = False
     dtype: str = "float32"
+    blas: str = "numpy"
 
     @property
     def name(self) -> str:
         """Its side and what distinguishes it there; unique in a field."""
         words = [self.exchange, "compiled" * self.compiled, "jit" * self.jit, self.layout, self.attention]
         words += ["fused SGD" * self.fused_sgd, "bucket view" * self.bucket_view, "tuned malloc" * self.tuned]
-        words.append("sharded" * self.sharded)
+        words += ["sharded" * self.sharded, "mkl" * (self.blas == "mkl")]
         if self.dtype != "float32":
             words.append(self.dtype)
         return " ".join([self.side, *filter(None, words)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from benchmarks.training.cases import SHALLOWSPEED, Case, find
 from benchmarks.training.contestants import (
     JIT,
     NAIVE,
+    NNMPI,
     PURE,
     STOCK,
     Contestant,
@@ -70,7 +71,10 @@ def measure(
         files = CaseFiles(case, Path(place))
         judge = Judge(files, torch)
         for ranks in options.ranks:
-            contestants = entrants(case, ranks, options.check, torch)
+            contestants = [
+                replace(each, blas=options.blas) if each.side == NNMPI else each
+                for each in entrants(case, ranks, options.check, torch)
+            ]
             if options.sharded:
                 contestants = sharded_field(case, ranks, torch)
             with Teams(contestants, files.folder) as teams:
@@ -103,6 +107,9 @@ def _together(teams: Sequence[Team], judge: Judge, options: argparse.Namespace, 
             found.facts |= hello["facts"]
     steps, seconds = time_blocks(teams, options.rounds, options.block_s)
     rows = [row(team, steps, seconds[team.contestant.name], error) for team, error in zip(teams, errors, strict=True)]
+    for each, team in zip(rows, teams, strict=True):
+        answers = team.ask("floor")
+        each.update({name: max(answer[name] for answer in answers) for name in answers[0]})
     if options.growth_steps:
         fastest = best(rows, judge.files.case.name, teams[0].contestant.ranks)
         names = [fastest[group]["name"] for group in GROWTH_GROUPS if group in fastest]

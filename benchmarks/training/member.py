@@ -114,6 +114,7 @@ def main(words: list[str]) -> None:
         "block": partial(block, trainer),
         "memory": memory,
         "fresh": fresh,
+        "floor": trainer.floor,
     }
     with socket(AF_UNIX) as connection:
         connection.connect(str(folder / SOCKET))

@@ -55,6 +55,30 @@ def speeds(rows: Rows, markdown: bool) -> str:
     return render(columns, _cases(rows, naive=False), markdown)
 
 
+def floor(rows: Rows, markdown: bool) -> str:
+    """Return how many times as long nnmpi's fastest step takes as the longer of what it cannot do without."""
+
+    def fastest(row: Row) -> Row:
+        return min(
+            (row["best"][group] for group in (PURE, JIT) if group in row["best"]), key=lambda each: each["step_s"]
+        )
+
+    def multiple(row: Row) -> str:
+        each = fastest(row)
+        most = max(each["products_s"], each["traffic_s"])
+        return number(each["step_s"] / most if most else None)
+
+    columns = (
+        *_CASE,
+        ("nnmpi", lambda row: fastest(row)["name"]),
+        ("step, ms", lambda row: ms(fastest(row)["step_s"])),
+        ("products alone, ms", lambda row: ms(fastest(row)["products_s"])),
+        ("memory traffic, ms", lambda row: ms(fastest(row)["traffic_s"])),
+        ("step / the longer", multiple),
+    )
+    return render(columns, _cases(rows, naive=False), markdown)
+
+
 def memory(rows: Rows, markdown: bool) -> str:
     """Return the peak resident memory of a rank, in each side's fastest way."""
 

@@ -46,6 +46,10 @@ class Trainer(ABC):
     def close(self) -> None:
         """Take apart what was made collectively."""
 
+    def floor(self) -> dict[str, float]:
+        """Return what bounds a step's time from below, see `floor.py`; nothing where that is not known."""
+        return {}
+
     def load(self, folder: Path) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
         part = self.case.share(self.rank, self.contestant.ranks)

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 import nnmpi
 from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, LSTM, SOFTMAX_SQUARED, Case
 from benchmarks.training.contestants import FUSED, PARALLEL, Contestant
+from benchmarks.training.floor import floor
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
+from nnmpi.backend.gemm import MKL
+from nnmpi.backend.mkl import installed_mkl
 from nnmpi.compose.arrange import arrange
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.parallel.zero.storage import ShardedStorage
@@ -38,6 +41,7 @@ class NnmpiTrainer(Trainer):
         self._group = nnmpi.start() if contestant.ranks > 1 else None
         super().__init__(contestant, 0 if self._group is None else self._group.rank)
         self._stack = ExitStack()
+        self._stack.enter_context(nnmpi.use_blas(contestant.blas))
         if contestant.jit:
             self._stack.enter_context(nnmpi.jit())
         self._x, self._y = self.load(folder)
@@ -88,10 +92,15 @@ class NnmpiTrainer(Trainer):
         """See `Trainer.facts`."""
         pools = [pool for pool in threadpoolctl.threadpool_info() if "numpy" in str(pool.get("filepath", ""))]
         names = [f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})" for pool in pools]
+        names = [f"mkl {installed_mkl().version}", *names] if self.contestant.blas == MKL else names
         found = {"blas": ", ".join(names) or "unknown"}
         if self._group is not None:
             found["mpi"] = self._group.comm.world.library
         return found
+
+    def floor(self) -> dict[str, float]:
+        """See `Trainer.floor`."""
+        return floor(self.step, sum(array.nbytes for array in self._model.storage.data), self.barrier)
 
     def close(self) -> None:
         """See `Trainer.close`."""
