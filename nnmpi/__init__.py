@@ -93,6 +93,13 @@ _WHEN_USED = {
     "start": "nnmpi.comm.start",
 }
 
+# What stands elsewhere for those who come from PyTorch.
+_ELSEWHERE = {
+    "flatten": "it is a method: x.flatten(1)",
+    "manual_seed": "first values come with model.initialize(seed=0)",
+    "save": "write arrays: numpy.savez(file, **model.state())",
+}
+
 
 def __dir__() -> list[str]:
     """Return what is meant to be used, and nothing else."""
@@ -104,4 +111,5 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_WHEN_USED[name]), name)
     if name in ("comm", "memory", "parallel"):
         return import_module(f"nnmpi.{name}")
-    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}")
+    instead = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{instead}")

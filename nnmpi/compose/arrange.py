@@ -397,7 +397,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     advice = [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"] if fits else []
     out = max(each[-1] for each in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
-        advice.append(f"let the optimizer's state lie out of memory, which then needs {format_bytes(out)}")
+        advice.append(f"let offload-state optimizer keep its state out of memory, which then needs {format_bytes(out)}")
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "

@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_trains(tmp_path):
     elements = sum(-(-each.size // 16) * 16 for each in models.mlp((9,), 3, (64,) * 9).parameters())
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     near = 9 * elements
-    message = r"rank 0 needs .* let the optimizer's state lie out of memory, which then needs \d"
+    message = r"rank 0 needs .* let offload-state optimizer keep its state out of memory, which then needs \d"
     with pytest.raises(DeviceError, match=message):
         simulate(lambda group: steps(group, Layout(memory_limit=near)), 1)
     plain = simulate(lambda group: steps(group, Layout(memory_limit=2**40)), 1)[0]

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
@@ -188,7 +189,11 @@ def test_before_initialize():
 
 
 def test_attributes_that_are_not_there():
-    """As Python says it."""
+    """As Python says it; with what stands for them here, where PyTorch has them."""
+    with pytest.raises(AttributeError, match=r"has no attribute 'manual_seed'; .* model.initialize\(seed=0\)"):
+        _ = nnmpi.manual_seed
+    with pytest.raises(AttributeError, match="module 'nnmpi' has no attribute 'second'$"):
+        _ = nnmpi.second
     with pytest.raises(AttributeError, match="Twice has no attribute 'second'"):
         _ = Twice(2).second
     with pytest.raises(NotImplementedError, match="Module defines no forward"):
