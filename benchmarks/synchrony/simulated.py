@@ -29,6 +29,7 @@ class SimulatedRun:
         slow: see `synchrony.slowdown`.
         network: see `comm.machine.parse_network`; empty for messages that take no time.
         observed: whether it is evaluated on the way, or only at its end.
+        cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the pace.
     """
 
     sync: Sync
@@ -39,6 +40,7 @@ class SimulatedRun:
     network: str
     labels: Mapping[str, Any] = field(default_factory=dict)
     observed: bool = True
+    cpu_factor: float = 0.0
 
 
 def simulate_all(cases: Sequence[SimulatedRun]) -> list[Row]:
@@ -68,7 +70,7 @@ def simulate_run(case: SimulatedRun) -> Row:
         return MeasuredRun(group, recipe, case.sync, throttle, data).go(case.observed)
 
     machine = parse_network(case.network, case.workers) if case.network else None
-    row = simulate(main, case.workers, machine, recipe.seed, cpu_factor=0)[0]
+    row = simulate(main, case.workers, machine, recipe.seed, cpu_factor=case.cpu_factor)[0]
     return {**case.labels, "workers": case.workers, "slow_text": case.slow, **row}
 
 

@@ -1,0 +1,11 @@
+"""Starts the command: `python benchmarks/efficiency --help`, and the README beside this file."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+
+from benchmarks.efficiency.parts import EFFICIENCY  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(EFFICIENCY.main())

@@ -1,0 +1,88 @@
+"""The pictures: loss over samples and time, and steps to the goal over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.efficiency.runs import RULES, confidence, reached
+from benchmarks.harness.parts import Content
+from benchmarks.harness.plots import colours, new_figure, save
+from benchmarks.synchrony.curve import read
+
+FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: what leaves the picture above diverges
+
+
+def kinds(content: Content) -> list[tuple[str, Any]]:
+    """Return what was varied, and its values, in the order of the runs."""
+    return list(dict.fromkeys((row["vary"], row[row["vary"]]) for row in content["rows"]))
+
+
+def draw_descent(folder: Path, content: Content) -> None:
+    """Draw loss over samples (above) and over CPU time (below), for rates (left) and batches (right)."""
+    figure = new_figure(10, 7.5)
+    panels = figure.subplots(2, 2, sharey=True)
+    palette = colours()
+    for column, (vary, fixed) in enumerate((("rate", "batch"), ("batch", "rate"))):
+        values = [value for kind, value in kinds(content) if kind == vary]
+        for number, value in enumerate(values):
+            own = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
+            curves = [read(row["curve"]) for row in own]
+            points = [list(each) for each in zip(*curves, strict=True)]
+            losses = [[point.loss for point in each] for each in points]
+            middle = [fmean(each) for each in losses]
+            half = [confidence(each)[1] for each in losses]
+            along = (
+                [each[0].batches * own[0]["batch"] for each in points],
+                [fmean(point.seconds for point in each) for each in points],
+            )
+            for line, x in enumerate(along):
+                axes, begin = panels[line][column], line  # on the logarithmic axis of time there is no beginning
+                axes.plot(x[begin:], middle[begin:], color=palette[number], label=f"{value:g}", linewidth=1.4)
+                low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
+                axes.fill_between(x[begin:], low[begin:], high[begin:], color=palette[number], alpha=0.2, linewidth=0)
+        fixed_value = next(row[fixed] for row in content["rows"] if row["vary"] == vary)
+        panels[0][column].set_title(f"{vary} varied, {fixed} {fixed_value:g}")
+        panels[0][column].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=5, frameon=False)
+    for line, label in enumerate(("samples", "CPU time, s (logarithmic)")):
+        for axes in panels[line]:
+            axes.set_xlabel(label)
+            axes.set_yscale("log")
+            axes.set_ylim(FLOOR, CEILING)
+            axes.grid(alpha=0.3)
+            if line:
+                axes.set_xscale("log")
+        panels[line][0].set_ylabel("test loss, mean and 95 % interval")
+    save(figure, folder / "descent.png")
+
+
+def draw_scaling(folder: Path, content: Content) -> None:
+    """Draw steps to the goal over the batch, a line for each rule, beside perfect scaling."""
+    figure = new_figure(6.5, 5)
+    axes = figure.subplots()
+    batches = sorted({row["batch"] for row in content["rows"]})
+    for number, rule in enumerate(RULES):
+        own = {b: [row for row in content["rows"] if row["rule"] == rule and row["batch"] == b] for b in batches}
+        _draw_steps(axes, own, rule, colours()[number])
+    first = [reached(row) for row in content["rows"] if row["rule"] == "none" and row["batch"] == batches[0]]
+    steps = fmean(goal.batches for goal in first if goal is not None)
+    axes.plot(batches, [steps * batches[0] / b for b in batches], ":", color="black", label="as many samples")
+    axes.set(xlabel="batch", ylabel="steps to the goal", xscale="log", yscale="log")
+    axes.set_xticks(batches, [str(b) for b in batches])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save(figure, folder / "scaling.png")
+
+
+def _draw_steps(axes: Any, rows: dict[int, Sequence[dict[str, Any]]], label: str, colour: Any) -> None:
+    """Draw a line through the means of those places where all seeds have reached the goal, with their intervals."""
+    found = {}
+    for x, own in rows.items():
+        goals = [reached(row) for row in own]
+        if all(goals):
+            found[x] = confidence([goal.batches for goal in goals if goal is not None])
+    means, halves = ([pair[i] for pair in found.values()] for i in (0, 1))
+    axes.errorbar(list(found), means, yerr=halves, color=colour, label=label, marker="o", markersize=3, capsize=2)
