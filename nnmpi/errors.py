@@ -7,6 +7,17 @@
 from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
 
+def counted(n: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun, for sentences: "1 rank", "2 ranks".
+
+    Args:
+        n: the number.
+        singular: the noun for 1.
+        plural: the noun for others; empty for the singular with an s.
+    """
+    return f"{n} {singular if n == 1 else plural or singular + 's'}"
+
+
 class NnmpiError(Exception):
     """Any error whose text is written for the person who runs the program."""
 

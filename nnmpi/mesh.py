@@ -50,7 +50,7 @@ from itertools import product
 from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnmpi.errors import LayoutError
+from nnmpi.errors import LayoutError, counted
 
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
@@ -225,7 +225,7 @@ class Mesh:
         """Return a picture: a line for each d, a cell for each stage, in it the ranks in the order of s and t."""
         nodes = _renumber(self.nodes) if self.nodes else ()
         width = len(str(self.size - 1))
-        places = f"{self.size} rank{'s' * (self.size > 1)}" + (f" on {max(nodes) + 1} nodes" if any(nodes) else "")
+        places = counted(self.size, "rank") + (f" on {max(nodes) + 1} nodes" if any(nodes) else "")
         each = self.sp * self.tp  # ranks of a cell
         cells = (width + 1) * each - 1
         margin = len(f"d{self.dp - 1}") + 2

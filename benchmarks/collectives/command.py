@@ -26,7 +26,7 @@ from nnmpi.comm.describe import describe
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
 from nnmpi.command import HelpAsked
-from nnmpi.errors import CommError
+from nnmpi.errors import CommError, counted
 from nnmpi.launcher import read_launch
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
@@ -215,7 +215,7 @@ def _header(options: argparse.Namespace, group: Group, backend: Backend, fit: st
         "nodes": found.nodes,
         "affinity": group.gather(_affinity()),
         "mpi": found.mpi,
-        "blas": f"{found.blas}, {found.threads} thread{'s' * (found.threads != 1)} per rank",
+        "blas": f"{found.blas}, {counted(found.threads, 'thread')} per rank",
         "pins": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "warnings": list(found.warnings),
         "machine": machine_facts(),
@@ -233,7 +233,7 @@ def _header_lines(header: Mapping[str, Any], options: argparse.Namespace, fit_pl
     named = [
         ("collective", f"{options.operation} of {options.dtype}, {header['backend']}"),
         ("sizes", f"{sizes}, {how} each; results {verified}"),
-        ("ranks", f"{header['ranks']} on {nodes} node{'s' * (nodes != 1)}, {header['mpi']}"),
+        ("ranks", f"{header['ranks']} on {counted(nodes, 'node')}, {header['mpi']}"),
         ("processor", f"{machine['cpu']}; cores {_cores(header['affinity'])}"),
         ("threads", header["blas"]),
         ("settings", settings or "none"),

@@ -22,6 +22,7 @@ from benchmarks.harness import plots
 from benchmarks.harness.tables import MISSING, GrowingTable
 from nnmpi.comm.algorithms.registry import NATIVE
 from nnmpi.comm.units import format_bytes
+from nnmpi.errors import counted
 
 MARKERS = "osD^vP*X<>h"
 
@@ -185,7 +186,7 @@ def draw(file: Path, header: Mapping[str, Any], rows: Sequence[CallTimes]) -> No
         axes.plot([], [], color="grey", marker="o", linestyle="", label="points: measured, median")
     figure.legend(loc="outside right upper")
     axes.set_title(
-        f"{header['operation']}, {header['ranks']} ranks on {header['nodes']} node{'s' * (header['nodes'] != 1)}, "
+        f"{header['operation']}, {header['ranks']} ranks on {counted(header['nodes'], 'node')}, "
         f"{header['mpi']}, {header['dtype']}"
     )
     plots.save(figure, file, dpi=120)

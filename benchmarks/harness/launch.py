@@ -23,7 +23,7 @@ from typing import Any
 
 from nnmpi.comm.describe import describe
 from nnmpi.comm.start import start
-from nnmpi.errors import LaunchError
+from nnmpi.errors import LaunchError, counted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,7 +127,7 @@ def _job(module: str, settings: str, result: str) -> None:
     found = describe(group)
     rows = import_module(module).measure(group, json.loads(settings)) if module else None
     if group.is_root:
-        blas = f"{found.blas}, {found.threads} thread{'s' * (found.threads != 1)}"
+        blas = f"{found.blas}, {counted(found.threads, 'thread')}"
         content = {"ranks": group.size, "mpi": found.mpi, "blas": blas, "rows": rows}
         Path(result).write_text(json.dumps(content))
 

@@ -10,6 +10,7 @@ from benchmarks.harness.plots import new_figure, save
 from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
 from benchmarks.training.contestants import EAGER, FSDP, JIT, NAIVE, PURE, SHARDED, STOCK, TUNED
 from benchmarks.training.rows import best, pairs, ratios, speedups
+from nnmpi.errors import counted
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -208,7 +209,7 @@ def draw_speeds(file: Path, rows: Rows) -> None:
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(range(len(cases)), cases)
         axes.invert_yaxis()
-        axes.set_title(f"{ranks} rank{'s' * (ranks > 1)}, one thread each", loc="left", fontsize=10)
+        axes.set_title(f"{counted(ranks, 'rank')}, one thread each", loc="left", fontsize=10)
         axes.set_xlabel("times as fast as PyTorch" + " with DDP and gloo" * (ranks > 1))
     panels[0].legend(frameon=False)
     save(figure, file)

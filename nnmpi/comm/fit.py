@@ -23,7 +23,7 @@ from typing import Any
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_algorithm
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.reading import read_json
 
 FORMAT = 1
@@ -237,4 +237,4 @@ def cache_folder() -> Path | None:
 def _describe(ranks: int, nodes: list[int], mpi: str) -> str:
     """Return ranks, nodes and MPI in words."""
     count = len(set(nodes))
-    return f"{ranks} ranks on {count} node{'' if count == 1 else 's'} under {mpi}"
+    return f"{ranks} ranks on {counted(count, 'node')} under {mpi}"

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from nnmpi.comm.collective import Collective, as_collective
 from nnmpi.comm.simulation.engine import finish
 from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
@@ -40,7 +40,7 @@ def render(collective: Collective | Algorithm, size: int) -> str:
     for number, cells in sorted(picture.rounds.items()):
         for index, line in enumerate(zip_longest(*(cells[rank] for rank in range(size)), fillvalue="")):
             lines.append(["" if index else f"round {number}", *(text or "." * (index == 0) for text in line)])
-    title = f"{collective.contract.name} by {collective.name}, {size} rank{'s' * (size > 1)}"
+    title = f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}"
     if not picture.rounds:
         return f"{title}: nothing to do"
     return "\n".join([title, "", *_columns(lines), "", _LEGEND])

@@ -14,7 +14,7 @@ from math import nan, prod, sqrt
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import to_float32
-from nnmpi.errors import ShapeError
+from nnmpi.errors import ShapeError, counted
 from nnmpi.ops.loss import binary_cross_entropy, huber, mae, mse
 from nnmpi.tensor.shape import reshape
 from nnmpi.tensor.tensor import Tensor
@@ -40,7 +40,7 @@ class SumError:
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         each = prod(targets.shape[1:])
         if not _fits(outputs, targets):
-            wanted = f"{each} output{'' if each == 1 else 's'}"
+            wanted = counted(each, "output")
             raise ShapeError(
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape}; let it give {wanted} "
                 "for each sample"

@@ -65,7 +65,7 @@ from nnmpi.compose.state import slots
 from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
-from nnmpi.errors import CheckpointError, DeviceError, NnmpiError, UsageError
+from nnmpi.errors import CheckpointError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -567,7 +567,7 @@ class Worker(Trainer):
             return "fused with the update, through shared memory"
         if isinstance(self.parallel, ShardedDataParallel):
             return ", ".join([self.parallel.describe(), *([self.notice] if self.notice else [])])
-        words = [f"{len(exchange.buckets)} bucket{'' if len(exchange.buckets) == 1 else 's'}"]
+        words = [counted(len(exchange.buckets), "bucket")]
         first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
         words.append("overlapped with the backward pass" if exchange.overlap else "after the backward pass")

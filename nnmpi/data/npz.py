@@ -123,7 +123,8 @@ def _part(
         return Dataset(name, samples, _quantities(path, y_name, y), 0, scale)
     if y.dtype.kind not in "iu":
         raise DataError(
-            f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype), or ask for quantities"
+            f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype), or predict numbers: "
+            "--loss mse, or wanted='quantities' in a program"
         )
     classes = classes or _count_classes(path, y_name, y)
     least = IGNORED if y.ndim > 1 else 0

@@ -11,7 +11,7 @@ from nnmpi.command import Parser, say
 from nnmpi.doctor.diagnosis import diagnose
 from nnmpi.doctor.machine import describe, find_faults, look
 from nnmpi.doctor.selftest import Check, try_all
-from nnmpi.errors import NnmpiError
+from nnmpi.errors import NnmpiError, counted
 from nnmpi.threads import usable_cores
 
 DESCRIPTION = """With RUN: what has become of a run, and what to do. Without: what this machine and its MPI are, what is
@@ -57,7 +57,7 @@ def examine() -> str:
         raise Unfit("\n".join([*lines, f"NOT FIT: {len(failed)} of {len(checks)} checks failed: {names}"]))
     cores = min(usable_cores()[1], os.cpu_count() or 1)
     more = f"; messages are tried by: mpirun -n {max(2, cores)} python -m nnmpi.doctor" if group.size == 1 else ""
-    slow = f", but {len(faults)} thing{'s' * (len(faults) > 1)} to mend (above)" if faults else ""
+    slow = f", but {counted(len(faults), 'thing')} to mend (above)" if faults else ""
     return "\n".join([*lines, f"fit: {len(checks)} checks in {seconds:.1f} s, none failed{slow}{more}"])
 
 

@@ -18,7 +18,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import CheckpointError, UsageError, counted
 from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.cli import read_run
@@ -119,8 +119,8 @@ def _judge_end(folder: RunFolder, checkpoint: Path | None) -> tuple[str, str]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         if checkpoint is not None and read_json(checkpoint / STATE_FILE)["files"][MODEL_FILE]["sha256"] == wanted:
             return (
-                f"The run is finished: {step} steps on {_ranks(ranks)}{_result(end)}; the weights are those of its "
-                "end.",
+                f"The run is finished: {step} steps on {counted(ranks, 'rank')}{_result(end)}; the weights are those "
+                "of its end.",
                 f"nothing; use it: python -m nnmpi.evaluate {folder.path}",
             )
     return (
@@ -135,10 +135,6 @@ def _result(end: dict[str, Any]) -> str:
     if end.get("accuracy") is not None:
         known = {"accuracy": end["accuracy"]}
     return f", test {describe_measures(known)}" if known else ""
-
-
-def _ranks(count: Any) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _last_checkpoint(folder: RunFolder) -> tuple[int, Path | None, list[str]]:
@@ -176,8 +172,8 @@ def _describe_starts(starts: list[Any]) -> list[str]:
     if not starts:
         return ["never started"]
     last = starts[-1]
-    where = f"{_ranks(last.get('ranks'))} on {last.get('host')}"
-    return [f"started {len(starts)} time{'s' * (len(starts) > 1)}, last at {last.get('time')}: {where}"]
+    where = f"{counted(last.get('ranks'), 'rank')} on {last.get('host')}"
+    return [f"started {counted(len(starts), 'time')}, last at {last.get('time')}: {where}"]
 
 
 def _command(starts: list[Any], path: Path) -> str:

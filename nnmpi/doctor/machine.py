@@ -20,6 +20,7 @@ from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
+from nnmpi.errors import counted
 from nnmpi.launcher import read_launch
 from nnmpi.threads import usable_cores
 from nnmpi.version import VERSION
@@ -60,7 +61,7 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
     """Return what there is, in lines: once for all ranks, then node by node."""
     first = everyones[0]
     lines = [
-        f"{len(everyones)} rank{'s' * (len(everyones) > 1)}, started by {first['launcher']}; MPI: {first['mpi']}",
+        f"{counted(len(everyones), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
         first["versions"],
     ]
     for host, ranks in _by_host(everyones).items():
@@ -69,7 +70,7 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
         memory = "unknown" if there["memory"] is None else f"{format_bytes(there['memory'])} free"
         lines += [
             f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores, load {there['load']:.1f}",
-            f"  BLAS: {there['blas']}, {there['threads']} thread{'s' * (there['threads'] > 1)} per rank",
+            f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
             f"  cores of each rank: {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}",
             f"  memory: {memory}; shared memory: {shm}",
             f"  interfaces: {', '.join(there['interfaces']) or 'unknown'}",

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, counted
 from nnmpi.nn.module import Module
 from nnmpi.reading import read_json
 
@@ -220,6 +220,6 @@ def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:
         lists = (
             f"{', '.join(each[:4])}{' ...' * (len(each) > 4)}" if each else "nothing" for each in (missing, unknown)
         )
-        blocks = f"{layers} layer{'s' * (layers > 1)}"
+        blocks = counted(layers, "layer")
         raise DataError("{} does not fit a GPT-2 of {}: missing {}, unknown {}".format(file, blocks, *lists))
     return names

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from nnmpi.comm.mpi.watchdog import STALLED
-from nnmpi.errors import LaunchError, NnmpiError
+from nnmpi.errors import LaunchError, NnmpiError, counted
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint_files import STATE_FILE, steps
@@ -128,7 +128,7 @@ class Supervisor:
                 signal.signal(number, handler)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
-            f"finished after {_count(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
+            f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
             f"(training that was kept); {self._files.finished} proves the end"
         )
 
@@ -174,7 +174,7 @@ class Supervisor:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
         more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._faults}"
         return (
-            f"gave up: {_count(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
+            f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
             f"{outcome.seconds:.0f} s: {outcome.words}{more if self._files.config.exists() else ''}"
         )
 
@@ -194,7 +194,7 @@ class Supervisor:
         words = self._words(ranks)
         command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]
         without = f" without {', '.join(lost)}" if lost else ""
-        self._say(f"start {number}: {_count(ranks, 'rank')}{without}, into {folder}")
+        self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
         try:
             job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -352,7 +352,3 @@ def _count_lines(file: Path) -> int:
     with suppress(OSError):
         return file.read_bytes().count(b"\n")
     return 0
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from nnmpi.command import Parser, say
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
@@ -90,7 +90,7 @@ def _costs(given: argparse.Namespace, schedule: Schedule) -> InstructionCosts:
 
 
 def _title(schedule: Schedule) -> str:
-    ranks = f"{schedule.ranks} rank{'s' * (schedule.ranks > 1)}"
+    ranks = counted(schedule.ranks, "rank")
     stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
     return f"{schedule.name}: {ranks}{stages}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import isfinite
 
-from nnmpi.errors import LayoutError, UsageError
+from nnmpi.errors import LayoutError, UsageError, counted
 
 # What the layers start..stop-1 cost together as one stage; None where they cannot be one.
 Cost = Callable[[int, int], int | None]
@@ -105,7 +105,7 @@ def _too_large(sizes: Sequence[int], stages: int, limit: int) -> str:
     least, _ = _cut(len(sizes), stages, _sums(sizes), max)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     return (
-        f"{len(sizes)} layers in {stages} stage{'s' * (stages > 1)} do not fit {limit} bytes a stage: the least "
+        f"{len(sizes)} layers in {counted(stages, 'stage')} do not fit {limit} bytes a stage: the least "
         f"possible is {least}, and the largest layer, number {largest}, has {sizes[largest]}; "
         "give more stages or a higher limit"
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 from nnmpi.synchrony.neighbours import NEIGHBOURS, RING
 
 MODES = ("bsp", "asp", "ssp", "local", "gossip")
@@ -105,18 +105,18 @@ class Sync:
         """
         if self.server_count > ranks:
             raise UsageError(
-                f"servers {self.servers} on {_count(ranks, 'rank')}: every server is a rank of its own; give at most "
+                f"servers {self.servers} on {counted(ranks, 'rank')}: every server is a rank of its own; give at most "
                 f"{ranks}, or start more ranks"
             )
         workers = len(self.worker_ranks(ranks))
         if workers == 0:
             raise UsageError(
-                f"with {_count(self.server_count, 'dedicated server')} on {_count(ranks, 'rank')} there is "
+                f"with {counted(self.server_count, 'dedicated server')} on {counted(ranks, 'rank')} there is "
                 "nobody to compute; start more ranks, or let the servers compute as well"
             )
         if self.backup >= workers:
             raise UsageError(
-                f"backup {self.backup} with {_count(workers, 'worker')}: at least one gradient of each batch must "
+                f"backup {self.backup} with {counted(workers, 'worker')}: at least one gradient of each batch must "
                 f"be waited for; {_at_most(workers - 1, 'start more ranks')}"
             )
         if self.mode == "gossip" and ranks == 1:
@@ -125,7 +125,7 @@ class Sync:
     def describe(self, ranks: int) -> str:
         """Return it in words, for the head of a run on so many ranks."""
         if self.mode == "local":
-            return f"local, the weights averaged every {_count(self.local_steps, 'step')}"
+            return f"local, the weights averaged every {counted(self.local_steps, 'step')}"
         if self.mode == "gossip":
             where = "on a ring" if self.neighbours == RING else "in random pairs"
             return f"gossip, the weights averaged with neighbours {where}"
@@ -133,7 +133,7 @@ class Sync:
             return "bsp, the gradients summed by all-reduce"
         rule = self.mode
         if self.mode == "ssp":
-            rule += f", at most {_count(self.staleness, 'step')} ahead"
+            rule += f", at most {counted(self.staleness, 'step')} ahead"
         if self.backup:
             workers = len(self.worker_ranks(ranks))
             rule += f", the first {workers - self.backup} of {workers} gradients"
@@ -166,7 +166,3 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 def _at_most(most: int, otherwise: str) -> str:
     return f"give at most {most}" if most else otherwise
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -26,7 +26,7 @@ from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, counted
 from nnmpi.mesh import AXES, Coordinates, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
@@ -332,7 +332,7 @@ def _moved(last: LastCheckpoint, trainer: Trainer) -> list[str]:
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
-    words = (f"{before.size} rank{'s' * (before.size > 1)}", f"{now.size}") if plain else (str(before), str(now))
+    words = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
     fixed = last.values.get("fixed", False) and _is_fixed(trainer)
     equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
     return [f"the run had {words[0]} and goes on with {words[1]}{equal}"]

@@ -13,7 +13,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.select import select
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.errors import DeviceError, NnmpiError, UsageError
+from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 
 # The options that do what REMEDY says.
 REMEDY_OPTIONS = (
@@ -104,7 +104,7 @@ def describe_device(backend: Backend, group: Group, precision: str) -> list[str]
     shared = f", up to {most} ranks on one" if most > 1 else ""
     notices = sorted({each for each in group.gather(gemm_notice(backend.xp, precision)) if each is not None})
     return [
-        f"devices: {len(cards)} for {group.size} rank{'s' * (group.size > 1)}{shared}; {limit} ({use.note})",
+        f"devices: {len(cards)} for {counted(group.size, 'rank')}{shared}; {limit} ({use.note})",
         *([f"device arrays: {group.devices().describe()}"] if group.size > 1 else []),
         *(f"products: {each}" for each in notices),
         *(f"convolutions: {each}" for each in sorted(set(group.gather(describe(backend.xp))))),

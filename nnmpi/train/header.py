@@ -12,6 +12,7 @@ from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text, TextBlocks
+from nnmpi.errors import counted
 from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
@@ -34,7 +35,7 @@ def header(context: RunContext, chosen: BlasChoice) -> list[str]:
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
     named = [
-        f"layout: {_layout(trainer)}, {count(group.size, 'rank')} on {count(len(nodes), 'node')} "
+        f"layout: {_layout(trainer)}, {counted(group.size, 'rank')} on {counted(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
         *_pipeline(inputs, trainer.arrangement),
         *_synchrony(config, group),
@@ -45,7 +46,7 @@ def header(context: RunContext, chosen: BlasChoice) -> list[str]:
         *describe_device(backend, group, config.run.precision),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
-        f"{count(options.epochs, 'epoch')}, {count(extent.steps, 'step')} in all",
+        f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options, extent)}",
         *_communication(group, trainer),
         f"run folder: {config.run.out}",
@@ -93,18 +94,8 @@ def blas() -> str:
     kind = f" for {pool['architecture']}" if pool.get("architecture") else ""
     if not pool:
         return "BLAS unknown"
-    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}, {count(pool['num_threads'], 'thread')} per rank"
-
-
-def count(n: int, singular: str, plural: str = "") -> str:
-    """Return a number with its noun: "1 rank", "2 ranks".
-
-    Args:
-        n: the number.
-        singular: the noun for 1.
-        plural: the noun for others; empty for the singular with an s.
-    """
-    return f"{n} {singular if n == 1 else plural or singular + 's'}"
+    threads = counted(pool["num_threads"], "thread")
+    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}, {threads} per rank"
 
 
 def _layout(trainer: Trainer) -> str:
@@ -140,11 +131,11 @@ def _synchrony(config: Config, group: Group) -> list[str]:
         links = f"links of {sync.network}" if sync.network else "messages that take no time"
         computing = "just the pace" if sync.pace_ms or sync.pace else "the processor time that it takes here"
         simulated = [
-            f"simulated: {count(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
+            f"simulated: {counted(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
             f"{sync.simulation_seed}; all seconds are simulated ones"
         ]
     warmup = sync.sync_warmup_epochs
-    begins = f", after {count(warmup, 'epoch')} in step" if warmup else ""
+    begins = f", after {counted(warmup, 'epoch')} in step" if warmup else ""
     return [
         *simulated,
         *([f"sync: {sync.rule.describe(group.size)}{begins}"] if sync.rule.asynchronous else []),
@@ -166,8 +157,8 @@ def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
     recompute = "" if where.layout.recompute == "never" else f", recomputing {where.layout.recompute}"
     samples = -(-inputs.batch_size // microbatches)
     return [
-        f"pipeline: {name_of(where.layout.schedule)}, {count(len(where.cuts), 'stage')}, "
-        f"{count(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}",
+        f"pipeline: {name_of(where.layout.schedule)}, {counted(len(where.cuts), 'stage')}, "
+        f"{counted(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}",
         *describe_stages(where),
     ]
 
@@ -186,7 +177,7 @@ def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
     if options.schedule != "constant":
         words.append(options.schedule)
     if warmup := warmup_steps(options, extent):
-        words.append(f"warm-up of {count(warmup, 'step')}")
+        words.append(f"warm-up of {counted(warmup, 'step')}")
     return ", ".join(words)
 
 

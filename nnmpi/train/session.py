@@ -15,7 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
@@ -27,7 +27,7 @@ from nnmpi.train.config import Config
 from nnmpi.train.curves import check_can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
 from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
-from nnmpi.train.header import count, header
+from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
@@ -229,7 +229,8 @@ def _print_result(
     console.say(
         f"test {reporter.quality(report)} ({reporter.losses(report)}) with the final weights"
         f"{reporter.best(state, report)}",
-        f"{count(state.step, 'step')} in {format_duration(state.elapsed_s)}; weights and metrics are in {folder.path}",
+        f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "
+        f"weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )
 

@@ -25,7 +25,7 @@ from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
-from nnmpi.errors import LayoutError
+from nnmpi.errors import LayoutError, counted
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.shard import part, split
 from nnmpi.timeline import RECEIVE, span
@@ -43,7 +43,7 @@ def check_heads(heads: int, size: int, tp: int = 1) -> None:
         LayoutError: naming what would fit.
     """
     if heads < size:
-        there = f"{heads} head{'s' * (heads != 1)}" + (f" on a rank of tp {tp}" if tp > 1 else "")
+        there = counted(heads, "head") + (f" on a rank of tp {tp}" if tp > 1 else "")
         raise LayoutError(
             f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each rank of {there}; "
             f"sp up to {heads} fits, or sp attention ring, which shares out none"

@@ -12,7 +12,7 @@ from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import CommError, UsageError, counted
 from nnmpi.nn.chain import Kept, run_links
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
@@ -214,7 +214,7 @@ class ShardedDataParallel(DataParallel):
     def describe(self) -> str:
         """Return how gradients are summed, in words."""
         units = len(self.storage.units)
-        return f"none, but reduce-scatter and all-gather in {units} unit{'' if units == 1 else 's'} (ZeRO {self.stage})"
+        return f"none, but reduce-scatter and all-gather in {counted(units, 'unit')} (ZeRO {self.stage})"
 
     def check_equal(self) -> None:
         """Compare a hash of the parameters over all ranks, where each has all of them; collective.
