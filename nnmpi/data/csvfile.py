@@ -194,7 +194,7 @@ def _class_names(table: Table) -> tuple[str, ...]:
     if broken:
         raise DataError(
             f"{table.path}: label {shortened(broken[0])!r} is not a whole number; give classes, as numbers or text, or "
-            "predict numbers: --loss mse, or wanted='quantities' in a program"
+            "predict numbers: wanted='quantities', as the losses mse, mae and huber do"
         )
     return tuple(str(number) for number in sorted({int(float(label)) for label in found}))
 

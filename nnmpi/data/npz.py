@@ -124,7 +124,7 @@ def _part(
     if y.dtype.kind not in "iu":
         raise DataError(
             f"{path}: {y_name} is {y.dtype}; save the labels as whole numbers (an integer dtype), or predict numbers: "
-            "--loss mse, or wanted='quantities' in a program"
+            "wanted='quantities', as the losses mse, mae and huber do"
         )
     classes = classes or _count_classes(path, y_name, y)
     least = IGNORED if y.ndim > 1 else 0

@@ -180,10 +180,13 @@ def test_pictures_show_what_there_is() -> None:
         ("--dataset three.npz", None),
         ("--dataset iris --loss mse", "iris has classes, and --loss mse predicts numbers; give --loss cross-entropy"),
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number; name another column"),
-        ("--dataset one.npz", "y is float64; save the labels as whole numbers .*, or predict numbers: --loss mse"),
+        (
+            "--dataset one.npz",
+            "y is float64; save the labels as whole numbers .*, or predict numbers: wanted='quantities'",
+        ),
         (
             "--dataset houses.csv --target price",
-            "is not a whole number; give classes, .*, or predict numbers: --loss mse",
+            "is not a whole number; give classes, .*, or predict numbers: wanted='quantities'",
         ),
         ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
