@@ -76,7 +76,7 @@ def nnmpi_field(case: Case, ranks: int, compiled: bool, jit: bool, reduced: bool
 
     Args:
         reduced: leave out what other ways contain: on several ranks the plain loop, and a Worker with compiled kernels.
-        compiled, jit: whether nnmpi can do these here. A Worker runs its own steps: what is compiled is a loop.
+        compiled, jit: whether nnmpi can do these here. A Worker replays by itself: what is compiled is a loop.
     """
     ways = [WORKER, FUSED, PARALLEL] if ranks > 1 else [""]
     plain = [Contestant(NNMPI, case.name, ranks, exchange=way) for way in ways]

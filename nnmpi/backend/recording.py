@@ -80,6 +80,9 @@ def refuse_inside(what: str) -> None:
 class Recorder:
     """Notes calls in their order.
 
+    Args:
+        pool: the memory of the results; recordings that are replayed one at a time may share it.
+
     Attributes:
         calls: what was noted so far.
         leaves: by id, the leaf tensors that the calls read, as they were at recording, for `holds` to compare: the
@@ -88,16 +91,16 @@ class Recorder:
         loose: leaves without flat storage, and the arrays in which calls compute their gradients.
         made: the tensors that the step's operations have made.
         cleared: the ids of leaves whose gradients the step itself zeroes.
-        pool: the memory of the results.
+        pool: as given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: MemoryPool | None = None) -> None:
         self.calls: list[Call] = []
         self.leaves: dict[int, tuple[Any, Array, Array | None, bool, Any, Any, Any]] = {}
         self.loose: list[tuple[Any, Array]] = []
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
-        self.pool = MemoryPool()
+        self.pool = MemoryPool() if pool is None else pool
         self._modules: dict[str, _Namespace] = {}
         self._bound: list[Array] = []
 

@@ -128,6 +128,8 @@ class Communicator:
         Args:
             asleep: whether to leave the core to others until the last rank comes, which may be late.
         """
+        if self.size == 1:
+            return [float(value) for value in values]
         own = np.array(values, np.float64)
         everyones = np.empty((self.size, own.size))
         if asleep:

@@ -210,18 +210,19 @@ class BucketExchange:
 
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
+        if self._alone:
+            self.traffic = Traffic()
+            self._reset()
+            return
         begin = self._come_back()
         with timeline.span("gradients", "collective", timeline.REDUCE):
-            if not self._alone and self.overlap:
+            if self.overlap:
                 self._launch_rest()
                 self._wait()
-            elif not self._alone:
+            else:
                 self._sum_all()
         spent_s = self._sync_s + clock.now() - begin
-        if self._alone:
-            self.traffic = Traffic(spent_s)
-        else:
-            self.traffic = Traffic(spent_s, self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
+        self.traffic = Traffic(spent_s, self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
         self._reset()
 
     def free(self) -> None:

@@ -63,7 +63,7 @@ PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of anothe
 
 
 class Pipelined:
-    """Runs this rank's stages.
+    """Runs this rank's stages. Their passes are not recorded: they take turns in the order of a schedule.
 
     Args:
         arrangement: with stages; its model initialized.
@@ -88,6 +88,7 @@ class Pipelined:
         pace: Pace | None = None,
     ) -> None:
         self.arrangement, self.optimizer, self.backend, self.seed = arrangement, optimizer, backend, seed
+        self.replays = self.held_bytes = 0
         layout, mesh = arrangement.layout, arrangement.mesh
         self.model: Module = arrangement.model
         self.updates = layout.asynchronous
@@ -150,7 +151,7 @@ class Pipelined:
 
     # ---- what a Worker calls ----
 
-    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
+    def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:
         """See `Runner.run`."""
         check_cuts(batch, self.fixed is not None)
         device_batch = to_device(batch, self.model, self.backend)

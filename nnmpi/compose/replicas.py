@@ -1,6 +1,6 @@
 """Forward, backward and evaluation of a model that this rank has from end to end (or its shards of every layer).
 
-ForwardBackward     microbatch after microbatch, forward; whoever asks for them takes each one backward. And evaluation
+ForwardBackward     microbatch after microbatch, forward and backward, replayed where that is safe. And evaluation
 Replicas            the runner of a Worker: gradients are summed over the replicas while backward goes on
 LocalGradient       the gradient of one part of a batch for an asynchronous worker: no message is sent for it
 evaluate_all        loss and score over many batches, as means over the ranks
@@ -8,24 +8,24 @@ evaluate_all        loss and score over many batches, as means over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, nan
-
-import numpy as np
+from typing import NamedTuple, TypeAlias
 
 from nnmpi import clock, timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
-from nnmpi.backend.recording import refuse_inside
+from nnmpi.backend.recording import perform, refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.norm import note_squares, read_norm
 from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.replayed import ReplayedPass
 from nnmpi.compose.runner import (
     LOSS,
     SCORE,
@@ -88,14 +88,27 @@ def evaluate_all(
     return EvalReport(loss_sum / count, score_sum / count, samples, int(targets), clock.now() - begin)
 
 
+class Microbatch(NamedTuple):
+    """The part of a batch that is worked on, and of which step it is."""
+
+    batch: Batch
+    step: int
+    cut: Cut
+    part: DeviceBatch
+
+
+Backward: TypeAlias = Callable[[Tensor, Tensor, bool], None]
+
+
 class ForwardBackward:
-    """Takes batches forward, microbatch by microbatch, and notes what is to be known of them at the end.
+    """Takes batches forward and backward, microbatch by microbatch, and notes what is to be known of them at the end.
 
     Args:
         model: initialized.
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         backend: where the model lives.
         seed: of the run; keys dropout masks.
+        backward: takes a microbatch's loss back: called with it, its gradient, and whether it is the batch's last.
         where: how the model lies on the ranks; None for all of it on each.
         fixed: what sums the microbatches' gradients in a fixed order, if something does.
         alone: whether no other rank computes along: then microbatches without rows are left out.
@@ -105,6 +118,8 @@ class ForwardBackward:
     Attributes:
         scalars: SCORE, and LOSS; with a fixed order each microbatch's loss by its number.
         pace: as given.
+        now: what is worked on, or was last.
+        passes: what does them; see `compose.replayed`.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
     """
 
@@ -115,6 +130,7 @@ class ForwardBackward:
         evaluation_loss: SumLoss,
         backend: Backend,
         seed: int,
+        backward: Backward,
         where: Arrangement | None = None,
         fixed: FixedReduction | None = None,
         alone: bool = False,
@@ -122,7 +138,7 @@ class ForwardBackward:
         weights: SharedOutWeights | None = None,
     ) -> None:
         self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, seed, fixed, weights
-        self._loss, self._evaluation_loss, self._alone = loss, evaluation_loss, alone
+        self._loss, self._evaluation_loss, self._alone, self._backward = loss, evaluation_loss, alone, backward
         self.pace = Pace() if pace is None else pace
         classes = 0 if where is None else where.classes
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
@@ -137,35 +153,87 @@ class ForwardBackward:
         if where is not None and where.layout.offload is not None and self._budget is not None:
             with agreed(where.mesh.world):
                 self._store = make_store(where.layout.offload, backend)
+        self.now: Microbatch
+        self._begin_s = 0.0
+        self._score_now: Array | float = 0.0
+        self._last_seed: tuple[float, Array] | None = None
+        self.passes = ReplayedPass(self._forward_and_backward, model, loss)
+        # A device's recordings would keep more memory than its steps take; a plan keeps to a budget of its own.
+        can = where is None or (not where.layout.fixed and where.layout.zero < 2 and where.layout.offload is None)
+        self._can_replay = can and not backend.is_device and self._budget is None
         self._planned: RecomputedModel | None = None
         self._told: Plan = ()  # the plan that was told of last
 
-    def microbatches(self, batch: Batch, step: int) -> Iterator[tuple[Cut, Tensor]]:
-        """Yield each microbatch with its loss; the caller takes it backward before it asks for the next.
+    def run(self, batch: Batch, step: int, scale: float = 1.0, replays: bool = False) -> None:
+        """Take each microbatch forward and backward.
 
         Args:
             step: the number of the batch in the run, which keys dropout.
+            scale: what the gradients are multiplied by.
+            replays: whether passes may be recorded and replayed.
         """
-        device_batch = to_device(batch, self.model, self.backend)
+        device_batch, cuts, length = to_device(batch, self.model, self.backend), batch.cuts, batch.length
         self.scalars.clear()
-        for cut in batch.cuts:
+        seed, replays = self._seed(scale / max(batch.global_targets, 1)), replays and self._can_replay
+        for cut in cuts:
             if self._alone and cut.stop == cut.start:
                 continue
             if self.fixed is not None:
                 self.fixed.microbatch = cut.number
-            with timeline.span(f"F{step if self._alone else cut.number}", "forward"):
-                begin = clock.now()
-                loss, score = self._forward(device_batch, cut, step, batch)
-                self.pace.finish(Kind.F, 0, begin)
-            yield cut, loss
-            self.scalars.add(LOSS if self.fixed is None else cut.number, loss.data)
-            self.scalars.add(SCORE, score)
+            part = device_batch if len(cuts) == 1 else device_batch.rows(slice(cut.start, cut.stop))
+            self.now = Microbatch(batch, step, cut, part)
+            arrays, flags = (part.x, part.y, seed), (cut is cuts[0], cut is cuts[-1], length)
+            with training(self.seed, step, cut.first_row):
+                if replays:
+                    self.passes.go(arrays, flags)
+                else:
+                    self.passes.as_it_stands((*arrays, *flags))
+
+    def _seed(self, value: float) -> Array:
+        """Return the gradient of the sum of the losses, () float64, where the model lives."""
+        if self._last_seed is None or self._last_seed[0] != value:
+            self._last_seed = value, self.backend.xp.full((), value, "float64")
+        return self._last_seed[1]
+
+    def _forward_and_backward(
+        self, x: Tensor, y: Tensor, seed: Tensor, _first: bool, last: bool, length: int | None
+    ) -> None:
+        """Take a microbatch forward and backward. A replay makes the calls on arrays again, and what is performed.
+
+        Args:
+            _first: whether it is the batch's first, before which there are no gradients; recorded apart from others.
+            last: whether it is the last one.
+            length: of whole sequences, where x has some of their positions.
+        """
+        perform(self._begin)
+        loss = self._forward(x, y, length)
+        perform(self._end_forward, loss.data)
+        self._backward(loss, seed, last)
+        perform(self._show, "B", "backward")
+
+    def _begin(self) -> None:
+        self._begin_s = clock.now()
+
+    def _end_forward(self, loss: Array) -> None:
+        self.scalars.add(LOSS if self.fixed is None else self.now.cut.number, loss)
+        self.scalars.add(SCORE, self._score_now)
+        self.pace.finish(Kind.F, 0, self._begin_s)
+        self._show("F", "forward")
+
+    def _show(self, letter: str, category: str) -> None:
+        """Put what was computed since `_begin_s` into the trace, if there is one, and begin with what is next."""
+        begin_s, self._begin_s = self._begin_s, clock.now()
+        trace = timeline.current()
+        if trace is not None:
+            number = self.now.step if self._alone else self.now.cut.number
+            trace.add(f"{letter}{number}", category, timeline.COMPUTE, begin_s, self._begin_s)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add LOSS and SCORE of a batch, in evaluation mode; return whether they count."""
         device_batch = to_device(batch, self.model, self.backend)
         with no_grad(), evaluation():
-            logits = self._leave(self.model(self._enter(device_batch)), device_batch)
+            length = device_batch.length
+            logits = self._leave(self.model(self._enter(Tensor(device_batch.x), length)), length)
             self._check_evaluation(device_batch, 0, logits)
             loss_sum = self._evaluation_loss(logits, device_batch.y).data
             score = self._score(logits, device_batch)
@@ -191,26 +259,29 @@ class ForwardBackward:
         return next((each for each in tries if not is_finite(each[1]().item())), tries[-1])
 
     def _compute(self, device_batch: DeviceBatch, cut: Cut, step: int, batch: Batch) -> Tensor:
-        return self._forward(device_batch, cut, step, batch)[0]
-
-    def _forward(self, device_batch: DeviceBatch, cut: Cut, step: int, batch: Batch) -> tuple[Tensor, Array | float]:
-        """Return the loss of a microbatch, and its score. The logits do not outlive it."""
+        """Return the loss of a microbatch, computed once more."""
         part = device_batch.rows(slice(cut.start, cut.stop))
-        score: Array | float = 0.0
+        self.now = Microbatch(batch, step, cut, part)
+        with training(self.seed, step, cut.first_row):
+            return self._forward(Tensor(part.x), Tensor(part.y), batch.length)
+
+    def _forward(self, x: Tensor, y: Tensor, length: int | None) -> Tensor:
+        """Return the loss of a microbatch, and note its score. The logits do not outlive it."""
 
         def head(logits: Tensor) -> Tensor:
-            nonlocal score
-            logits = self._leave(logits, part)
-            self._check(part, cut.start, logits)  # before the loss, which on a device would read out of range silently
-            score = self._score(logits, part)
-            return self._loss(logits, part.y)
+            logits = self._leave(logits, length)
+            self._check(
+                self.now.part, self.now.cut.start, logits
+            )  # before the loss: a device reads out of range silently
+            perform(self._note_score, logits.data)
+            return self._loss(logits, y.data)
 
-        with training(self.seed, step, cut.first_row):
-            if self._budget is None:
-                loss = head(self.model(self._enter(part)))
-            else:
-                loss = self._recomputed(batch)(self._enter(part), head, batch.global_rows)
-        return loss, score
+        if self._budget is None:
+            return head(self.model(self._enter(x, length)))
+        return self._recomputed(self.now.batch)(self._enter(x, length), head, self.now.batch.global_rows)
+
+    def _note_score(self, logits: Array) -> None:
+        self._score_now = self._score(Tensor(logits), self.now.part)  # the last one: a plan may compute the head twice
 
     def _recomputed(self, batch: Batch) -> RecomputedModel:
         """Return the model as it runs within its budget."""
@@ -234,13 +305,11 @@ class ForwardBackward:
         self._told = planned.plan
         return [planned.describe()]
 
-    def _enter(self, part: DeviceBatch) -> Tensor:
-        if self._sequence is None or part.length is None:
-            return Tensor(part.x)
-        return self._sequence.enter(Tensor(part.x), part.length)
+    def _enter(self, x: Tensor, length: int | None) -> Tensor:
+        return x if self._sequence is None or length is None else self._sequence.enter(x, length)
 
-    def _leave(self, logits: Tensor, part: DeviceBatch) -> Tensor:
-        return logits if self._sequence is None or part.length is None else self._sequence.leave(logits, part.length)
+    def _leave(self, logits: Tensor, length: int | None) -> Tensor:
+        return logits if self._sequence is None or length is None else self._sequence.leave(logits, length)
 
 
 @dataclass(frozen=True)
@@ -297,7 +366,9 @@ class LocalGradient:
         pace: Pace | None = None,
     ) -> None:
         self.model, self.backend, self.clip = model, backend, clip
-        self._passes = ForwardBackward(model, loss, evaluation_loss or loss, backend, seed, alone=True, pace=pace)
+        self._passes = ForwardBackward(
+            model, loss, evaluation_loss or loss, backend, seed, self._backward, alone=True, pace=pace
+        )
         self._precision = precision
         self._poll: Callable[[], None] | None = None
         self._rest: Rest | None = None
@@ -334,14 +405,7 @@ class LocalGradient:
     def _run(self, batch: Batch, step: int) -> Gradient:
         begin, scalars = clock.now(), self._passes.scalars
         self.model.storage.zero_grad()
-        for _, loss in self._passes.microbatches(batch, step):
-            if self._poll is not None:
-                self._poll()
-            with timeline.span(f"B{step}", "backward"):
-                began = clock.now()
-                # as `DataParallel.backward` divides, but the parts' gradients are added up elsewhere
-                loss.backward(np.full(loss.shape, 1 / max(batch.global_targets, 1)))
-                self._passes.pace.finish(Kind.B, 0, began, self._rest)
+        self._passes.run(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
         if targets and self.backend.is_device:
@@ -351,6 +415,13 @@ class LocalGradient:
             norm = self._clip(values, batch.global_targets / targets)
         loss_sum, score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
         return Gradient(loss_sum, score_sum, len(batch.y), targets, norm, clock.now() - begin)
+
+    def _backward(self, loss: Tensor, seed: Tensor, _last: bool) -> None:
+        if self._poll is not None:
+            self._poll()
+        began = clock.now()
+        loss.backward(seed)
+        self._passes.pace.finish(Kind.B, 0, began, self._rest)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `ForwardBackward.evaluate`."""
@@ -440,30 +511,41 @@ class Replicas:
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
         strategy = self.parallel
         self._passes = ForwardBackward(
-            *(model, loss, evaluation_loss, backend, seed, arrangement, self.fixed),
+            *(model, loss, evaluation_loss, backend, seed, self._backward, arrangement, self.fixed),
             pace=pace,
             weights=strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None,
         )
         self.scalars, self.evaluate = self._passes.scalars, self._passes.evaluate
 
-    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
+    def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:
         """See `Runner.run`."""
         fixed = self.fixed
         check_cuts(batch, fixed is not None)
         if fixed is not None:
             fixed.begin(batch.microbatches)
-        for cut, loss in self._passes.microbatches(batch, step):
-            last = fixed is None and cut is batch.cuts[-1]
-            with timeline.span(f"B{cut.number}", "backward"):
-                self.parallel.backward(loss, batch.global_targets, last, scale)
-            if fixed is not None:
-                fixed.add(0, cut.number)
+        self._passes.run(batch, step, scale, replays)
         if fixed is None:
             return Outcome(self._sums, batch.own_targets if self._passes.counts else 0, self.parallel.traffic)
         begin = clock.now()
         fixed.finish()
         traffic = Traffic(clock.now() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
         return Outcome(partial(self._sums_fixed, fixed, batch.cuts), batch.own_targets, traffic)
+
+    @property
+    def replays(self) -> int:
+        """How many passes were replayed so far."""
+        return self._passes.passes.replays
+
+    @property
+    def held_bytes(self) -> int:
+        """What recorded passes keep of memory between two steps."""
+        return self._passes.passes.held_bytes
+
+    def _backward(self, loss: Tensor, seed: Tensor, last: bool) -> None:
+        now, fixed = self._passes.now, self.fixed
+        self.parallel.backward(loss, now.batch.global_targets, last and fixed is None, seed=seed)
+        if fixed is not None:
+            fixed.add(0, now.cut.number)
 
     def _sums(self, values: Values) -> tuple[float, float]:
         return (values.get(LOSS, 0.0), values.get(SCORE, 0.0)) if self._passes.counts else (0.0, 0.0)

@@ -318,18 +318,27 @@ class Runner(Protocol):
         scalars: the numbers that are to be known of a step at its end.
         parallel: sums the gradients over the replicas.
         updates: whether weights are updated on the way, and not once by the Worker.
+        replays: how many passes were replayed so far.
+        held_bytes: what recorded passes keep of memory between two steps.
     """
 
     scalars: DeferredScalars
     parallel: DataParallel
     updates: bool
 
-    def run(self, batch: Batch, step: int, scale: float) -> Outcome:
+    @property
+    def replays(self) -> int: ...
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:
         """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
 
         Args:
             step: the number of the update, which keys dropout.
             scale: what the gradients are multiplied by (see `optim.loss_scale`).
+            replays: whether passes may be recorded and replayed (see `compose.replayed`), if the runner can.
         """
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
@@ -375,10 +384,12 @@ class SumCrossEntropy:
 
     Attributes:
         shared: whether it is for classes that are shared out over ranks.
+        is_own: whether the function is one of nnmpi's.
     """
 
     def __init__(self, function: Callable[..., Tensor], shared: bool) -> None:
         self._function, self.shared = function, shared
+        self.is_own = getattr(function, "func", function) in (cross_entropy, sharded_cross_entropy)
 
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, reduction="sum", ignore_index=_ignored(self, labels))
@@ -495,5 +506,5 @@ def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
-    hits: Array = (values.argmax(axis=-1) == y).sum()
-    return hits
+    equal: Array = values.argmax(axis=-1) == y
+    return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()

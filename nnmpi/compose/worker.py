@@ -203,6 +203,7 @@ def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParam
     return SharedParameters(fused, model.storage, memory, range(first, memory.allocations)), ""
 
 
+_AS_IT_IS = nullcontext()
 SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a second from the first one to the end
 NUMBERS_BYTES = 3 * 8  # loss, right answers and targets, in float64
 
@@ -262,6 +263,7 @@ class Worker(Trainer):
         check_precision(self.precision, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
+        self._fixed = arrangement is not None and arrangement.layout.fixed
         self._meter = Meter(arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1)
         fused_update = exchange.fused_update
         check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None)
@@ -285,6 +287,7 @@ class Worker(Trainer):
             raise
         self.parallel = self.runner.parallel
         self.ledger, self._steps_here = MemoryLedger(self.backend, self._predict_memory()), 0
+        self._recorded_bytes = 0
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group, SIGNALS_S)
@@ -368,9 +371,13 @@ class Worker(Trainer):
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
-        self._note_memory({BATCHES: sum(array.nbytes for array in (batch.x, batch.y))})
+        self._note_memory({BATCHES: batch.x.nbytes + batch.y.nbytes})
+        replays = current() is None and self._steps_here != MEASURED_STEP  # else each pass is to be looked at
         with self._deterministic(), self._meter.running(), self._measuring():
-            outcome = self.runner.run(batch, step, factor)
+            outcome = self.runner.run(batch, step, factor, replays)
+        if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
+            self._recorded_bytes = self.runner.held_bytes
+            self._note_memory({ACTIVATIONS: self._recorded_bytes})
         if self._meter.needed:
             self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
         (loss_sum, score_sum, targets), norm, traffic = self._meet(outcome)
@@ -429,13 +436,13 @@ class Worker(Trainer):
         found = everything[-1]
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
-    @contextmanager
-    def _measuring(self) -> Iterator[None]:
+    def _measuring(self) -> AbstractContextManager[None]:
         """Count what a step allocates, if it is the one in which that is done, or a trace is recorded."""
         self._steps_here += 1
-        if self._steps_here != MEASURED_STEP + 1 and current() is None:
-            yield
-            return
+        return _AS_IT_IS if self._steps_here != MEASURED_STEP + 1 and current() is None else self._counting()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
         with self.ledger.measuring():
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
@@ -525,9 +532,7 @@ class Worker(Trainer):
     def _more(self, report: StepReport) -> dict[str, Any]:
         """Return what is to be told of a step besides its sums."""
         more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
-        memory = self.ledger.report()
-        more |= {f"memory_{kind.split()[0]}": nbytes for kind, nbytes in memory.peaks.items()}
-        more["memory_peak"] = memory.peak
+        more |= self.ledger.peaks_by_name()
         if self.scaling is not None:
             more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
         return more
@@ -635,23 +640,23 @@ class Worker(Trainer):
     def _slots(self) -> dict[str, Array]:
         return slots(self.model.storage, self.optimizer)
 
-    @contextmanager
-    def _deterministic(self) -> Iterator[None]:
+    def _deterministic(self) -> AbstractContextManager[object]:
         """Compute in the worker's precision; with reduction "fixed" also to the same bits on every layout.
 
         The bits of a product or a sum of squares may depend on how many threads BLAS has, and those of layers that are
         computed as one differ from those of the same layers on two stages.
         """
         refuse_inside("a Worker's step or evaluation")
-        with ExitStack() as stack:
-            if self.precision != mode_of():
-                stack.enter_context(use_precision(self.precision))
-            if self.scaling is not None:  # an overflow needs no warning: the gradient's length shows it
-                stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
-            if self.arrangement is not None and self.arrangement.layout.fixed:
-                stack.enter_context(threadpool_limits(1, "blas"))
-                stack.enter_context(unfused())
-            yield
+        if self.precision == mode_of() and self.scaling is None and not self._fixed:
+            return _AS_IT_IS
+        stack = ExitStack()
+        stack.enter_context(use_precision(self.precision))
+        if self.scaling is not None:  # an overflow needs no warning: the gradient's length shows it
+            stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
+        if self._fixed:
+            stack.enter_context(threadpool_limits(1, "blas"))
+            stack.enter_context(unfused())
+        return stack
 
     def _norm(self, values: Values) -> float:
         """Return the length of the gradient."""

@@ -25,7 +25,7 @@ def count_targets(labels: Array) -> int:
         labels: (rows, ...).
     """
     if labels.dtype.kind == "i":
-        return int((labels >= 0).sum())
+        return int(np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum())
     return int(labels.size) if labels.dtype.kind == "u" else len(labels)
 
 

@@ -38,7 +38,7 @@ class MemoryReport:
     """Bytes of one rank by kind.
 
     Attributes:
-        held: now; between two steps there are no activations.
+        held: now; between two steps no activations but what recorded passes keep.
         peaks: the most of each kind.
         peak: the most of all kinds together.
         predicted: what formulas said before, of the kinds that they know.
@@ -62,6 +62,7 @@ class MemoryLedger:
         self._backend = numpy_backend() if backend is None else backend
         self._predicted = dict(predicted or {})
         self._held, self._peaks, self._peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0), 0
+        self._named: dict[str, int] = {}
         _ledger.set(self)
 
     def note(self, held: Mapping[str, int]) -> None:
@@ -73,18 +74,29 @@ class MemoryLedger:
         unknown = held.keys() - self._held.keys()
         if unknown:
             raise UsageError(f"memory has no kind {min(unknown)!r}; the kinds are {', '.join(KINDS)}")
+        if all(self._held[kind] == nbytes <= self._peaks[kind] for kind, nbytes in held.items()):
+            return  # as in most steps
         self._held |= held
         for kind, nbytes in held.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)
         self._peak = max(self._peak, sum(self._held.values()))
+        self._named = {}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Count what the block allocates and lets go of as activations."""
+        before = self._held[ACTIVATIONS]  # what recordings keep
         with counting(self._backend) as count:
             yield
-        self.note({ACTIVATIONS: count.peak})
-        self._held[ACTIVATIONS] = 0
+        self.note({ACTIVATIONS: before + count.peak})
+        self._held[ACTIVATIONS] = before
+
+    def peaks_by_name(self) -> Mapping[str, int]:
+        """Return the peaks as metrics: "memory_parameters" ..., and "memory_peak" of all together."""
+        if not self._named:
+            self._named = {f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()}
+            self._named["memory_peak"] = self._peak
+        return self._named
 
     def report(self) -> MemoryReport:
         """Return what there is, was at most, and was predicted."""

@@ -33,6 +33,7 @@ import numpy as np
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active
 from nnmpi.errors import ShapeError, UsageError
@@ -56,6 +57,7 @@ class Compiled:
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, _Recording] = {}
+        self._pool = MemoryPool()  # of all recordings: one is replayed at a time, and copies of its results go out
         self._lock = RLock()
         self.calls = 0
 
@@ -90,7 +92,7 @@ class Compiled:
             inputs = self._by_place(inputs, named)
         mode = current()
         if mode.observe is not None:
-            return self._step(*map(_tensor, inputs))  # who looks at modules wants them to run
+            return self.as_it_stands(inputs)  # who looks at modules wants them to run
         key = (mode.training, mode.fused, recording(), setting(), other_blas(), precision(), *map(_kind, inputs))
         with self._lock:
             try:
@@ -104,6 +106,10 @@ class Compiled:
                 return self._record(key, inputs, mode)
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
+
+    def as_it_stands(self, inputs: tuple[Any, ...]) -> Any:
+        """Do one step without recording or replaying anything."""
+        return self._step(*map(_tensor, inputs))
 
     def _by_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         try:
@@ -121,7 +127,7 @@ class Compiled:
         self._held.pop(key, None)
         while len(self._held) >= MOST_RECORDINGS:
             del self._held[next(iter(self._held))]
-        recorder = Recorder()
+        recorder = Recorder(self._pool)
         places = [_place(x) for x in inputs]
         try:
             with recorder.running():
@@ -171,7 +177,7 @@ def compile(step: Callable[..., Any]) -> Compiled:
     The step gets Tensors. It must not look into them (`item`, comparisons), which is an error, and nothing that changes
     from step to step may come from outside but through its arguments, parameters, the optimizer's settings and
     `nn.training`, which is entered outside of it when its `step` counts. Steps that train with dropout, batch
-    normalization, several losses, or a `DataParallel` can be compiled; `Worker` runs its own steps.
+    normalization, several losses, or a `DataParallel` can be compiled; `Worker` does so by itself.
 
     Raises:
         UsageError: for something that cannot be called.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -91,8 +91,11 @@ class Module:
         sharding: the table that says how the model's layers are shared out over ranks, where it brings one.
         units: by the name of a linear layer directly below, what its features are made of that ranks share out. Each
             feature may go anywhere by default.
+        replayable: of a class of your own, whether all that its `forward` does is a function of shapes and of the mode,
+            by operations on Tensors: then a `Worker` may replay it (see `nnmpi.compile`). Each subclass says it anew.
     """
 
+    replayable: ClassVar[bool] = False
     path: str = ""
     sharding: Table = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS

@@ -131,7 +131,9 @@ class DataParallel:
         """Give all ranks the same values."""
         broadcast_state(self.model, self.group)
 
-    def backward(self, loss_sum: Tensor, samples: int, last: bool = True, scale: float = 1.0) -> None:
+    def backward(
+        self, loss_sum: Tensor, samples: int, last: bool = True, scale: float = 1.0, seed: Tensor | None = None
+    ) -> None:
         """Add the gradient of the global mean loss, on all ranks; collective.
 
         Args:
@@ -141,6 +143,7 @@ class DataParallel:
             last: whether the step's sum over the ranks begins with this pass; False for all but the last of several
                 microbatches, whose gradients are only added up on this rank.
             scale: what all gradients are multiplied by (see `optim.loss_scale`).
+            seed: scale / samples, () float64, of a step that is recorded once for all its values; made here by default.
 
         Raises:
             UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`; for a loss
@@ -150,7 +153,8 @@ class DataParallel:
         if samples > self.group.size:  # else it may be means that are averaged over the ranks
             _refuse_mean(loss_sum, samples)
         # The gradient of the mean: also in `Pipelined._seeds` and `LocalGradient`, and of the loss in `Worker._report`.
-        seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
+        if seed is None or loss_sum.shape:
+            seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
         perform(self._begin, last)  # `perform` records the call, so that a compiled step repeats it each time
         try:
             loss_sum.backward(seed)

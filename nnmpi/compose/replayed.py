@@ -1,0 +1,140 @@
+"""Passes that a Worker records and replays, as `nnmpi.compile` does for a loop of one's own; and when it may.
+
+    a batch of new shapes      1st time     computed as it stands
+                               2nd time     computed, and every call on arrays noted (see `nn.compiled`)
+                               later        the calls made again: the same bits, no graph, no checks
+
+What Python decides in a forward pass would be decided once for ever. So a model is replayed only where nothing in it
+decides by values: where all of its modules, and the loss, are nnmpi's own, or say so (`Module.replayable`). What it is
+made of is looked at before each replay. With another layer, rate or array in the old one's place it is computed as it
+stands again, and recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import is_
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.gemm import other_blas
+from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.precision import precision
+from nnmpi.backend.recording import active
+from nnmpi.compose.losses import SumError
+from nnmpi.compose.runner import SumCrossEntropy, SumLoss
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Buffer, Module
+
+OWN = "nnmpi"
+MOST_SHAPES = 256  # that are remembered: sentences may have any length
+MOST_CHANGES = 16  # of the model; one that changes all the time is not worth recording
+
+
+class ReplayedPass(Compiled):
+    """A pass through a model, replayed from the third time on that inputs of some shapes come, where that is safe.
+
+    Args:
+        run: the pass: called with Tensors of NumPy's arrays, and plain values; it returns nothing.
+        model: that it runs.
+        loss: that it ends with.
+
+    Attributes:
+        replays: how many passes were replayed so far.
+    """
+
+    def __init__(self, run: Callable[..., None], model: Module, loss: SumLoss) -> None:
+        super().__init__(run)
+        self._model, self._is_safe = model, _is_own_loss(loss)
+        self._seen: set[Any] = set()
+        self._parts: list[tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]] | None = None
+        self._changes = self.replays = 0
+
+    def go(self, arrays: tuple[Array, ...], flags: tuple[Any, ...]) -> None:
+        """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
+
+        Args:
+            arrays: what `run` gets first, as Tensors.
+            flags: what it gets after them; a recording is of these alone.
+        """
+        mode, inputs = current(), (*arrays, *flags)
+        if not self._is_safe or mode.observe is not None or active() is not None:
+            self.as_it_stands(inputs)
+            return
+        kinds = [(array.shape, array.dtype) for array in arrays]
+        key = (mode.training, mode.fused, setting(), other_blas(), precision(), flags, *kinds)
+        if self._parts is None or not self._is_unchanged():
+            self._begin_anew(key, inputs)
+            return
+        held = self._held.get(key)
+        if held is not None and held.recorder.holds():
+            self.replays += 1
+            held.replay(inputs, mode)
+        elif held is not None:  # somebody has put another array in a parameter's place, or frozen it
+            del self._held[key]
+            self.as_it_stands(inputs)
+        elif key in self._seen and len(self._held) < MOST_RECORDINGS:
+            self._record(key, inputs, mode)
+        else:
+            if len(self._seen) < MOST_SHAPES:
+                self._seen.add(key)
+            self.as_it_stands(inputs)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the recordings keep of memory between two passes."""
+        return self._pool.size_bytes
+
+    def _begin_anew(self, key: Any, inputs: tuple[Any, ...]) -> None:
+        """Do a pass of a model that is not known yet, or has changed; and look what it is made of."""
+        self._held.clear()
+        self._seen = {key}
+        self._changes += 1
+        self.as_it_stands(inputs)  # first: layers find out in it which of them are computed as one
+        modules = [module for _, module in self._model.named_modules()]
+        self._is_safe = all(map(_is_replayable, modules)) and self._changes <= MOST_CHANGES
+        looks = [look for module in modules for look in _looks(module)]
+        self._parts = [(look, look()) for look in looks]
+
+    def _is_unchanged(self) -> bool:
+        """Return whether the model is made of the same objects as before."""
+        for look, before in self._parts or ():
+            now = look()
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return False
+        return True
+
+
+def _is_own_loss(loss: SumLoss) -> bool:
+    """Return whether a loss is nnmpi's own."""
+    return type(loss) is SumError or (type(loss) is SumCrossEntropy and loss.is_own)
+
+
+def _is_replayable(module: Module) -> bool:
+    """Return whether a module decides nothing by values: it is nnmpi's own, or its class itself says so."""
+    kind = type(module)
+    own = kind.__module__.partition(".")[0] == OWN or vars(kind).get("replayable") is True
+    return own and "forward" not in vars(module)
+
+
+def _looks(module: Module) -> Iterator[Callable[[], tuple[Any, ...]]]:
+    """Yield functions that return what a module is made of: the same objects each time, if nothing has changed."""
+    own = vars(module)
+    yield lambda: tuple(own.values())
+    for value in own.values():
+        if isinstance(value, list):
+            yield partial(tuple, value)
+        elif isinstance(value, dict):
+            yield partial(_entries, value)
+        elif isinstance(value, Buffer):
+            yield partial(_place, value)
+
+
+def _entries(table: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(table.values())
+
+
+def _place(buffer: Buffer) -> tuple[Any, ...]:
+    return (buffer.data,)

@@ -1,0 +1,207 @@
+"""A Worker's replayed passes: bit for bit the passes as they stand, under every layout; and never of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, optim, timeline
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.tensor.tensor import Tensor
+
+pytestmark = pytest.mark.host_only(
+    "passes on a device are not recorded: there recordings would keep more than a step takes"
+)
+
+ROWS, BATCH = 21, 8  # batches of 8, 8 and 5 rows: nothing divides
+EPOCHS = 3
+Kind = tuple[Callable[[], nn.Module], Callable[[], Dataset]]
+
+
+def images() -> Dataset:
+    generator = np.random.default_rng(0)
+    return Dataset("images", generator.random((ROWS, 4, 4, 1), "float32"), generator.integers(0, 3, ROWS), 3)
+
+
+def tokens() -> Dataset:
+    generator = np.random.default_rng(0)
+    text = generator.integers(0, 7, (ROWS, 5))
+    return Dataset("tokens", text[:, :-1], text[:, 1:], 7)
+
+
+def dropping() -> nn.Module:
+    """Return a model with running statistics and masks."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def yes_or_no() -> Dataset:
+    dataset = images()
+    return Dataset("quantities", dataset.x, (dataset.y > 0).astype("float32"), 0)
+
+
+MODELS: dict[str, Kind] = {
+    "mlp": (lambda: models.mlp((4, 4, 1), 3, (6, 5)), images),
+    "dropping": (dropping, images),
+    "gpt": (lambda: models.gpt(7, 4, 12, 1, 3, dropout=0.1), tokens),
+    "lstm": (lambda: models.lstm(7, 6, 1), tokens),
+}
+
+
+def replicas(size: int) -> list[Layout]:
+    return [Layout(dp=size)]
+
+
+LAYOUTS: dict[str, Callable[[int], list[Layout]]] = {
+    "mlp": lambda size: [*replicas(size), Layout(dp=size, zero=1), Layout(dp=1, tp=size)],
+    "gpt": lambda size: [Layout(dp=1, tp=size), Layout(dp=1, sp=size, sp_attention="ring")],
+}
+
+
+def train(
+    group: Group, kind: Kind, layout: Layout, replayed: bool, change: Any = None, epochs: int = EPOCHS, **options: Any
+) -> Any:
+    """Return what some epochs of training report and leave, and how many passes were replayed.
+
+    A trace is recorded of the others: what is looked at runs as it stands.
+    """
+    make, data = kind
+    where = arrange(make(), group, layout)
+    where.model.initialize(seed=1, storage=where.storage)
+    optimizer = optim.SGD(where.model.storage, lr=0.05, momentum=0.9)
+    micro = options.pop("microbatches", 1)
+    worker = Worker(where.model, optimizer, group, arrangement=where, seed=3, **options)
+    loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, microbatches=micro, workers=0)
+    seen = []
+    for epoch in range(epochs):
+        if change is not None:
+            change(where.model, epoch)
+        for batch in islice(loader.epoch(epoch), 3):
+            if replayed:
+                report = worker.step(batch)
+            else:
+                with timeline.recording(timeline.Timeline()):
+                    report = worker.step(batch)
+            seen.append((report.loss, report.score, report.grad_norm))
+    left = [array.copy() for array in where.model.storage.data]
+    left += [buffer.data.copy() for _, buffer in where.model.named_buffers()]
+    replays = worker.runner.replays
+    worker.release()
+    return seen, left, replays
+
+
+def assert_equal(group: Group, kind: Kind, layout: Layout, **options: Any) -> None:
+    seen, left, replays = train(group, kind, layout, True, **options)
+    plain, expected, none = train(group, kind, layout, False, **options)
+    assert seen == plain
+    for ours, theirs in zip(left, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert replays > 0
+    assert none == 0
+
+
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize("name", MODELS)
+def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
+    """Losses, scores, lengths of gradients, weights, running statistics; batches of two sizes in turns."""
+    for layout in LAYOUTS.get(name, replicas)(group.size):
+        assert_equal(group, MODELS[name], layout)
+
+
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 3},
+        {"numerics": Numerics(clip=0.1)},
+        {"numerics": Numerics(precision="fp16")},
+        {"exchange": GradientExchange(overlap=True, bucket_bytes=64, fused_update=False)},
+        {"loss": "bce"},
+    ],
+    ids=["microbatches", "clip", "fp16", "overlap", "loss"],
+)
+def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> None:
+    """The same for sums of microbatches, clipped and scaled gradients, sums under the backward pass."""
+    kind = (lambda: models.mlp((4, 4, 1), 1, (5,)), yes_or_no) if "loss" in options else MODELS["mlp"]
+    assert_equal(group, kind, Layout(dp=group.size), **options)
+
+
+class Deciding(nn.Module):
+    """A layer of a user's own that decides by what it sees."""
+
+    def __init__(self) -> None:
+        self.inner = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one thing or another."""
+        self.calls += 1
+        return self.inner(x) if float(x.data.sum()) > 0 else x * 2
+
+
+class Doubling(nn.Module):
+    """One that says that it decides nothing."""
+
+    replayable = True
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a multiple of x."""
+        return x * self.factor
+
+
+class Inheriting(Doubling):
+    """A subclass, which has not said it."""
+
+
+@pytest.mark.simulated(max_size=1)
+@pytest.mark.parametrize(("layer", "replays"), [(Deciding, False), (Doubling, True), (Inheriting, False)])
+def test_modules_of_ones_own_are_replayed_if_they_say_so(group: Group, layer: type[nn.Module], replays: bool) -> None:
+    """Each class for itself; any other runs each time."""
+    kind = (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), layer()), images)
+    seen, _, count = train(group, kind, Layout(), True)
+    assert (count > 0) is replays
+    assert seen == train(group, kind, Layout(), False)[0]
+
+
+@pytest.mark.simulated(max_size=1)
+def test_a_loss_of_ones_own_is_not_replayed(group: Group) -> None:
+    """It may look into what it gets."""
+    seen, _, count = train(group, MODELS["mlp"], Layout(), True, loss=lambda y, t: (y * y).sum() * float(y.data.size))
+    assert count == 0
+    assert len(seen) == 3 * EPOCHS
+
+
+def freeze(model: nn.Module, epoch: int) -> None:
+    model.layers[6].weight.requires_grad = epoch < 2
+
+
+def slow_down(model: nn.Module, epoch: int) -> None:
+    if epoch == 2:
+        model.layers[5].rate = 0.1
+
+
+def exchange(model: nn.Module, epoch: int) -> None:
+    if epoch == 2:
+        model.layers[2] = nn.Tanh()
+
+
+@pytest.mark.simulated(max_size=1)
+@pytest.mark.parametrize("change", [freeze, slow_down, exchange])
+def test_a_model_that_changes_is_recorded_anew(group: Group, change: Any) -> None:
+    """A frozen parameter, another rate, another layer: the old calls are not made."""
+    assert_equal(group, MODELS["dropping"], Layout(), change=change, epochs=4)
