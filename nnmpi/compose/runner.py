@@ -318,8 +318,6 @@ class Runner(Protocol):
         scalars: the numbers that are to be known of a step at its end.
         parallel: sums the gradients over the replicas.
         updates: whether weights are updated on the way, and not once by the Worker.
-        replays: how many passes were replayed so far.
-        held_bytes: what recorded passes keep of memory between two steps.
     """
 
     scalars: DeferredScalars
@@ -327,10 +325,12 @@ class Runner(Protocol):
     updates: bool
 
     @property
-    def replays(self) -> int: ...
+    def replays(self) -> int:
+        """How many passes were replayed so far."""
 
     @property
-    def held_bytes(self) -> int: ...
+    def held_bytes(self) -> int:
+        """What recorded passes keep of memory between two steps."""
 
     def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:
         """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
