@@ -1,6 +1,5 @@
 """Jobs in which one rank does not come: told, ended with a status of its own, and a record of each rank is left."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -54,4 +53,3 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     assert records == (["rank-0.txt", "rank-1.txt"] if asleep else ["rank-1.txt"])
     record = (tmp_path / "run/flight/rank-1.txt").read_text()
     assert "seconds ago" in record and "messages of 2 ranks" in record and "most recent call first" in record
-    assert os.path.exists(tmp_path / "run/checkpoints") or asleep
