@@ -87,7 +87,10 @@ def arrays_of(run: Path) -> list[bytes]:
 
 
 def _last(run: Path) -> Path:
-    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    """Return the checkpoint that a resume would take: a kill may have come between its name and `latest`."""
+    loaded = checkpoint_files.load_checkpoint(run / "checkpoints")
+    assert loaded is not None
+    return loaded[1]
 
 
 def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
