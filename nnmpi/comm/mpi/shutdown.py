@@ -171,7 +171,7 @@ class Shutdown:
     def _abort(self, status: int) -> NoReturn:
         self.farewell()
         time.sleep(DRAIN_S)
-        _forget_memory()
+        forget_memory()
         self._mpi.COMM_WORLD.Abort(status)
         leave(status)  # for an MPI whose Abort returns
 
@@ -180,7 +180,7 @@ class Shutdown:
         return os.getpid() != self._process
 
 
-def _forget_memory() -> None:
+def forget_memory() -> None:
     """Remove the names of MPICH's shared memory, which it leaves behind after an abort; who has it mapped keeps it."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.mpi.shutdown import leave
+from nnmpi.comm.mpi.shutdown import forget_memory, leave
 from nnmpi.comm.stall import WARNING_S, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 from nnmpi.comm.world import World
 from nnmpi.command import printable
@@ -282,6 +282,7 @@ class Watchdog:
         with contextlib.suppress(Exception):  # whatever it is, the job must end
             self._record(text)
         time.sleep(rest_s)
+        forget_memory()
         with contextlib.suppress(KeyError, ValueError, OSError):  # MPICH's launcher would tell of its own signal
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % STALLED)
             time.sleep(rest_s)
