@@ -71,6 +71,7 @@ LAYERS = {
     "BatchNorm": (lambda: nn.BatchNorm(4), ROWS, lambda m, x: x * Tensor(np.float32(1 / np.sqrt(1 + 1e-5)))),
     "Sequential": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), ROWS, lambda m, x: ops.relu(x).tanh()),
     "Residual": (lambda: nn.Residual(nn.Tanh()), ROWS, lambda m, x: ops.relu(x.tanh() + x)),
+    "Branches": (lambda: nn.Branches(nn.Tanh(), nn.ReLU(), join="add"), ROWS, lambda m, x: x.tanh() + ops.relu(x)),
 }
 
 

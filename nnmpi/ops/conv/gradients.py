@@ -37,14 +37,16 @@ class ProductSum:
     def add(self, left: Array, right: Array) -> None:
         """Add left @ right."""
         xp = self._xp
-        if not self._begun:
-            gemm(xp, left, right, out=self._total)
-            self._begun = True
-            return
-        if self._product is None:
+        if self._begun and self._product is None:
             self._product = xp.empty(self._total.shape, self._total.dtype)
-        gemm(xp, left, right, out=self._product)
-        xp.add(self._total, self._product, out=self._total)
+        place = self._product if self._begun else self._total
+        if left.ndim == 1:
+            xp.matmul(left, right, out=place)
+        else:
+            gemm(xp, left, right, out=place)
+        if self._begun:
+            xp.add(self._total, place, out=self._total)
+        self._begun = True
 
     def finish(self) -> Array:
         """Return the sum, which is zero when nothing was added."""
