@@ -24,6 +24,7 @@ from typing import Any
 from nnmpi.comm.describe import describe
 from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError, counted
+from nnmpi.run.launching import NOT_STARTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,6 +70,8 @@ def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s
 def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
     """Run a command on so many ranks; return its status and output. All of it is killed at the limit.
 
+    A launcher that could not start anything is asked once more.
+
     Args:
         ranks: how many.
         words: of the command that each rank runs.
@@ -77,6 +80,11 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
     Raises:
         LaunchError: when there is no mpirun, or the time is over.
     """
+    status, output = _run_once(ranks, words, limit_s)
+    return _run_once(ranks, words, limit_s) if NOT_STARTED in output else (status, output)
+
+
+def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
     with tempfile.TemporaryFile() as sink:  # not a pipe, which a stray rank could hold open for ever
         process = subprocess.Popen(
             [mpirun(), "-n", str(ranks), *words],

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,7 @@ from nnmpi.launcher import read_launch
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
+NOT_STARTED = "The PMIx server's listener thread failed to start"  # Open MPI says so now and then, and starts nothing
 AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")  # who takes the place of ssh
 
 
@@ -149,10 +151,14 @@ def ranks_of(session: int) -> list[int]:
 
 
 def kill(session: int) -> None:
-    """End all processes of a session at once."""
+    """End all processes of a session at once, and remove the folder that Open MPI's launcher leaves if it is killed.
+
+    A later launcher that gets the same number cannot start where that folder is.
+    """
     for process in processes_of(session):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{session}"), ignore_errors=True)
 
 
 def _is_rank(process: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,6 @@ from pathlib import Path
 
 POLL_S = 0.05
 TERM_S = 5.0
-# What Open MPI's launcher says, rarely and on a busy machine, before it has started anything.
-NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for
 # network cards takes. Who waits for a message sleeps a little between two looks: ranks that spin, even those that
@@ -77,6 +74,8 @@ def run(
         is_lost: asked while the job runs; true means that it is to be killed now.
         cwd: the working directory.
     """
+    from nnmpi.run.launching import NOT_STARTED  # late: see `mpirun`
+
     ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
     if NOT_STARTED in ending.output:
         ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
@@ -124,21 +123,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for left in _session(process.pid):
-        try:
-            os.kill(left, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    from nnmpi.run.launching import kill  # late: see `mpirun`
 
-
-def _session(leader: int) -> list[int]:
-    """Return the processes of the leader's session, from Linux's /proc (ranks have process groups of their own)."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
+    kill(process.pid)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.run.launching import NOT_STARTED
 from tests.harness import job
-from tests.harness.job import NOT_STARTED, Ending, mpirun, run
+from tests.harness.job import Ending, mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
 from tests.harness.slow import HARNESS
 
