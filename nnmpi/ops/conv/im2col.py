@@ -48,7 +48,11 @@ class Im2col(Algorithm):
             for block in columns.blocks():
                 columns.load(images, block)
                 for strip in columns.strips(block.stop - block.start):
-                    gemm(xp, columns.fill(strip), kernel, out=_pixels(result[block][:, strip.rows]))
+                    matrix, place = columns.fill(strip), _pixels(result[block][:, strip.rows])
+                    if matrix.dtype.kind in "iub":  # whole numbers, which no BLAS multiplies
+                        xp.matmul(matrix, kernel, out=place)
+                    else:
+                        gemm(xp, matrix, kernel, out=place)
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat)
