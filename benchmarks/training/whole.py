@@ -24,9 +24,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that 
 
 import numpy as np  # noqa: E402
 
-from benchmarks.harness.launch import environment, mpirun  # noqa: E402
+from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
+from nnmpi.run.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0
 
@@ -58,7 +59,7 @@ def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -
     script += [*shared, str(folder / "weights.pt")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return {
-        "nnmpi": [mpirun(), "-n", str(ranks), *ours] if ranks > 1 else ours,
+        "nnmpi": [find_mpirun(), "-n", str(ranks), *ours] if ranks > 1 else ours,
         "PyTorch": [options.torch_python, *(torchrun if ranks > 1 else []), *script],
     }
 

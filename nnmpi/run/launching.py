@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nnmpi.errors import LaunchError
-from nnmpi.launcher import read_launch
+from nnmpi.launcher import launch_of
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
@@ -165,7 +165,5 @@ def _is_rank(process: int) -> bool:
     with suppress(OSError):
         if b"nnmpi.train" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
             return False
-        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        told = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-        return read_launch(told) is not None
+        return launch_of(process) is not None
     return False

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nnmpi.comm.mpi.watchdog import STALLED
+from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.errors import LaunchError, NnmpiError, counted
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of

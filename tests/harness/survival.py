@@ -37,7 +37,7 @@ import pytest
 import threadpoolctl
 
 from nnmpi.backend import blas
-from nnmpi.comm.mpi.watchdog import STALLED
+from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, NnmpiError

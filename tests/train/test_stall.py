@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.mpi.watchdog import STALLED
+from nnmpi.comm.mpi.shutdown import STALLED
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import lines, once, send, train
 

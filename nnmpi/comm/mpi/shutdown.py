@@ -37,6 +37,7 @@ DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives
 STAGGER_S = 0.35  # more than DRAIN_S, so that the first to give up ends the job before the next one prints
 LONGEST_TURN_S = 1.4
 INTERRUPTED = 130
+STALLED = os.EX_TEMPFAIL  # the status of a job that is ended because it has waited for too long
 
 
 class Shutdown:
@@ -178,6 +179,14 @@ class Shutdown:
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
         return os.getpid() != self._process
+
+
+def tell_launcher(status: int) -> bool:
+    """Tell MPICH's launcher which status the job is to have, and return whether it is the launcher."""
+    with contextlib.suppress(KeyError, ValueError, OSError):  # it would tell of the signal that ends the ranks
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
+        return True
+    return False
 
 
 def forget_memory() -> None:

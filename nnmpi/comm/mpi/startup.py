@@ -19,13 +19,11 @@ from math import inf
 from pathlib import Path
 
 from nnmpi.comm.agreement import name_ranks
+from nnmpi.comm.mpi.shutdown import LONGEST_TURN_S, STAGGER_S, STALLED, tell_launcher
 from nnmpi.errors import UsageError
-from nnmpi.launcher import Launch, read_launch
+from nnmpi.launcher import Launch, launch_of
 
 VARIABLE, LIMIT_S = "NNMPI_START_LIMIT_S", 300.0
-STAGGER_S = 0.35  # between two ranks, so that the first to speak ends the job
-LONGEST_TURN_S = 1.4
-EXPIRED = 75  # sysexits' "temporary failure", as of the watchdog
 
 
 def read_start_limit(environ: Mapping[str, str]) -> float:
@@ -84,8 +82,7 @@ def _watch(pipe: int, launch: Launch, limit_s: float) -> None:
 
 def _end(process: int) -> None:
     """End a process that may hold its interpreter's lock; MPICH's launcher is told of the status."""
-    with suppress(KeyError, ValueError, OSError):
-        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % EXPIRED)
+    tell_launcher(STALLED)
     os.kill(process, signal.SIGKILL)
 
 
@@ -106,13 +103,13 @@ def find_missing(process: int) -> dict[int, str]:
     found = {}
     for number, stat in stats.items():
         if stat and number != process and parents[number] == parents.get(process):
-            rank = _read_rank(number)
-            if rank is None:
+            launch = launch_of(number)
+            if launch is None:
                 continue
             if stat[0] in "Tt":
-                found[rank] = f"is stopped (process {number})"
+                found[launch.rank] = f"is stopped (process {number})"
             elif number not in parents.values():
-                found[rank] = f"has not come to it (process {number})"
+                found[launch.rank] = f"has not come to it (process {number})"
     return found
 
 
@@ -120,11 +117,3 @@ def _read_stat(path: Path) -> list[str]:
     with suppress(OSError):  # it has ended meanwhile
         return path.read_text().rpartition(")")[2].split()
     return []
-
-
-def _read_rank(process: int) -> int | None:
-    with suppress(OSError):
-        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        launch = read_launch(dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries))
-        return None if launch is None else launch.rank
-    return None

@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.mpi.shutdown import forget_memory, leave
+from nnmpi.comm.mpi.shutdown import STALLED, forget_memory, leave, tell_launcher
 from nnmpi.comm.stall import WARNING_S, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 from nnmpi.comm.world import World
 from nnmpi.command import printable
 
-STALLED = 75  # the status of a job that is ended so: sysexits' "temporary failure"
 PERIOD_S = 0.25
 RANKS_PER_S = 200  # that rank 0 hears of in a second, at most
 LEAST_S = 1e-3  # of a wait that has just begun
@@ -283,8 +282,7 @@ class Watchdog:
             self._record(text)
         time.sleep(rest_s)
         forget_memory()
-        with contextlib.suppress(KeyError, ValueError, OSError):  # MPICH's launcher would tell of its own signal
-            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % STALLED)
+        if tell_launcher(STALLED):
             time.sleep(rest_s)
         leave(STALLED)
 
