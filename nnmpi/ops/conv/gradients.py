@@ -20,6 +20,17 @@ from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.columns import COLUMNS_BYTES, Columns
 
 
+def multiply(xp: Any, left: Array, right: Array, out: Array) -> None:
+    """Write left @ right: by the chosen BLAS on the host, by the library's own product on a device.
+
+    So are products of whole numbers, which no BLAS multiplies, and of a vector.
+    """
+    if xp.__name__ == "numpy" and left.ndim > 1 and left.dtype.kind == "f":
+        gemm(xp, left, right, out=out)
+    else:
+        xp.matmul(left, right, out=out)
+
+
 class ProductSum:
     """A sum of products of matrices, or of stacks of them.
 
@@ -39,11 +50,8 @@ class ProductSum:
         xp = self._xp
         if self._begun and self._product is None:
             self._product = xp.empty(self._total.shape, self._total.dtype)
-        place = self._product if self._begun else self._total
-        if left.ndim == 1:
-            xp.matmul(left, right, out=place)
-        else:
-            gemm(xp, left, right, out=place)
+        place = self._total if self._product is None else self._product
+        multiply(xp, left, right, place)
         if self._begun:
             xp.add(self._total, place, out=self._total)
         self._begun = True
@@ -95,7 +103,7 @@ class InputGradient:
         for strip in self.columns.strips(len(out)):
             rows = out[:, strip.rows]
             matrix = self.columns.fill(strip)  # (pixels, kh kw o)
-            gemm(self._xp, matrix, self._kernel, out=rows.reshape(len(matrix), rows.shape[3]))
+            multiply(self._xp, matrix, self._kernel, rows.reshape(len(matrix), rows.shape[3]))
 
 
 def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
@@ -119,7 +127,7 @@ def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Ar
         share = memory[: len(rows)]
         xp.copyto(block, 0)
         for i, j in np.ndindex(kh, kw):
-            gemm(xp, rows, weight[i, j].T, out=share)  # (pixels, c)
+            multiply(xp, rows, weight[i, j].T, share)  # (pixels, c)
             seen = tap(block, (i, j), (images.shape[1], images.shape[2]), spec.stride, spec.dilation)
             xp.add(seen, share.reshape(seen.shape), out=seen)
         xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w])

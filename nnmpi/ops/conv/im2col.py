@@ -26,12 +26,11 @@ from math import prod
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.planes import Planes
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import Algorithm, Gradients
 from nnmpi.ops.conv.columns import Columns, repeated
-from nnmpi.ops.conv.gradients import InputGradient, ProductSum, pixel_sum, scatter_windows
+from nnmpi.ops.conv.gradients import InputGradient, ProductSum, multiply, pixel_sum, scatter_windows
 
 
 class Im2col(Algorithm):
@@ -48,11 +47,7 @@ class Im2col(Algorithm):
             for block in columns.blocks():
                 columns.load(images, block)
                 for strip in columns.strips(block.stop - block.start):
-                    matrix, place = columns.fill(strip), _pixels(result[block][:, strip.rows])
-                    if matrix.dtype.kind in "iub":  # whole numbers, which no BLAS multiplies
-                        xp.matmul(matrix, kernel, out=place)
-                    else:
-                        gemm(xp, matrix, kernel, out=place)
+                    multiply(xp, columns.fill(strip), kernel, _pixels(result[block][:, strip.rows]))
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat)
@@ -125,7 +120,7 @@ class Im2colReluPool(Algorithm):
                 start, size = block.start * image + strip.rows.start * row, len(matrix) * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                gemm(xp, matrix, kernel, out=z.reshape(len(matrix), o))
+                multiply(xp, matrix, kernel, z.reshape(len(matrix), o))
                 won = None if winner is None else winner[start : start + size]
                 if places > 1:
                     planes.largest(z, h, won)
