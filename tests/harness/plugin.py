@@ -111,11 +111,11 @@ def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
 
 
 class Recorder:
-    """Writes what happens to each test, and leaves out what an earlier run of the same suite has done."""
+    """Writes what happens to each test, and leaves out what is done, or not asked for in a run of a few again."""
 
     def __init__(self, writer: records.Writer, folder: Path) -> None:
         self._writer = writer
-        self._done = records.read_done(folder)
+        self._is_wanted = records.read_plan(folder)
         self._outcome = records.PASSED
         self._reason = ""
 
@@ -129,7 +129,7 @@ class Recorder:
             reason = left_out.reason(item, ranks, config.option.quick, config.option.deal)
             if reason:
                 self._writer.write(item.nodeid, records.LEFT_OUT, reason)
-            (others if reason or item.nodeid in self._done else kept).append(item)
+            (kept if not reason and self._is_wanted(item.nodeid) else others).append(item)
         if others:
             config.hook.pytest_deselected(items=others)
             items[:] = kept

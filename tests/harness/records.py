@@ -4,6 +4,7 @@ RANK.log    one JSON object a line: a test has started, or has ended with an out
 RANK.err    what the rank says of a failure or a hang
 RANK.ok     the rank's session came to its end
 done        tests that a run after an abort leaves out, one a line
+only        the tests to run, one a line; all where there is no such file
 
 Serial runs that share the tests have one more folder, with a file for each test file, named by who claims it.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,19 @@ def read(folder: Path, ranks: int) -> Records:
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks))
 
 
-def write_done(folder: Path, tests: Iterable[str]) -> None:
-    """Tell the next run which tests to leave out."""
-    (folder / "done").write_text("".join(f"{test}\n" for test in tests))
+def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None) -> None:
+    """Tell the next run which tests to leave out, and, if not None, which ones alone to run."""
+    for name, tests in (("done", done), ("only", only)):
+        if tests is not None:
+            (folder / name).write_text("".join(f"{test}\n" for test in tests))
 
 
-def read_done(folder: Path) -> set[str]:
-    """Return the tests to leave out."""
-    path = folder / "done"
-    return set(path.read_text().splitlines()) if path.exists() else set()
+def read_plan(folder: Path) -> Callable[[str], bool]:
+    """Return a function that says whether a test is to be run."""
+    done, only = (
+        set(path.read_text().splitlines()) if (path := folder / name).exists() else None for name in ("done", "only")
+    )
+    return lambda test: test not in (done or ()) and (only is None or test in only)
 
 
 def count_ended(folder: Path) -> dict[str, int]:

@@ -215,6 +215,23 @@ def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: 
     assert len(list(ran.iterdir())) == 12
 
 
+def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
+    """What passes then is named and fails nothing; what fails again has failed; nothing else runs twice."""
+    often = "    with open(__file__ + '.{name}', 'a') as file: file.write('x')\n"
+    once = (
+        "def test_once(group):\n" + often.format(name="once") + "    assert os.path.getsize(__file__ + '.once') > 1\n"
+    )
+    good = "def test_good(group):\n" + often.format(name="good")
+    ending = harness(tmp_path, good + once, "--again", "--no-serial", "--ranks", "1")
+    assert ending.status == 0, ending.output
+    assert "UNSTEADY (failed, and passed again by itself) on 1 rank: test_planted.py::test_once\n" in ending.output
+    assert ending.output.rstrip().endswith("2 passed, 0 failed")
+    assert (tmp_path / "test_planted.py.good").read_text() == "x"
+    ending = harness(tmp_path, "def test_bad(group): assert 0\n", "--again", "--no-serial", "--ranks", "1")
+    assert ending.status == 1
+    assert "FAILED on 1 rank: test_planted.py::test_bad" in ending.output
+
+
 @pytest.mark.slow(HARNESS)
 def test_an_interruption_ends_all_runs(tmp_path: Path) -> None:
     """Of the harness, by a signal; a rank of either run that outlived it would go on ticking."""
