@@ -55,8 +55,7 @@ def memory(address: int, size: int) -> Any:
         raise TypeError(f"the double wants addresses as numbers of Python, not {type(address).__name__}")
     if address % ALIGNMENT:
         raise RuntimeError(f"address {address:#x} is no multiple of {ALIGNMENT}")
-    block = base_of(address)
-    if block is None or address + size > block.ptr + block.size:
+    if base_of(address, size) is None:
         raise RuntimeError(f"{size} bytes at {address:#x} are not memory of the device")
     return bytes_at(address, size)
 

@@ -174,10 +174,10 @@ def _at(mem: Any, size: int) -> Any:
 OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
 
-def base_of(ptr: int) -> BaseMemory | None:
-    """Return the allocation around an address."""
+def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
+    """Return the allocation around some bytes; one that has been unmapped may lie there, too, and be shorter."""
     for each in list(OWNERS.values()):
-        if each.ptr <= ptr < each.ptr + max(1, each.size):
+        if each.ptr <= ptr and ptr + size <= each.ptr + max(1, each.size):
             return each
     return None
 

@@ -263,8 +263,7 @@ def _kind(dtype: str) -> Any:
 def _bytes(address: int, count: int, dtype: str) -> Any:
     """Return device memory as NumPy sees it; it must lie in one allocation."""
     kind = _kind(dtype)
-    base = memory.base_of(address)
-    if base is None or address + count * kind.itemsize > base.ptr + base.size:
+    if count and memory.base_of(address, count * kind.itemsize) is None:
         raise NcclError(4, f"{count} of {dtype} at {address:#x} are outside of the device's memory")
     return bytes_at(address, count * kind.itemsize).view(kind)
 

@@ -177,9 +177,8 @@ def _matrix(address: int, start: int, dtype: np.dtype[Any], rows: int, columns: 
     if rows == 0 or columns == 0:
         return np.empty((rows, columns), dtype)
     address += start * dtype.itemsize
-    base = memory.base_of(address)
     size = dtype.itemsize * ((columns - 1) * lead + rows)
-    if base is None or address + size > base.ptr + base.size:
+    if memory.base_of(address, size) is None:
         raise CUBLASError(_FAILED)
     return np.ndarray((rows, columns), dtype, bytes_at(address, size), 0, (dtype.itemsize, lead * dtype.itemsize))
 
