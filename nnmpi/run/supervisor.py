@@ -37,7 +37,7 @@ from nnmpi.train.folder import FAULTS_FILE, RunFolder
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-USAGE = 2  # the status of what no other start makes better
+USAGE = 2  # the status of what no other start makes better, but where a job that was killed still has the folder
 IN_VAIN = 2  # starts without progress before a replica is left out
 
 
@@ -143,7 +143,7 @@ class Supervisor:
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._write_down(starts, outcome)
-            if in_vain > self._plan.restarts or (outcome.status == EX_DATAERR and in_vain >= IN_VAIN):
+            if in_vain > self._plan.restarts or (outcome.status in (USAGE, EX_DATAERR) and in_vain >= IN_VAIN):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._fewest, self._ranks - self._plan.replica)
@@ -162,8 +162,9 @@ class Supervisor:
                 f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step {outcome.step}; {again}",
                 128 + self._asked,
             )
-        if outcome.status == USAGE and not self._was_up():
-            raise GaveUp("the command itself is refused, so it is not started again", USAGE)
+        if outcome.status in (USAGE, EX_DATAERR) and not self._was_up():
+            what = "command itself is" if outcome.status == USAGE else "data are"
+            raise GaveUp(f"the {what} refused, so the run is not started again", outcome.status)
         if outcome.status in (128 + signal.SIGTERM, 128 + signal.SIGINT):
             name = signal.Signals(outcome.status - 128).name
             raise GaveUp(
@@ -318,7 +319,7 @@ def describe_status(status: int, launcher: Launcher) -> str:
     """
     if status == STALLED:
         return f"it stood still, and its watchdog ended it (status {status})"
-    if status == EX_DATAERR:
+    if status in (USAGE, EX_DATAERR):
         return f"it met what another start meets again (status {status})"
     if status == 0:
         return "its launcher tells of success, but it has not come to its end (there is no new finished.json)"

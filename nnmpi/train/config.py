@@ -179,6 +179,7 @@ class ParallelConfig:
         self._check_zero()
 
     def _check_offload(self) -> None:
+        require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
         alone = self.offload is not None and self.activation_memory is None and self.offload_state is None
         sentence = "--offload is for what passes --activation-memory; give that, too, or --offload-state, or no folder"
         require(not alone, sentence)

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -291,6 +292,17 @@ class RunFolder:
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
                 temporary.symlink_to(self.path.name)
                 temporary.replace(RUNS / LATEST_RUN)
+
+    def withdraw(self) -> None:
+        """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""
+        for file in (self.config, self.metrics, self.console, self.starts):
+            file.unlink(missing_ok=True)
+        for folder in (self.tokenizer, self.events):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # there is more in it, which is not the run's
+            self.path.rmdir()
+            if not (RUNS / LATEST_RUN).exists():
+                (RUNS / LATEST_RUN).unlink()
 
     @contextmanager
     def _written(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
-from nnmpi.errors import CheckpointError, counted
+from nnmpi.errors import CheckpointError, UsageError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
@@ -113,12 +113,17 @@ def _run(
     on_root(group, take_folder)
     if state.step >= context.extent.steps:
         restored = [*restored, f"the run is finished, {_how_to_go_on(context)}"]
-    with ExitStack() as stack:
-        if group.is_root:
-            stack.enter_context(console.copied(folder.console))
-        console.say(*lines, *restored)
-        stack.enter_context(blas.in_use())
-        _train(context, state, console, None if chosen is None else chosen.predicted_s)
+    try:
+        with ExitStack() as stack:
+            if group.is_root:
+                stack.enter_context(console.copied(folder.console))
+            console.say(*lines, *restored)
+            stack.enter_context(blas.in_use())
+            _train(context, state, console, None if chosen is None else chosen.predicted_s)
+    except UsageError:
+        if group.is_root and not resuming and not folder.checkpoints.exists():
+            folder.withdraw()
+        raise
 
 
 def _how_to_go_on(context: RunContext) -> str:

@@ -106,6 +106,28 @@ def test_a_loop_without_an_end_is_told_with_its_line(tmp_path: Path, monkeypatch
         main(["ring-cost", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "told"), [("LIMIT_S", 0.2, "0.2 s"), ("LIMIT_BYTES", 1 << 30, r"[\d.]+ s and takes 1 GB")]
+)
+def test_a_loop_that_catches_all_and_one_that_fills_memory_are_ended(
+    limit: str, value: float, told: str, tmp_path: Path
+) -> None:
+    """The one by its process, as no exception stops it."""
+    file = tmp_path / "mine.py"
+    work = "found.append(bytes(1 << 20))" if limit == "LIMIT_BYTES" else "pass"
+    file.write_text(
+        "def ring_cost(*_):\n    found = []\n    while True:\n        try:\n"
+        f"            while True:\n                {work}\n        except BaseException:\n            found.clear()\n"
+    )
+    program = (
+        f"from nnmpi.exercise import exercise, __main__; exercise.LAST_S = 0.1; exercise.{limit} = {value}; "
+        f"__main__.main(['ring-cost', {str(file)!r}])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert re.fullmatch(rf"nnmpi: {file}, line \d: it has not come to an end after {told}\n", ran.stderr), ran.stderr
+
+
 def test_gradients_that_are_no_numbers_are_refused() -> None:
     for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((4, 5), "a")):
         with pytest.raises(WrongAnswer, match=r"(?s)the gradient of x is .*, and must be numbers of shape \(4, 5\)"):

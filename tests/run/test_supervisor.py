@@ -16,7 +16,7 @@ import pytest
 
 from nnmpi.run import supervisor
 from nnmpi.run.launching import Launcher, find_launcher, given_hosts
-from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor, without
+from nnmpi.run.supervisor import USAGE, GaveUp, SupervisedRun, Supervisor, without
 from tests.harness.job import run
 from tests.train.jobs import LIMIT_S, lines, send, train
 from tests.train.test_resume import last_checkpoint
@@ -84,19 +84,27 @@ def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], 
     assert said[-1].startswith("1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended")
 
 
-def test_what_comes_again_is_tried_twice(play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path) -> None:
-    """Such as damaged data, or a loss that is not finite; a run that has no folder is not pointed at."""
-    commands, said = play(*[f"exit {EX_DATAERR}"] * 4)
-    assert len(commands) == 2
-    assert said[-1].startswith(f"{EX_DATAERR}: gave up: 2 starts in a row brought no checkpoint at all")
+@pytest.mark.parametrize("status", [USAGE, EX_DATAERR])
+def test_what_comes_again_is_tried_twice(
+    status: int, play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    """Such as a loss that is not finite, or an option that the first step refuses; a run without a folder is not pointed
+    at."""
+    commands, said = play(*["exit 9"] * 4, restarts=2)
+    assert said[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
     assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
-    commands, said = play(*["exit 9"] * 2, "up; checkpoint 00000007; exit 65", *["exit 65"] * 4)
+    (tmp_path / "commands").unlink()
+    commands, said = play(*["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4)
     assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in said[-1]
 
 
 @pytest.mark.parametrize(
     ("act", "told"),
-    [("exit 2", "2: the command itself is refused"), ("up; exit 143", "143: the ranks were told to stop (SIGTERM)")],
+    [
+        ("exit 2", "2: the command itself is refused"),
+        ("exit 65", "65: the data are refused"),
+        ("up; exit 143", "143: the ranks were told to stop (SIGTERM)"),
+    ],
 )
 def test_what_is_no_fault_is_not_tried_again(
     act: str, told: str, play: Callable[..., tuple[list[str], list[str]]]

@@ -70,6 +70,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ParallelConfig, {"memory_limit": "0.0 GiB"}, "--memory-limit is 0.0 GiB; give at least 1 byte"),
     (ParallelConfig, {"memory_limit": "9" * 400}, "--memory-limit: 99999999999999999999... has too many digits"),
     (ParallelConfig, {"activation_memory": "0"}, "--activation-memory is 0; give at least 1 byte"),
+    (ParallelConfig, {"offload": ""}, "--offload is empty; give a folder or host"),
     (ParallelConfig, {"offload": "/tmp"}, "--offload is for what passes --activation-memory; give that, too"),
     (ParallelConfig, {"bucket_mb": 0.0}, "--bucket-mb is 0.0"),
     (ParallelConfig, {"bucket_mb": 1e308}, "--bucket-mb is 1e+308; give a number above 0 and below 1e+09"),

@@ -323,6 +323,17 @@ def test_a_model_above_the_limit_is_refused_before_anything_is_written(train: Tr
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Path) -> None:
+    """So that a corrected command may name it again; files of others stay."""
+    for left in ([], ["run1/mine"]):
+        for name in left:
+            (tmp_path / name).parent.mkdir()
+            (tmp_path / name).write_text("")
+        with pytest.raises(UsageError, match=r"^1 bytes are too few for the activations of this model"):
+            train("--activation-memory 1")
+        assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()] == left
+
+
 def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")

@@ -26,9 +26,10 @@ import heapq
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from math import inf
 from pathlib import Path
 from random import Random
@@ -381,38 +382,19 @@ def find_lines() -> Lines:
     found: list[tuple[str, int]] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        place = _find_place(file)
-        if place == OUTSIDE or (place == PACKAGE and not found):
+        inside = file.startswith(PACKAGE_FOLDER)
+        if not file.startswith(OWN_FOLDER) and not (inside and found):
             found.append((file, frame.f_lineno))
-        if place == OUTSIDE:
+        if not inside:
             break
         frame = frame.f_back
     return tuple(found)
 
 
-OUTSIDE, PACKAGE, THIS_FOLDER = "outside", "package", "this folder"
-
-
-@cache  # calls are many, and their files few
-def _find_place(file: str) -> str:
-    if not file.startswith(PACKAGE_FOLDER):
-        return OUTSIDE
-    return THIS_FOLDER if file.startswith(OWN_FOLDER) else PACKAGE
-
-
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
     """Return ranks of which each waits for the next, the first of them again at the end; [] where there are none."""
-
-    def walk(path: list[int], seen: set[int]) -> Iterator[list[int]]:
-        for other in blamed.get(path[-1], []):
-            if other in path:
-                yield [*path[path.index(other) :], other]
-            elif other not in seen:
-                seen.add(other)
-                yield from walk([*path, other], seen)
-
-    seen: set[int] = set()
-    for number in blamed:
-        for cycle in walk([number], seen):
-            return cycle
+    try:
+        TopologicalSorter(blamed).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))  # there each is waited for by the next
     return []
