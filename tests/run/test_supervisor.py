@@ -88,7 +88,7 @@ def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], 
 def test_what_comes_again_is_tried_twice(
     status: int, play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path
 ) -> None:
-    """Such as a loss that is not finite, or an option that the first step refuses; no folder is named that is not there."""
+    """Such as a loss that is not finite. No folder is named that is not there."""
     commands, said = play(*["exit 9"] * 4, restarts=2)
     assert said[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
     assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
