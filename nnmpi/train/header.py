@@ -13,6 +13,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text, TextBlocks
 from nnmpi.errors import counted
+from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
@@ -48,6 +49,7 @@ def header(context: RunContext, chosen: BlasChoice) -> list[str]:
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options, extent)}",
+        *_statistics(group, inputs, trainer),
         *_communication(group, trainer),
         f"run folder: {config.run.out}",
     ]
@@ -147,6 +149,19 @@ def _communication(group: Group, trainer: Trainer) -> list[str]:
     """Return what sums gradients, and what predicts its time; nothing where none are summed by an all-reduce."""
     exchange = trainer.describe_exchange()
     return [f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []
+
+
+def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> list[str]:
+    """Return over what batch normalization averages, where that is not the batch. Collective."""
+    parts = inputs.train_loader.microbatches
+    norms = any(isinstance(module, BatchNorm) for _, module in trainer.model.named_modules())
+    if parts == 1 or not any(group.gather(norms)):
+        return []
+    samples = counted(-(-inputs.batch_size // parts), "sample")
+    return [
+        f"statistics: batch normalization takes those of each of {parts} microbatches ({samples}); a run of whole "
+        "batches has other numbers"
+    ]
 
 
 def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:

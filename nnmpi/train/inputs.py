@@ -21,7 +21,7 @@ from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
 from nnmpi.data.token_file import TextSource, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
 from nnmpi.own import call_own, is_own, own_file
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
@@ -305,7 +305,9 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
     parts = microbatches or accumulated
     if parts > batch_size:
         option = "--microbatches" if microbatches else "--grad-accum"
-        raise UsageError(f"{option} {parts} is more parts than the {batch_size} samples of a batch; give less")
+        raise UsageError(
+            f"{option} {parts} is more parts than the {counted(batch_size, 'sample')} of a batch; give less"
+        )
     if microbatches is not None or accumulated > 1:
         return parts
     if config.parallel.reduction == "fixed":

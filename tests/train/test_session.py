@@ -160,6 +160,15 @@ def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureF
     assert "with the final weights; best epoch 1 with" in printed
 
 
+def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --grad-accum 3")
+    assert "takes those of each of 3 microbatches (4 samples); a run of whole" in capsys.readouterr().out
+    train("--model resnet --dataset digits --max-steps 1 --batch-size 10")
+    assert "batch normalization" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words",
     [
