@@ -23,8 +23,6 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import exp, inf, log, nan
-from sys import float_info
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -35,7 +33,7 @@ from nnmpi.backend.casting import to_float32
 from nnmpi.backend.record import Backend
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.losses import ERRORS, SumError, rmse, squared_errors
+from nnmpi.compose.losses import ERRORS, Scored, SumError, squared_errors
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
 from nnmpi.errors import ShapeError, UsageError
@@ -203,7 +201,7 @@ def _check_indices(indices: NDArray[Any], model: Module) -> None:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Scored):
     """One update, the same on all ranks but for the times.
 
     Attributes:
@@ -234,19 +232,9 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
 
-    @property
-    def accuracy(self) -> float:
-        """The share of right answers; NaN where quantities are predicted."""
-        return accuracy(self.score)
-
-    @property
-    def rmse(self) -> float:
-        """The root of the mean squared error; NaN where classes are predicted."""
-        return rmse(self.score)
-
 
 @dataclass(frozen=True)
-class EvalReport:
+class EvalReport(Scored):
     """One evaluation: mean loss and score over the targets in the samples of all ranks, in `seconds`."""
 
     loss: float
@@ -254,31 +242,6 @@ class EvalReport:
     samples: int
     targets: int
     seconds: float
-
-    @property
-    def accuracy(self) -> float:
-        """The share of right answers; NaN where quantities are predicted."""
-        return accuracy(self.score)
-
-    @property
-    def rmse(self) -> float:
-        """The root of the mean squared error; NaN where classes are predicted."""
-        return rmse(self.score)
-
-    @property
-    def perplexity(self) -> float:
-        """Return e to the mean loss; see `Totals.perplexity`."""
-        return perplexity(self.loss)
-
-
-def accuracy(score: float) -> float:
-    """Return the share of right answers whose score this is; NaN for one of squared errors, which is below 0."""
-    return score if score >= 0 else nan
-
-
-def perplexity(loss: float) -> float:
-    """Return e to a mean loss; inf where that is too large a number."""
-    return exp(loss) if loss < log(float_info.max) else inf
 
 
 LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`

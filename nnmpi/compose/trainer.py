@@ -34,9 +34,9 @@ from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.losses import rmse
+from nnmpi.compose.losses import Scored
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.runner import EvalReport, SumLoss, accuracy, named_loss, perplexity
+from nnmpi.compose.runner import EvalReport, SumLoss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
@@ -96,7 +96,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class Totals:
+class Totals(Scored):
     """Sums over a number of steps; all fields add up.
 
     Attributes:
@@ -176,24 +176,9 @@ class Totals:
         return self.loss_sum / self.targets if self.targets else 0.0
 
     @property
-    def perplexity(self) -> float:
-        """Return e to the mean loss: between as many tokens a model that guesses would be as unsure."""
-        return perplexity(self.loss)
-
-    @property
-    def accuracy(self) -> float:
-        """Return the share of targets that were predicted, 0 to 1; NaN where quantities are."""
-        return accuracy(self.score)
-
-    @property
     def score(self) -> float:
         """Return the mean score of a target; see `compose.losses`."""
         return self.score_sum / self.targets if self.targets else 0.0
-
-    @property
-    def rmse(self) -> float:
-        """Return the root of the mean squared error; NaN where classes are predicted."""
-        return rmse(self.score)
 
     @property
     def samples_per_second(self) -> float:

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from nnmpi import clock
 from nnmpi.command import printable
-from nnmpi.compose.losses import r2
-from nnmpi.compose.runner import EvalReport, perplexity
+from nnmpi.compose.losses import perplexity, r2
+from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState

@@ -10,7 +10,7 @@ from typing import Literal
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.compose.runner import perplexity
+from nnmpi.compose.losses import perplexity
 from nnmpi.data.dataset import Samples
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import Config, at_least_one
