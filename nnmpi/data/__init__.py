@@ -20,7 +20,7 @@ transform, and `train.inputs.augmentations`.
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare
-from nnmpi.data.dataset import IGNORED, Dataset, split
+from nnmpi.data.dataset import IGNORED, Dataset, choose_classes, split
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.text import Text, load_text
 from nnmpi.data.token_file import TextSource, prepare_tokens
@@ -44,6 +44,7 @@ __all__ = [
     "Transform",
     "Uploads",
     "batches",
+    "choose_classes",
     "load",
     "load_text",
     "load_tokenizer",

@@ -53,6 +53,7 @@ FIXED = (
         "tied",
         "dataset",
         "target",
+        "only_classes",
         "tokenizer",
         "text_columns",
         "text_samples",

@@ -478,6 +478,8 @@ class DataConfig:
     target: str = ""
     """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its number from 1 (default:
     the last one)."""
+    only_classes: str = ""
+    """The classes that are told apart, such as cat,dog or 3,5: their names or numbers (default: all)."""
     data_dir: Path | None = None
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
@@ -507,7 +509,16 @@ class DataConfig:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of a text."""
-        return tuple(name.strip() for name in self.text_columns.split(",") if name.strip())
+        return _names(self.text_columns)
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The classes that are chosen; empty for all."""
+        return _names(self.only_classes)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair
+from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair, choose_classes
 from nnmpi.data.loader import Loader
 from nnmpi.data.partition import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
@@ -98,7 +98,7 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once("data", lambda: _load(config, source))
-            train, test = match_loss(config.optimization.loss, train), match_loss(config.optimization.loss, test)
+            train, test = (match_loss(config.optimization.loss, each) for each in (train, test))
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
     check_same_start(config, group, train, test, where)
@@ -237,7 +237,9 @@ def text_source(config: Config) -> TextSource | None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
             raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         return None
-    for option, unused in (("--data-dir", data.data_dir is not None), ("--target", data.target != "")):
+    own = {"--data-dir": data.data_dir is not None, "--target": bool(data.target)}
+    own["--only-classes"] = bool(data.only_classes)
+    for option, unused in own.items():
         if unused:
             raise UsageError(f"a text names its file itself, and its tokens are the labels; leave {option} out")
     tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
@@ -261,6 +263,14 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
+    train, test = _load_all(config, source)
+    chosen = config.data.chosen
+    if not chosen or not (isinstance(train, Dataset) and isinstance(test, Dataset)):
+        return train, test
+    return check_pair(choose_classes(train, chosen), choose_classes(test, chosen))
+
+
+def _load_all(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
     if is_own(data.dataset):
         pair = call_own(data.dataset, "--dataset", "()")

@@ -12,7 +12,8 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
 model hidden activation dropout layers features heads context tied pretrained
-dataset tokenizer text_columns text_samples target data_dir test_fraction augment shift_pixels partition normalize
+dataset tokenizer text_columns text_samples target only_classes data_dir test_fraction
+augment shift_pixels partition normalize
 epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split recompute reduction zero memory_limit

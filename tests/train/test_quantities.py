@@ -190,6 +190,13 @@ def test_pictures_show_what_there_is() -> None:
         ),
         ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
+        ("--dataset iris --only-classes setosa,rose", "no class 'rose'; choose among setosa, versicolor, virginica"),
+        ("--dataset iris --only-classes setosa", "has one class alone, so that there is nothing to tell apart"),
+        (
+            "--dataset paradise-lost --model lstm --only-classes a,b",
+            "its tokens are the labels; leave --only-classes out",
+        ),
+        ("--dataset three.npz --only-classes 2,0 --loss bce", None),
         ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
         ("--dataset one.npz --loss bce", "one: a target is .*; for yes or no give numbers from 0 to 1"),
         ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),
