@@ -7,11 +7,12 @@ name, too; in the library the function itself stands in its place.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import NnmpiError, ScheduleError, UsageError
 
 
 class Own(str):
@@ -87,6 +88,45 @@ def call_own(name: str, option: str, wanted: str, *values: Any) -> Any:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within the function
         raise UsageError(f"{option} {name}: {error}; define {name.rpartition(':')[2]}{wanted}") from None
+
+
+def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
+    """Return what a function that anybody may have written gives for these values: steps, or instructions.
+
+    Args:
+        function: gives some of them.
+        kind: what each of them has to be.
+        values: for which it is asked.
+
+    Raises:
+        ScheduleError: for an exception in it, with its line, and for what is not of this kind.
+    """
+    try:
+        found = function(*values)
+        given = tuple(found) if isinstance(found, Iterable) else (found,)
+    except NnmpiError:
+        raise
+    except Exception as error:
+        raise ScheduleError(fault(function, values, error)) from error
+    for each in given:
+        if not isinstance(each, kind):
+            raise ScheduleError(
+                f"{called(function, values)} gives a {type(each).__name__}; give a tuple of {kind.__name__}"
+            )
+    return given
+
+
+def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
+    """Return how a function was called: "my_ring(0, 4)"."""
+    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(map(str, shown))})"
+
+
+def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:
+    """Return in a sentence which exception a function raised, for which values and in which of its lines."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+    return f"{called(function, shown)} raised {type(error).__name__}{where}: {error}"
 
 
 def _load_file(file: Path, given: str) -> Any:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nnmpi.comm.steps import Algorithm, Step
+from nnmpi.own import ask
 
 DIGIT_BITS = 4
 ROOT = 0  # the rank whose values a broadcast spreads
@@ -76,8 +77,12 @@ class Collective:
     phases: tuple[Phase, ...]
 
     def __call__(self, rank: int, size: int) -> tuple[Step, ...]:
-        """Return the steps of this rank; none for a single one."""
-        return tuple(step for phase in self.phases for step in phase.steps(rank, size))
+        """Return the steps of this rank; none for a single one.
+
+        Raises:
+            ScheduleError: for a user's function that fails, or gives something else.
+        """
+        return tuple(step for phase in self.phases for step in ask(phase.steps, Step, rank, size))
 
 
 def as_collective(algorithm: Collective | Algorithm, contract: Contract | None = None) -> Collective:

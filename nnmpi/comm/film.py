@@ -19,7 +19,7 @@ from nnmpi.comm.prove import PartialSums, prove
 from nnmpi.comm.simulate import price
 from nnmpi.comm.simulation.engine import finish
 from nnmpi.comm.steps import Step
-from nnmpi.errors import UsageError
+from nnmpi.errors import ScheduleError, UsageError
 
 DRAWN = 8  # ranks up to which every number is drawn
 MOST = 16  # ranks that fit a page
@@ -97,7 +97,7 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> di
 
     Raises:
         UsageError: for ranks that do not fit a page.
-        ScheduleError: for a collective that is not right.
+        ScheduleError: for a collective that is not right on these ranks; others are left out where it is not.
     """
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
@@ -111,9 +111,19 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> di
         "second": names[(names.index(first) + 1) % len(names)],
         "algorithms": {
             name: {
-                "films": {size: film(one, size) for size in drawn},
-                "costs": {size: coefficients(one, size) for size in PRICED},
+                "films": {size: film(one, size) for size in drawn if size in right},
+                "costs": {size: coefficients(one, size) for size in PRICED if size in right},
             }
             for name, one in collectives.items()
+            for right in [{ranks, *(size for size in PRICED if _is_right(one, size))}]
         },
     }
+
+
+def _is_right(collective: Collective, size: int) -> bool:
+    """Return whether it can be proved for so many ranks: one of the user's may want a power of two."""
+    try:
+        prove(collective, size)
+    except ScheduleError:
+        return False
+    return True

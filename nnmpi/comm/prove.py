@@ -11,7 +11,7 @@ from functools import cache
 from typing import TypeAlias
 
 from nnmpi.comm.agreement import name_ranks
-from nnmpi.comm.collective import ALL_REDUCE, DIGIT_BITS, Collective, Contract, count
+from nnmpi.comm.collective import ALL_REDUCE, DIGIT_BITS, Collective, Contract, as_collective, count
 from nnmpi.comm.simulation.engine import RankState, run
 from nnmpi.comm.steps import Algorithm, Step, runs
 from nnmpi.errors import ScheduleError
@@ -51,9 +51,8 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
     """
     if size < 1:
         raise ScheduleError(f"there is nothing to prove for {size} ranks; give at least 1")
-    if contract is None:
-        contract = algorithm.contract if isinstance(algorithm, Collective) else ALL_REDUCE
-    return prove_steps([algorithm(rank, size) for rank in range(size)], contract)
+    collective = as_collective(algorithm, contract)
+    return prove_steps([collective(rank, size) for rank in range(size)], collective.contract)
 
 
 @cache
@@ -61,12 +60,9 @@ def check_proof(collective: Collective, size: int) -> None:
     """Prove a collective, once for each number of ranks: what is to run on real ranks must not hang there.
 
     Raises:
-        ScheduleError: see `prove`; for what gives no steps, too.
+        ScheduleError: see `prove`.
     """
     steps = [collective(rank, size) for rank in range(size)]
-    wrong = [each for own in steps for each in own if not isinstance(each, Step)]
-    if wrong:
-        raise ScheduleError(f"{collective.name} gives a {type(wrong[0]).__name__}; give a tuple of Step for each rank")
     try:
         prove_steps(steps, collective.contract)
     except ScheduleError as error:
@@ -77,7 +73,7 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
     """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
-            _check_step(f"rank {rank}, step {index}", step, rank, len(steps))
+            _check_step(f"rank {rank}, step {index}", step, len(steps))
     sums = PartialSums(contract, len(steps))
     states = run(steps, [0] * len(steps), sums)
     _check_finished(states)
@@ -177,11 +173,8 @@ def _difference(parts: int, wanted: int, size: int) -> str:
     return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
 
 
-def _check_step(where: str, step: Step, rank: int, size: int) -> None:
+def _check_step(where: str, step: Step, size: int) -> None:
     """Refuse a step that is wrong whatever the other ranks do."""
-    for partner in (step.to, step.from_):
-        if partner is not None and (partner == rank or not 0 <= partner < size):
-            raise ScheduleError(f"{where} talks to rank {partner}, which is not another one of the {size} ranks")
     for chunk in (*step.send, *step.recv):
         if not 0 <= chunk < size:
             raise ScheduleError(f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{size - 1}")

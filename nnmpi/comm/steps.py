@@ -51,6 +51,8 @@ class Step:
                 raise ScheduleError(
                     f"a step needs a partner and chunks together, but {name} has {partner} and {chunks}"
                 )
+            if isinstance(chunks, list):
+                object.__setattr__(self, name, tuple(chunks))
             if not isinstance(chunks, range) and len(set(chunks)) != len(chunks):
                 raise ScheduleError(
                     f"a step names a chunk twice in {name}={chunks}; every chunk may travel once a step"

@@ -274,7 +274,10 @@ class ForwardBackward:
                 self.now.part, self.now.cut.start, logits
             )  # before the loss: a device reads out of range silently
             perform(self._note_score, logits.data)
-            return self._loss(logits, y.data)
+            loss = self._loss(logits, y.data)
+            if not isinstance(loss, Tensor):
+                raise UsageError(f"the loss gave a {type(loss).__name__}; return the sum of the losses, a Tensor")
+            return loss
 
         if self._budget is None:
             return head(self.model(self._enter(x, length)))

@@ -21,6 +21,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import NnmpiError
+from nnmpi.own import fault
 
 Function: TypeAlias = Callable[..., Any]
 LIMIT_S, LIMIT_BYTES = 60.0, 4 << 30  # for a whole check, which takes a few seconds and 0.1 GB at most
@@ -79,11 +80,7 @@ def call(function: Function, *values: Any) -> Any:
     except NnmpiError:
         raise
     except (Exception, SystemExit) as error:  # a solution that ends the program must not seem right
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if last.name == "call" else f" in line {last.lineno}"
-        shown = ", ".join(map(_show, values))
-        name = getattr(function, "__name__", "the function")
-        raise WrongAnswer(f"{name}({shown}) raised {type(error).__name__}{where}: {error}") from error
+        raise WrongAnswer(fault(function, map(_show, values), error)) from error
 
 
 @contextmanager

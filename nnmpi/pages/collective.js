@@ -24,8 +24,9 @@ function panel(name) {
     self.rounds = film ? film.rounds : 0;
     view.replaceChildren();
     if (!film) {
-      figures.textContent = `${seconds(price(DATA.algorithms[self.name].costs[ranks] || [0, 0]))} in all`;
-      told.textContent = `steps are drawn for up to ${DATA.drawn} ranks`;
+      const cost = DATA.algorithms[self.name].costs[ranks];
+      figures.textContent = cost ? `${seconds(price(cost))} in all` : `not right on ${several(ranks, "rank")}`;
+      told.textContent = cost ? `steps are drawn for up to ${DATA.drawn} ranks` : "";
       return;
     }
     const done = Math.min(at, film.rounds);

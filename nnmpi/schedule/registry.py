@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.errors import UsageError
+from nnmpi.own import ask
 from nnmpi.schedule.gpipe import gpipe
 from nnmpi.schedule.inference import inference
 from nnmpi.schedule.instruction import Instruction
@@ -67,5 +68,5 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Sc
         raise UsageError(f"{name_of(name)} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
     else:
         plain = _PLAIN[name] if isinstance(name, str) else name
-        programs = tuple(tuple(plain(rank, ranks, microbatches)) for rank in range(ranks))
+        programs = tuple(ask(plain, Instruction, rank, ranks, microbatches) for rank in range(ranks))
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs)

@@ -293,6 +293,8 @@ def _prefixed(options: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        if str(error).startswith(options):
+            raise  # of a function of the user's: it knows
         raise UsageError(f"{options}: {error}") from None
 
 

@@ -8,10 +8,13 @@ import pytest
 
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.collective import as_collective
+from nnmpi.comm.film import compare
 from nnmpi.comm.fit import save_fit
 from nnmpi.comm.render import render
 from nnmpi.comm.units import format_seconds
-from nnmpi.errors import UsageError
+from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.own import load_own
 from tests.comm.test_fit import make as make_fit
 
 
@@ -21,6 +24,44 @@ def test_prove_and_render() -> None:
     )
     assert main(["render", "tree", "--ranks", "5"]) == render(ALGORITHMS["tree"], 5)
     assert "all-gather by tree is right" in main(["prove", "tree", "--operation", "all-gather"])
+
+
+OWN = """
+from nnmpi.comm.steps import Step
+def doubling(rank, size):
+    everything = range(size)
+    for distance in (1, 2, 4):
+        if distance < size:
+            yield Step(rank ^ distance, everything, rank ^ distance, everything, True)
+def nothing(rank, size): pass
+def numbers(rank, size): return [rank]
+def raising(rank, size):
+    return [][size]
+def lost(rank, size): return [Step(to=size, send=[0])]
+"""
+
+
+def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    for name, sentence in (
+        ("nothing", r"nothing\(0, 4\) gives a NoneType; give a tuple of Step"),
+        ("numbers", r"numbers\(0, 4\) gives a int"),
+        ("raising", r"raising\(0, 4\) raised IndexError in line 11 of mine.py: list index"),
+        ("lost", "rank 0, step 0 talks to rank 4, which is not another one of the 4 ranks"),
+    ):
+        for command in ("prove", "render", "price"):
+            with pytest.raises(ScheduleError, match=sentence):
+                main([command, f"{file}:{name}"])
+
+
+def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    doubling = as_collective(load_own(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)"))
+    shown = compare({"doubling": doubling}, "doubling", 4)["algorithms"]["doubling"]
+    assert list(shown["films"]) == list(shown["costs"]) == [2, 4, 8]
+    with pytest.raises(ScheduleError, match="rank 1, step 1 talks to rank 3"):
+        compare({"doubling": doubling}, "doubling", 3)
 
 
 def test_price_and_simulate_say_the_same_time() -> None:

@@ -86,7 +86,7 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
     for wrong, told in (
         ("import nosuchthing", "line 1: ModuleNotFoundError: No module named 'nosuchthing'"),
         ("\nraise SystemExit", "line 2: SystemExit$"),
-        ("def ring_cost(*_):\n    raise SystemExit(0)", "raised SystemExit in line 2: 0"),
+        ("def ring_cost(*_):\n    raise SystemExit(0)", "raised SystemExit in line 2 of mine.py: 0"),
     ):
         file.write_text(wrong)
         with pytest.raises(WrongAnswer, match=told):

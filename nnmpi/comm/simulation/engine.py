@@ -111,7 +111,16 @@ def run(steps: Sequence[Sequence[M]], clocks: Sequence[T], carrier: Carrier[M, T
         steps: those of each rank.
         clocks: when each rank begins.
         carrier: does what messages and sums do.
+
+    Raises:
+        ScheduleError: for a step that talks to a rank that there is not.
     """
+    for rank, own in enumerate(steps):
+        for index, step in enumerate(own):
+            for partner in (step.to, step.from_):
+                if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
+                    there = f"which is not another one of the {len(steps)} ranks"
+                    raise ScheduleError(f"rank {rank}, step {index} talks to rank {partner}, {there}")
     states = [RankState(own, clock, clock) for own, clock in zip(steps, clocks, strict=True)]
     queue: list[tuple[int, int, int, T]] = []  # (turn, sender, receiver, ready)
 
