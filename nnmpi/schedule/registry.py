@@ -1,4 +1,8 @@
-"""The schedules by the names that the command line knows."""
+"""The schedules: for each a function that says what a rank computes, in which order; messages and updates come later.
+
+S is the number of stages, M that of microbatches; the costs are for stages and microbatches of even cost. The pictures
+are those of `python -m nnmpi.schedule`. To add one: a generator here, its name in `SCHEDULES`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -6,15 +10,170 @@ from typing import TypeAlias
 
 from nnmpi.errors import UsageError
 from nnmpi.own import ask
-from nnmpi.schedule.gpipe import gpipe
-from nnmpi.schedule.inference import inference
-from nnmpi.schedule.instruction import Instruction
-from nnmpi.schedule.interleaved import interleaved
-from nnmpi.schedule.naive import naive
-from nnmpi.schedule.one_f_one_b import one_f_one_b
-from nnmpi.schedule.pipedream import pipedream
+from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.zero_bubble import zero_bubble
+from nnmpi.shard import split
+
+
+def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """The naive pipeline: one microbatch at a time goes through all stages and back, and all ranks but one are idle.
+
+        python -m nnmpi.schedule --schedule naive --stages 3 --microbatches 2
+
+        time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
+        rank 0  F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---|
+        rank 1  .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1---|.  .
+        rank 2  .  .  F0 B0--- .  .  .  .  .  .  F1 B1---|.  .  .  .
+
+    Bubble (S-1)/S, however many microbatches; one activation is kept per stage.
+    """
+    return tuple(kind.at(rank, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
+
+
+def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """GPipe: fill the pipeline with all forwards, then drain it with all backwards, the last microbatch first.
+
+        python -m nnmpi.schedule --schedule gpipe --stages 4 --microbatches 6
+
+        time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
+        rank 0  F0 F1 F2 F3 F4 F5 .  .  .  .  .  .  .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|
+        rank 1  .  F0 F1 F2 F3 F4 F5 .  .  .  .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|.  .
+        rank 2  .  .  F0 F1 F2 F3 F4 F5 .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .
+        rank 3  .  .  .  F0 F1 F2 F3 F4 F5 B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .  .  .
+
+    The bubble is (S-1)/(M+S-1); every stage keeps M activations.
+    Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
+    """
+    forwards = tuple(Kind.F.at(rank, m) for m in range(microbatches))
+    return forwards + tuple(Kind.B.at(rank, m) for m in reversed(range(microbatches)))
+
+
+def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tuple[Instruction, ...]:
+    """Inference: forwards only, one microbatch behind the other.
+
+        python -m nnmpi.schedule --schedule inference --stages 4 --microbatches 6
+
+        time    0  1  2  3  4  5  6  7  8
+        rank 0  F0 F1 F2 F3 F4 F5 .  .  .
+        rank 1  .  F0 F1 F2 F3 F4 F5 .  .
+        rank 2  .  .  F0 F1 F2 F3 F4 F5 .
+        rank 3  .  .  .  F0 F1 F2 F3 F4 F5
+
+    Bubble (S-1)/(M+S-1); one activation is kept per stage. With several stages on a rank microbatches go in rounds of
+    as many as there are ranks, or a few more, and a rank does a round stage after stage.
+    """
+    stages = range(rank, ranks * virtual, ranks)
+    rounds = split(microbatches, max(1, microbatches // ranks))
+    return tuple(Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_)
+
+
+def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """1F1B: as soon as a backward can be done it is done, and every stage alternates between forward and backward.
+
+        python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 6
+
+        time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
+        rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---|
+        rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5---|.  .
+        rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---|.  .  .  .
+        rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---|.  .  .  .  .  .
+
+    The bubble is GPipe's, (S-1)/(M+S-1), but stage s keeps only min(S-s, M) activations.
+    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a flush at the
+    end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
+    """
+    warm_up = min(ranks - 1 - rank, microbatches)
+    program = [Kind.F.at(rank, m) for m in range(warm_up)]
+    for m in range(microbatches):
+        if warm_up + m < microbatches:
+            program.append(Kind.F.at(rank, warm_up + m))
+        program.append(Kind.B.at(rank, m))
+    return tuple(program)
+
+
+def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """PipeDream: 1F1B in which every stage updates its weights after each backward, and never waits for the others.
+
+        python -m nnmpi.schedule --schedule pipedream --stages 4 --microbatches 6
+
+        time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
+        rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0---|F4 B1---|F5 B2---|.  B3---|.  B4---|.  B5---|
+        rank 1  .  F0 F1 F2 .  .  .  .  B0---|F3 B1---|F4 B2---|F5 B3---|.  B4---|.  B5---|.  .
+        rank 2  .  .  F0 F1 .  .  B0---|F2 B1---|F3 B2---|F4 B3---|F5 B4---|.  B5---|.  .  .  .
+        rank 3  .  .  .  F0 B0---|F1 B1---|F2 B2---|F3 B3---|F4 B4---|F5 B5---|.  .  .  .  .  .
+
+    A | is an update. Between the forward and the backward of a microbatch stage s updates its weights S-1-s times
+    (fewer at the beginning): that is its staleness. The backward uses the weights of the forward, so a stage keeps up
+    to S-s versions of them (weight stashing). With many microbatches the only bubbles are at the beginning and the end.
+    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
+    """
+    program: list[Instruction] = []
+    for one in one_f_one_b(rank, ranks, microbatches):
+        program.append(one)
+        if one.kind is Kind.B:
+            program.append(Kind.STEP.at(rank, one.microbatch))
+    return tuple(program)
+
+
+def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
+    """Interleaved 1F1B: each rank has several thin stages, so the pipeline fills and drains in thin steps.
+
+    With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what does not divide is
+    dealt to the rounds, so M >= R may be any number). In a round a rank does its first stage for all microbatches, then
+    its second, and so on; backwards in the opposite order of stages.
+
+        python -m nnmpi.schedule --schedule interleaved --stages 3 --microbatches 3 --virtual-stages 2
+
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23
+        rank 0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0---- .   3B1---- .   3B2----+0B0---- 0B1---- 0B2----|
+        rank 1  .   1F0 1F1 1F2 4F0 4F1 4F2 .   4B0---- .   4B1---- .   4B2----+1B0---- 1B1---- 1B2----|.   .
+        rank 2  .   .   2F0 2F1 2F2 5F0 5B0---- 5F1 5B1---- 5F2 5B2----+2B0---- 2B1---- 2B2----|.   .   .   .
+
+    With M >= R microbatches the bubble is (R-1)/(V M + R-1), V times less than 1F1B's, for V times the messages and for
+    more activations: rank r warms up with 2 (R-1-r) + (V-1) k forwards, k microbatches in the first round.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
+    """
+    if virtual == 1:
+        return one_f_one_b(rank, ranks, microbatches)
+    stages = range(rank, ranks * virtual, ranks)
+    rounds = split(microbatches, max(1, microbatches // ranks))
+    forwards = list(inference(rank, ranks, microbatches, virtual))
+    backwards = [Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_]
+    warm_up = min(2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]), len(forwards))
+    program = forwards[:warm_up]
+    for i, backward in enumerate(backwards):
+        program += [*forwards[warm_up + i : warm_up + i + 1], backward]
+    return tuple(program)
+
+
+def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """Zero bubble (ZB-H1): backwards are cut in two, and the half that nobody waits for fills the bubble.
+
+    I gives the gradient of the input, which the stage before waits for; W gives the gradients of the weights, which can
+    wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it works them off while others drain.
+
+        python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 6
+
+        time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
+        rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5|
+        rank 1  .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5|
+        rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5|
+        rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5|
+
+    With F, I and W equally long and M >= S the bubble is (S-1)/(3M+S-1): a third of 1F1B's. Every stage keeps min(S, M)
+    activations (until their W), as many as the first stage of 1F1B does.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
+    """
+    warm_up, behind = min(ranks - 1 - rank, microbatches), min(rank, microbatches)
+    program = [Kind.F.at(rank, m) for m in range(warm_up)]
+    for m in range(microbatches):
+        if warm_up + m < microbatches:
+            program.append(Kind.F.at(rank, warm_up + m))
+        program.append(Kind.I.at(rank, m))
+        if m >= behind:
+            program.append(Kind.W.at(rank, m - behind))
+    return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
+
 
 INTERLEAVED, INFERENCE = "interleaved", "inference"
 
