@@ -19,8 +19,8 @@ from benchmarks.collectives.timing import Interrupted, MpiRanks, gather, nothing
 from benchmarks.harness import plots, results
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled
+from nnmpi.backend.device import select
 from nnmpi.backend.record import Backend
-from nnmpi.backend.select import select
 from nnmpi.comm.agreement import PeriodicCheck, agreed, on_root
 from nnmpi.comm.describe import describe
 from nnmpi.comm.group import Group

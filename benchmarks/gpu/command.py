@@ -14,9 +14,8 @@ from benchmarks.gpu.measure import Timing, makers, measure, ratios, reference
 from benchmarks.harness import command, results
 from benchmarks.harness.command import say
 from benchmarks.harness.tables import labelled
-from nnmpi.backend.device import device_problem
+from nnmpi.backend.device import device_problem, select
 from nnmpi.backend.record import Backend
-from nnmpi.backend.select import select
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"

@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
 from benchmarks.training.cases import find  # noqa: E402
 from benchmarks.training.trainer_nnmpi import build  # noqa: E402
 from nnmpi.backend import keep_freed_memory  # noqa: E402
-from nnmpi.backend.select import select  # noqa: E402
+from nnmpi.backend.device import select  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.comm.simulated.world import simulate  # noqa: E402
 from nnmpi.compose.arrange import arrange  # noqa: E402

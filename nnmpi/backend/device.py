@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start
 from nnmpi.backend.memory import MemoryUse, gib
-from nnmpi.backend.record import Backend
+from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.streams import Event, Stream
-from nnmpi.errors import DeviceError
+from nnmpi.errors import DeviceError, UsageError
 
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
 # the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
@@ -278,3 +278,32 @@ class DeviceBackend(Backend):
         """Return what is known of the device and its memory."""
         free, total = self.xp.cuda.runtime.memGetInfo()
         return Facts(self.device, self.memory(), free, total)
+
+
+NAMES = ("auto", "numpy", "cupy")
+
+
+def select(name: str = "auto", local_rank: int = 0) -> Backend:
+    """Return the backend of that name; `auto` is CuPy where a device can be used and NumPy elsewhere, and says why.
+
+    Ranks that share a device should then tell each other so, and call `share`: see `Backend.card`.
+
+    Args:
+        local_rank: the number of this rank on its node; ranks take the node's devices in turn.
+
+    Raises:
+        UsageError: for an unknown name.
+        DeviceError: when "cupy" is asked for and cannot work here; the message says what is missing.
+    """
+    if name not in NAMES:
+        raise UsageError(f"backend {name!r} is unknown; choose one of {', '.join(NAMES)}")
+    if name == "numpy":
+        return numpy_backend()
+    if name == "cupy":
+        return cupy_backend(local_rank)
+    try:
+        backend = cupy_backend(local_rank)
+    except DeviceError as error:
+        why = str(error).removeprefix("backend cupy cannot be used: ").partition(";")[0]  # advice is for who asked
+        return replace(numpy_backend(), reason=f"auto chose numpy: {why}")
+    return replace(backend, reason=f"auto chose cupy: {backend.device} can be used")

@@ -29,9 +29,8 @@ from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.prove import prove
-from nnmpi.comm.render import render
+from nnmpi.comm.render import draw_slide, render
 from nnmpi.comm.simulate import price, simulate
-from nnmpi.comm.slide import draw_slide
 from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, say

@@ -8,7 +8,7 @@ In the order to read it:
     sampler         who sees which sample when; pure functions, with a picture
     partition       ... where every worker has samples of its own
     loader          Loader: one rank's batches, with their microbatches
-    transform       normalizing, and the random changes of images; draws: their random numbers
+    transform       normalizing, and the random changes of images
     prefetch        batches made ahead of time by threads
     upload          batches copied to a device ahead of time
 

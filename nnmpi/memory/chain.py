@@ -20,11 +20,10 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.errors import UsageError
 from nnmpi.memory.offload import KeptArrays
-from nnmpi.nn.container import Sequential
+from nnmpi.nn.container import Pop, Sequential, Stash
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
-from nnmpi.nn.skip import Pop, Stash
 from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.tensor.cut import mark
 from nnmpi.tensor.function import Function, enable_grad, no_grad

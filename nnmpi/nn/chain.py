@@ -19,11 +19,10 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.container import Residual, Sequential, check_empty, fetch, keep
+from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, keep
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
-from nnmpi.nn.skip import Pop, Stash
 from nnmpi.tensor.parameter import Parameter
 
 Kept: TypeAlias = dict[str, Any]

@@ -32,12 +32,11 @@ from typing import Any
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.nn.container import Branches, Residual, Sequential
+from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find
-from nnmpi.nn.skip import Pop, Stash
 from nnmpi.parallel.sharded.collectives import PartExchange, gather
 from nnmpi.parallel.sharded.context import (
     LayerContext,

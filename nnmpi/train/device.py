@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nnmpi.backend.cudnn import chosen, describe, use_convolution
+from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY
 from nnmpi.backend.gemm import gemm_notice
 from nnmpi.backend.memory import gib
 from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.backend.select import select
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted

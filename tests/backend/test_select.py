@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.device import select
 from nnmpi.backend.record import numpy_backend
-from nnmpi.backend.select import select
 from nnmpi.errors import DeviceError, UsageError
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnmpi.data.draws import GAMMA, bits, integers, mix
+from nnmpi.data.transform import GAMMA, bits, integers, mix
 
 
 def test_mix_is_splitmix64() -> None:

@@ -36,7 +36,7 @@ from tests.device import library
 TESTS_FOLDER = Path(__file__).parents[1]
 BETWEEN = ("numpy", "_pytest", "pytest", "hypothesis", "contextlib")
 TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of derivatives
-HOST = "nnmpi.backend.select"  # says numpy_backend() because somebody asked for it by name
+HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for it by name
 
 
 # Tests of the double itself, of scripts and of benchmarks, and those without arrays: the same with and without

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.nn.activation import Flatten, ReLU, Tanh
-from nnmpi.nn.container import Branches, Residual, Sequential
+from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear
@@ -21,7 +21,6 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding
-from nnmpi.nn.skip import Pop, Stash
 from nnmpi.tensor.tensor import Tensor
 
 COLUMN, ROW = Sharding.COLUMN, Sharding.ROW

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the checks on the device that there is."""
     from benchmarks.gpu.facts import collect, is_stand_in, short_name
-    from nnmpi.backend.select import select
+    from nnmpi.backend.device import select
     from tests.gpu.report import Report, not_run, passed, summary
 
     backend = select("cupy")

@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from nnmpi.backend.device import device_problem
+from nnmpi.backend.device import device_problem, select
 from nnmpi.backend.record import Backend
-from nnmpi.backend.select import select
 from nnmpi.comm.mpi.library import import_mpi
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.backend.cuda.kernels import DeviceKernels
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions, DeviceKernels
 from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.record import Backend
 from tests.backend.cuda import test_dense, test_images, test_rows, test_tables

@@ -11,11 +11,10 @@ from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
 from nnmpi.nn.chain import ModelPart, cut_chain, join_links, kept_at, open_chain, run_links
-from nnmpi.nn.container import Residual, Sequential
+from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.nn.skip import Pop, Stash
 from nnmpi.optim.sgd import SGD
 from nnmpi.tensor.tensor import Tensor
 

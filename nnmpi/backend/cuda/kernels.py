@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.dense import Dense
+from nnmpi.backend.cuda.images import Images
+from nnmpi.backend.cuda.launch import NAMES, Dtype
+from nnmpi.backend.cuda.rows import Rows
+from nnmpi.backend.cuda.tables import Tables
+from nnmpi.backend.cuda.updates import Updates
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
@@ -18,6 +23,18 @@ from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.kernels.updates import UpdateKernels
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import perform
+
+
+class DeviceFunctions(Dense, Rows, Images, Tables, Updates):
+    """The kernels of one library (CuPy); they are queued on its current stream.
+
+    Those that `backend.jit.table.CompiledFunctions` has too have the same names and arguments.
+    """
+
+
+def works_on(dtype: Dtype) -> bool:
+    """Return whether there are kernels for activations of this dtype."""
+    return dtype.name in NAMES
 
 
 class DeviceKernels(Kernels):

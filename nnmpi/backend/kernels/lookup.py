@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.cuda.kernels import DeviceKernels, device_kernels
-from nnmpi.backend.cuda.table import works_on
+from nnmpi.backend.cuda.kernels import DeviceKernels, device_kernels, works_on
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.errors import UsageError
 

@@ -3,6 +3,5 @@
 library     the MPI library: loading it, starting it once, refusing launches that cannot work
 world       MpiWorld and MpiComm: the calls of `comm.world` by those of mpi4py
 window      memory that the ranks of a node share
-cuda        what MPI says of itself about device memory
 shutdown    how a rank's program ends without leaving the others waiting
 """

@@ -18,7 +18,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.casting import cast
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 

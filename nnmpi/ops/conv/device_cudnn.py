@@ -15,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import cast
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.cudnn import ALIGNMENT, Cudnn, Job, Problem
 from nnmpi.backend.precision import is_low
 from nnmpi.ops.conv.algorithm import ConvSpec

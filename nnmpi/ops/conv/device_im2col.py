@@ -24,7 +24,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import cast
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.windows import Pair

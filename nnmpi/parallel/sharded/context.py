@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
+from nnmpi.nn.container import Pop
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.nn.skip import Pop
 from nnmpi.parallel.sharded.collectives import PartExchange, gather, gather_summing_grads, scatter
 from nnmpi.parallel.sharded.parameters import ParameterSharder
 from nnmpi.tensor.cut import mark, whole

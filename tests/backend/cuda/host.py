@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions
 from tests.device.fake.emulator import RawModule
 
 F32, F64, F16, BF16 = (np.dtype(each) for each in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nnmpi.backend.cuda.kernels import DeviceKernels
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions, DeviceKernels
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import compiled_kernels, jit, kernels_for
 from nnmpi.optim import SGD, Adam, AdamW, clip

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.cuda import launch, tables
-from nnmpi.backend.cuda.table import DeviceFunctions
+from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from tests.backend.cuda import test_dense, test_images, test_rows, test_tables
 from tests.backend.cuda.host import BF16, F16, F32, F64, blank, draw, held, kernels, needs_emulator
