@@ -2,7 +2,8 @@
 
 import sys
 
-from nnmpi.trained.predict import launch
+from nnmpi.trained.options import launch
+from nnmpi.trained.predict import main, parse
 
 if __name__ == "__main__":
-    launch(sys.argv[1:])
+    launch(sys.argv[1:], parse, main)

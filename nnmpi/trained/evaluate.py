@@ -12,7 +12,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import perplexity
 from nnmpi.data.dataset import Samples
-from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.cli import ask
 from nnmpi.train.config import Config, at_least_one
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import load_samples
@@ -52,15 +52,7 @@ class EvaluationConfig:
         at_least_one("--batch-size", self.batch_size)
 
 
-def parse(words: Sequence[str]) -> tuple[Path, EvaluationConfig, PlaceConfig]:
-    """Return the run's folder, and what the words ask for.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values, and without a folder.
-    """
-    folder, options, place = read_command(words, "RUN", PROGRAM, DESCRIPTION, EvaluationConfig, PlaceConfig)
-    return folder, options, place
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, PlaceConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -124,12 +116,3 @@ def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationC
 
 def _draw(found: Found, run: TrainedRun, samples: Samples, folder: Path) -> list[str]:
     return [str(file) for file in draw(found, run, samples, folder)]
-
-
-def launch(words: Sequence[str]) -> None:
-    """Evaluate on the ranks that MPI has started, or with --simulate on simulated ones.
-
-    Raises:
-        NnmpiError: see `train.cli.start_ranks` and `main`.
-    """
-    start_ranks(words, main, lambda: {"ranks": parse(words)[2].simulate})

@@ -12,7 +12,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.cli import ask
 from nnmpi.train.config import to_json
 from nnmpi.train.signature import to_metadata
 from nnmpi.trained.options import read_command
@@ -40,15 +40,7 @@ class ExportConfig:
     """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
 
 
-def parse(words: Sequence[str]) -> tuple[Path, ExportConfig]:
-    """Return the run's folder, and what the words ask for.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values, and without a folder.
-    """
-    folder, options = read_command(words, "RUN", PROGRAM, DESCRIPTION, ExportConfig)
-    return folder, options
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -81,12 +73,3 @@ def export(folder: Path, options: ExportConfig) -> str:
     except OSError as error:
         raise UsageError(f"--out {file} cannot be written ({error.strerror or error})") from None
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
-
-
-def launch(words: Sequence[str]) -> None:
-    """Export on the ranks that MPI has started; the first one does it.
-
-    Raises:
-        NnmpiError: see `train.cli.start_ranks` and `main`.
-    """
-    start_ranks(words, main, lambda: {"ranks": 0})

@@ -15,7 +15,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.writing import Writer, choose_token, write
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.cli import ask
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -59,24 +59,7 @@ class WritingConfig:
         require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
 
 
-def launch(words: Sequence[str]) -> None:
-    """Write on the ranks that MPI has started, or with --simulate on simulated ones.
-
-    Raises:
-        NnmpiError: see `train.cli.start_ranks` and `main`.
-    """
-    start_ranks(words, main, lambda: {"ranks": parse(words)[2].simulate})
-
-
-def parse(words: Sequence[str]) -> tuple[Path, WritingConfig, PlaceConfig]:
-    """Return the run's folder, and what the words ask for.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values, and without a folder.
-    """
-    folder, options, place = read_command(words, "RUN", PROGRAM, DESCRIPTION, WritingConfig, PlaceConfig)
-    return folder, options, place
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, PlaceConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:

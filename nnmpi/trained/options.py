@@ -11,6 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.command import options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
+from nnmpi.train.cli import start_ranks
 from nnmpi.train.config import Config, at_least_one, check_positions, not_negative
 from nnmpi.train.device import take_backend
 from nnmpi.trained.run import TrainedRun, open_run
@@ -65,16 +66,38 @@ class PlaceConfig:
         return open_run(folder, group, layout, backend, self.best, self.weights, fits)
 
 
+def launch(
+    words: Sequence[str],
+    parse: Callable[[Sequence[str]], tuple[Any, ...]],
+    main: Callable[[Sequence[str], Group], None],
+) -> None:
+    """Do a command on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Args:
+        words: of the command line.
+        parse: returns what they ask for; see `read_command`.
+        main: does it.
+
+    Raises:
+        NnmpiError: see `train.cli.start_ranks` and `main`.
+    """
+
+    def simulation() -> dict[str, Any]:
+        return {"ranks": next((each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0)}
+
+    start_ranks(words, main, simulation)
+
+
 def read_command(
-    words: Sequence[str], names: str, program: str, description: str, *sections: type[Any]
+    names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
 ) -> tuple[Any, ...]:
     """Return the paths that a command was given, and after them its sections of options.
 
     Args:
-        words: of the command line.
         names: what the paths are, such as "RUN FILE".
         program, description: for --help.
         sections: dataclasses of options, of which no two have one of a name.
+        words: of the command line.
 
     Raises:
         HelpAsked: for -h or --help.

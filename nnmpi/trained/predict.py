@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from nnmpi.comm.group import Group
 from nnmpi.data.csvfile import read_features
 from nnmpi.data.npz import read_samples
 from nnmpi.errors import DataError, UsageError
-from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.cli import ask
 from nnmpi.train.config import SEQUENCE_MODELS, Config
 from nnmpi.train.signature import BYTES, ModelSignature
 from nnmpi.trained.options import PlaceConfig, read_command
@@ -107,16 +108,7 @@ class PredictionConfig:
     """Take an image's dark for light: MNIST's digits are white on black."""
 
 
-def parse(words: Sequence[str]) -> tuple[Path, Path, PredictionConfig, PlaceConfig]:
-    """Return the run's folder, the file, and what the words ask for.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values, and without a folder and a file.
-    """
-    sections = PredictionConfig, PlaceConfig
-    folder, file, options, place = read_command(words, "RUN FILE", PROGRAM, DESCRIPTION, *sections)
-    return folder, file, options, place
+parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, PlaceConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -187,12 +179,3 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue().rstrip("\n")
-
-
-def launch(words: Sequence[str]) -> None:
-    """Predict on the ranks that MPI has started, or with --simulate on simulated ones.
-
-    Raises:
-        NnmpiError: see `train.cli.start_ranks` and `main`.
-    """
-    start_ranks(words, main, lambda: {"ranks": parse(words)[3].simulate})

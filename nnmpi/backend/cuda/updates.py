@@ -9,7 +9,7 @@ from nnmpi.backend.cuda.launch import THREADS, Family, flat_grid, same_size
 
 
 class Updates(Family):
-    """All arrays are C-contiguous, of one dtype and size."""
+    """See `backend.kernels.updates.UpdateKernels`; all arrays are C-contiguous, of one dtype and size."""
 
     def sgd(self, data: Array, grad: Array, lr: float, decay: float) -> None:
         """data -= lr * (grad + decay * data)."""
@@ -18,17 +18,7 @@ class Updates(Family):
     def sgd_momentum(
         self, data: Array, grad: Array, momentum: Array, lr: float, keep: float, decay: float, nesterov: bool
     ) -> None:
-        """momentum = keep * momentum + g, g = grad + decay * data; data -= lr * momentum, or what Nesterov's takes.
-
-        Args:
-            data: the parameters, which are written; any length.
-            grad: their gradients, like data.
-            momentum: like data; written.
-            lr: the learning rate.
-            keep: the share of the momentum that stays.
-            decay: the weight decay's factor, added to the gradient.
-            nesterov: whether data moves by g + keep * momentum instead.
-        """
+        """momentum = keep * momentum + g, g = grad + decay * data; data -= lr * momentum, or what Nesterov's takes."""
         numbers = (float(lr), float(keep), float(decay), int(nesterov))
         self._update("sgd_momentum", (data, grad, momentum), *numbers)
 
@@ -45,20 +35,7 @@ class Updates(Family):
         decay: float,
         factor: float,
     ) -> None:
-        """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps).
-
-        g = grad + decay * data. rate and eps hold the corrections of the first updates.
-
-        Args:
-            data: the parameters, which are written; any length.
-            grad: their gradients, like data.
-            m, v: running means of g and of its square, like data; written.
-            rate: the learning rate, with the corrections of the first updates.
-            eps: added to the root, with the same corrections.
-            beta1, beta2: the shares of m and of v that stay.
-            decay: the weight decay's factor, added to the gradient.
-            factor: what data is multiplied by: 1, or AdamW's 1 - lr * decay.
-        """
+        """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
         numbers = (float(rate), float(eps), 1.0 - beta1, float(beta2), 1.0 - beta2, float(decay), float(factor))
         self._update("adam", (data, grad, m, v), *numbers)
 

@@ -48,7 +48,8 @@ class UpdateKernels(Protocol):
     ) -> None:
         """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps).
 
-        g = grad + decay * data. rate and eps hold the corrections of the first updates.
+        g = grad + decay * data. Adam gives factor 1; AdamW gives decay 0 and factor 1 - lr * decay. rate and eps hold
+        the corrections of the first updates.
 
         Args:
             data: the parameters, which are written; any length.

@@ -211,7 +211,7 @@ GPU_TYPE_CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 
 
 def support() -> tuple[bool, str]:
-    """Return whether MPI can be given device pointers, as MPI says of itself, and how that is known, as half a sentence.
+    """Return whether MPI says that it can be given device pointers, and how that is known, as half a sentence.
 
     Asked in this order: the world's info key mpi_memory_alloc_kinds (MPI 4.1); MPIX_Query_cuda_support, which Open MPI
     and its relatives have; MPIX_GPU_query_support, which MPICH and its relatives have. Else the answer is no.
