@@ -28,7 +28,6 @@ class Comparison:
         batch_s: seconds of a batch's worth of gradients, up to the goal (of the whole run if it was not reached).
         model_s: the same by the model.
         sooner, throughput, statistics: the factors; None where the goal was not reached.
-        model_throughput: the factor by the model.
     """
 
     row: Mapping[str, Any]
@@ -38,7 +37,6 @@ class Comparison:
     sooner: float | None = None
     throughput: float | None = None
     statistics: float | None = None
-    model_throughput: float | None = None
 
 
 def compare_runs(content: Content) -> list[Comparison]:
@@ -93,9 +91,8 @@ def _read(content: Content, row: Mapping[str, Any]) -> Comparison:
 
 def _compare(one: Comparison, reference: Comparison) -> Comparison:
     throughput = reference.batch_s / one.batch_s
-    model = reference.model_s / one.model_s
     sooner = statistics = None
     if one.reached is not None and reference.reached is not None:
         sooner = reference.reached.seconds / one.reached.seconds
         statistics = reference.reached.batches / one.reached.batches
-    return Comparison(one.row, one.reached, one.batch_s, one.model_s, sooner, throughput, statistics, model)
+    return Comparison(one.row, one.reached, one.batch_s, one.model_s, sooner, throughput, statistics)

@@ -166,12 +166,7 @@ def _layout(x: Array) -> StridedLayout:
 
 
 def _offsets(plan: Plan, itemsize: int) -> tuple[Array, Array, Array] | None:
-    """Return the bytes from each array's beginning to each of its matrices, in the plan's order; None for a single one.
-
-    Args:
-        plan: counts in elements.
-        itemsize: of an element in bytes.
-    """
+    """Return the bytes from each array's beginning to each of its matrices, as the plan's; None for a single one."""
     if plan.batch * len(plan.starts) == 1:
         return None
     steps = np.arange(plan.batch, dtype=np.int64)[None, :, None] * np.array(plan.apart, np.int64)

@@ -109,10 +109,6 @@ def on_root(group: Ranks, work: Callable[[], Any]) -> Any:
 
     The text of an error does not name rank 0: the user need not know which rank did the work for all.
 
-    Args:
-        group: the ranks that get the result.
-        work: called on rank 0 alone.
-
     Raises:
         NnmpiError: on all ranks, when `work` raises; of what kind and with what text, see `agree`.
     """
@@ -291,10 +287,6 @@ class PeriodicCheck:
         """Return every rank's JSON value if there is a check at this step, else None; call it once per step.
 
         Collective at some steps, the same on all ranks.
-
-        Args:
-            value: what this rank says if there is a check.
-            step_s: how long a step takes here, in seconds.
         """
         if self._group.size == 1:
             return [value]

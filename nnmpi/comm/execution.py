@@ -31,11 +31,11 @@ from nnmpi.shard import split
 MAX_MESSAGE_BYTES = 2**30
 
 
-class Pending(Protocol):
-    """A collective bound to one array: start it, poll it or wait for it, and start it again."""
+class Startable(Protocol):
+    """What is started, polled or waited for, and may be started again: a collective bound to one array, a barrier."""
 
     def start(self) -> None:
-        """Start it. Leave the array alone until it is finished."""
+        """Start it. Leave its array alone until it is finished."""
 
     def poll(self) -> bool:
         """Go on as far as possible without waiting; return whether it is finished."""
@@ -45,6 +45,10 @@ class Pending(Protocol):
 
     def run(self) -> None:
         """Start and wait."""
+
+
+class Pending(Startable, Protocol):
+    """A collective bound to one array."""
 
     def free(self) -> Any:
         """Give back what MPI keeps for it; it cannot be started again."""

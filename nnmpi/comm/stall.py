@@ -118,11 +118,7 @@ def _find_place(frame: FrameType | None, words: str) -> Place:
 
 
 def processor_seconds(thread: int) -> float:
-    """Return how long a thread of this process has computed; 0 where the system does not say.
-
-    Args:
-        thread: its `ident`; it must be alive.
-    """
+    """Return how long a living thread of this process (its `ident`) has computed; 0 where the system does not say."""
     if not thread or not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

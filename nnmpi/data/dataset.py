@@ -20,11 +20,7 @@ IGNORED = -1  # the label of what is not to be predicted, such as padding
 
 
 def count_targets(labels: Array) -> int:
-    """Return how many labels count: whole numbers that are not negative; of labels of another kind, the samples.
-
-    Args:
-        labels: (rows, ...).
-    """
+    """Return how many labels count: whole numbers that are not negative; of labels of another kind, the samples."""
     if labels.dtype.kind == "i":
         return int(np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum())
     return int(labels.size) if labels.dtype.kind == "u" else len(labels)

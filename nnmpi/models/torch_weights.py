@@ -95,11 +95,7 @@ def flattened_images(model: Module, sample: Array) -> dict[str, tuple[int, ...]]
 
 
 def to_torch(model: Module, sample: Array) -> dict[str, Array]:
-    """Return a model's values by PyTorch's names, in its layouts.
-
-    Args:
-        model, sample: see `torch_weights`.
-    """
+    """Return a model's values by PyTorch's names, in its layouts."""
     state = model.state()
     found: dict[str, Array] = {}
     for each in torch_weights(model, sample):

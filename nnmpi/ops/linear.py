@@ -205,12 +205,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def linear_options(x: Tensor, reads: np.dtype[Any]) -> tuple[Kernels, np.dtype[Any] | None]:
-    """Return the kernels for a product, and the dtype in which it reads its inputs: what `LinearFunction` wants.
-
-    Args:
-        x: the product's first input.
-        reads: from `check_linear`.
-    """
+    """Return the kernels for a product, and the dtype in which it reads its inputs: what `LinearFunction` wants."""
     kernels = kernels_for(x.data, reads)
     is_plain = not is_low(reads) if type(x.data) is np.ndarray else not is_floating(reads)
     return kernels, None if is_plain else reads

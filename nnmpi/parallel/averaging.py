@@ -90,9 +90,6 @@ class Averaging(ABC):
         """Return how many steps this rank has done since its weights were the same as on all other ranks.
 
         With gossip they are the same only at synchronizations, whatever the step.
-
-        Args:
-            step: the number of the step in the run, from 0.
         """
         return self._done
 

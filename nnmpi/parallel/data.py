@@ -165,10 +165,7 @@ class DataParallel:
             perform(self.finish)
 
     def reduce(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step.
-
-        Args:
-            numbers: their parameters' numbers in the storage.
+        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage.
 
         Raises:
             UsageError: after `release`.

@@ -97,11 +97,7 @@ class FixedReduction:
                 parameter.grad = parameter.buffer
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
-        """Return the sum of one number per microbatch, in the same tree; collective.
-
-        Args:
-            values: by microbatch; one rank of the group has each.
-        """
+        """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""
         numbers = np.zeros(self._count)
         for microbatch, value in values.items():
             numbers[microbatch] = value

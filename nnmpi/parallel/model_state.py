@@ -160,9 +160,6 @@ class ModelState:
     def check(self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint") -> None:
         """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays have. Collective.
 
-        Args:
-            found, source: see `scatter`.
-
         Raises:
             CheckpointError: on all ranks, with the first difference.
             LayoutError: on all ranks: see `specs`.

@@ -76,12 +76,7 @@ class Pace:
 
 
 def rest_until(end_s: float, rest: Rest | None = None) -> None:
-    """Return at a moment of `nnmpi.clock.now`.
-
-    Args:
-        end_s: the moment.
-        rest: what is done until then; None to sleep.
-    """
+    """Do `rest`, or sleep, until a moment of `nnmpi.clock.now`."""
     left_s = end_s - clock.now()
     if left_s <= 0:
         return

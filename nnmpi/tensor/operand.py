@@ -76,9 +76,6 @@ def refuse_parts(name: str, *inputs: Any, why: str = "meets a whole tensor") -> 
 def whole_values(name: str, x: Any) -> Any:
     """Return a tensor's array, anything else as it is.
 
-    Args:
-        name: of the operation, for errors.
-
     Raises:
         LayoutError: for a rank's part of a tensor: its array is not the tensor's.
     """

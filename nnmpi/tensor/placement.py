@@ -312,12 +312,7 @@ class TensorCut:
         return self.placement.is_like(other.placement, self.group.size)
 
     def refuse(self, operation: object, why: str) -> LayoutError:
-        """Return the error that says which operation cannot do what with the part.
-
-        Args:
-            operation: its name, or a Function.
-            why: what it would need, as the predicate of a sentence.
-        """
+        """Return the error that says which operation cannot do what with the part."""
         name = operation if isinstance(operation, str) else type(operation).__name__.removesuffix("Function")
         if not self.layer:
             return LayoutError(
@@ -355,12 +350,7 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
 
 
 def moved(x: Any, axis: int) -> Placement:
-    """Return a part's placement, with its cut axis at another place.
-
-    Args:
-        x: the part.
-        axis: the place, from 0.
-    """
+    """Return a part's placement, with its cut axis at another place."""
     placement: Placement = x.cut.placement
     return replace(placement, axis=axis)
 

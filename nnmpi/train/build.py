@@ -336,10 +336,6 @@ def build_trainer(
 def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[str, Any]:
     """Return the losses of training and of evaluation, as a trainer takes them.
 
-    Args:
-        config: the options.
-        where: how the model lies on the ranks.
-
     Raises:
         UsageError: for a loss of the user's that is not there.
     """

@@ -56,10 +56,6 @@ def check_folder(folder: Path, writes: bool = True) -> None:
 
     A folder that is not there yet is fine.
 
-    Args:
-        folder: of the checkpoints.
-        writes: whether more will be written there.
-
     Raises:
         CheckpointError: when it is no folder, may not be read or written, or has a folder as `latest`.
     """

@@ -79,9 +79,6 @@ DETAILS = {
 def launch(words: Sequence[str]) -> None:
     """Train on the ranks that MPI has started, or with --simulate on simulated ones.
 
-    Args:
-        words: of the command line, without the program.
-
     Raises:
         NnmpiError: see `start_ranks` and `main`.
     """
@@ -222,10 +219,6 @@ def parse(words: Sequence[str]) -> Config:
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:
     """Return the options that a run was started with, from its folder.
-
-    Args:
-        folder: of the run.
-        named: how it was given, for messages.
 
     Raises:
         UsageError: when the folder holds no run, or its config.json cannot be read.

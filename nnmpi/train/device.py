@@ -67,10 +67,6 @@ def check_compiled(jit: bool, backend: Backend) -> None:
 def check_convolution(algorithm: str, backend: Backend) -> None:
     """Refuse an algorithm for convolutions that does not work here.
 
-    Args:
-        algorithm: as `--convolution` names it.
-        backend: where this rank computes.
-
     Raises:
         UsageError: where there is no device.
         DeviceError: where cuDNN is not to be had.

@@ -24,12 +24,7 @@ from nnmpi.train.run_state import Extent
 
 
 def header(context: RunContext, chosen: BlasChoice) -> list[str]:
-    """Return the header. Collective: the ranks tell their nodes.
-
-    Args:
-        context: what the run works with.
-        chosen: what multiplies its matrices.
-    """
+    """Return the header. Collective: the ranks tell their nodes."""
     config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
     options = config.optimization

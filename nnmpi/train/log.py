@@ -250,12 +250,7 @@ class Reporter:
         self._below = lines
 
     def segment(self, state: RunState, report: SegmentReport) -> None:
-        """Record how stale the gradients of a segment were, and what was sent.
-
-        Args:
-            state: at the end of the segment.
-            report: what the worker counted in it.
-        """
+        """Record how stale the gradients of a segment were, and what was sent."""
         batches = max(report.batches, 1)
         stale = report.staleness
         counted = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()

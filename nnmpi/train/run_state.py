@@ -70,22 +70,13 @@ class RunState:
         return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
 
     def after_evaluation(self, report: EvalReport, by_loss: bool) -> RunState:
-        """Return the state with this evaluation of its weights as the best, if it is better.
-
-        Args:
-            report: of the evaluation.
-            by_loss: whether a lower loss is better, or a higher accuracy.
-        """
+        """Return the state with this evaluation of its weights as the best, if it is better."""
         value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
         return replace(self, best=value, best_step=self.step) if better else self
 
     def check(self, extent: Extent, folder: Path) -> None:
         """Check that epoch and batch are those of the step.
-
-        Args:
-            extent: of the run.
-            folder: of the run, for the message.
 
         Raises:
             CheckpointError: when they are not.
@@ -125,9 +116,6 @@ class _Kind(NamedTuple):
 
 def check_stored(values: Mapping[str, Any], file: Path) -> None:
     """Check that these values are of the kinds that a run writes.
-
-    Args:
-        file: where they come from, for the message.
 
     Raises:
         CheckpointError: for a value that is missing or of another kind.

@@ -148,12 +148,7 @@ class ModelSignature:
 
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a file of weights.
-
-    Args:
-        signature: of the model.
-        model: the options that it was built by.
-    """
+    """Return the metadata of a file of weights."""
     versions = {"nnmpi": VERSION, "numpy": np.__version__, "python": platform.python_version()}
     values = {"signature": asdict(signature), "model": dict(model), "versions": versions}
     return {METADATA: json.dumps(values, allow_nan=False)}

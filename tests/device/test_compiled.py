@@ -10,42 +10,16 @@ import pytest
 import nnmpi
 from nnmpi import nn, ops, optim
 from nnmpi.backend.kernels.lookup import jit
-from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend, load
-from tests.nn.test_compiled import network
-
-SIZES = (5, 5, 3, 5, 1, 3, 5)
-
-
-def train(compiled: bool, optimizer: Any, dtype: str) -> tuple[list[float], dict[str, Any], Any]:
-    """Train some steps on the device and return losses, parameters and buffers."""
-    backend = device_backend()
-    model = network().initialize(seed=1, dtype=dtype, backend=backend)
-    update = optimizer(model.storage, 0.01)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = ops.cross_entropy(model(x), y)
-        loss.backward()
-        update.step()
-        return loss
-
-    run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
-    rng, losses = np.random.default_rng(0), []
-    for number, rows in enumerate(SIZES):
-        update.lr = 0.01 / (1 + number)
-        x, y = rng.standard_normal((rows, 8, 6, 2)).astype(dtype), rng.integers(0, 3, rows)
-        with nn.training(seed=3, step=number, first_row=2):
-            losses.append(run(backend.asarray(x), backend.asarray(y)))
-    return [loss.item() for loss in losses], model.state(), run
+from tests.nn.test_compiled import step_of, train
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam])
 def test_training_on_a_device_is_the_same(optimizer: Any, dtype: str) -> None:
     """Losses, weights and running statistics are the eager run's, with batches of several sizes in turn."""
-    eager, state, _ = train(False, optimizer, dtype)
-    losses, compiled, step = train(True, optimizer, dtype)
+    eager, state, _ = train(False, optimizer, dtype, backend=device_backend())
+    losses, compiled, step = train(True, optimizer, dtype, backend=device_backend())
     assert losses == eager
     assert state.keys() == compiled.keys()
     for name, values in state.items():
@@ -72,16 +46,9 @@ def test_a_replay_makes_no_more_calls_than_a_step(monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(backend=backend)
     update = optim.Adam(model.storage)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = ops.cross_entropy(model(x), y)
-        loss.backward()
-        update.step()
-        return loss
-
     copies = []
     monkeypatch.setattr("nnmpi.backend.recording._copy_result", lambda *args: copies.append(args))
-    compiled = nnmpi.compile(step)
+    compiled = nnmpi.compile(step_of(model, update))
     x, y = backend.asarray(np.ones((4, 6), "float32")), backend.asarray(np.zeros(4, "int64"))
     compiled(x, y)
     with cupy._sync.no_synchronize():

@@ -15,6 +15,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise, rounded
 from tests.gpu.table import COLUMNS, ROWS, Sample, anywhere, images, positive, ranked
+from tests.nn.test_layers import NO_LAYERS
 
 DRAW = np.random.default_rng(3)
 FLAT, SEQUENCES, PIXELS = anywhere(DRAW, 21, 24), anywhere(DRAW, 3, 17, 24), images(3, 8, 9, 4)
@@ -49,19 +50,6 @@ LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
     "Residual": (lambda: nn.Residual(nn.Linear(24, 24), nn.Linear(24, 24)), FLAT + 3),
     "Branches": (lambda: nn.Branches(nn.Linear(24, 8), nn.Linear(24, 3)), FLAT),
     "Branches added": (lambda: nn.Branches(nn.Linear(24, 8), nn.Linear(24, 8), join="add"), FLAT),
-}
-NO_LAYERS = {
-    "Module",
-    "Buffer",
-    "Constant",
-    "Normal",
-    "Uniform",
-    "Stash",
-    "Pop",
-    "Sharding",
-    "Units",
-    "Parameter",
-    "list",
 }
 
 

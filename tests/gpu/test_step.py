@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import models, nn, optim
 from nnmpi.backend.record import Backend
 from nnmpi.compose.runner import DeferredScalars
 from nnmpi.data.dataset import Dataset
@@ -16,6 +16,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.data.upload import batches
 from nnmpi.tensor.tensor import Tensor
+from tests.nn.test_compiled import step_of
 
 ROWS, SIDE = 3000, 16
 
@@ -66,13 +67,7 @@ def test_replays_are_the_eager_steps(device: Backend, build: Any) -> None:
         model = build((SIDE, SIDE, 3), 10).initialize(seed=0, backend=device)
         update = optim.Adam(model.storage)
 
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            model.zero_grad()
-            loss = ops.cross_entropy(model(x), y)
-            loss.backward()
-            update.step()
-            return loss
-
+        step = step_of(model, update)
         run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
         losses = []
         with batches(Loader(dataset, 64), 0, device) as given:

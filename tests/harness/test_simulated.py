@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,3 +75,14 @@ def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
     assert "test_deadlock[2-ranks-seed-0]" in text and "deadlock: no rank can go on" in text
     assert "test_sizes[2-ranks-seed-0]" not in text  # it passed
     assert "3 failed, 1 passed" in text
+
+
+# What the harness gives to each rank.
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_rank_has_temporary_files_of_its_own(group: Group, tmp_path: Path) -> None:
+    """In pytest's shared folder eight ranks that tidied up at once met one another's half-removed folders."""
+    homes = group.gather(os.fspath(tmp_path.parents[1]))
+    assert len(set(homes)) == group.size
+    assert all(f"rank-{rank}-" in home for rank, home in enumerate(homes)), homes

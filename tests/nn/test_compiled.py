@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 import nnmpi
 from nnmpi import nn, ops, optim
+from nnmpi.backend.record import numpy_backend
 from nnmpi.errors import UsageError
 from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.tensor.function import Function
@@ -74,11 +75,8 @@ def network():
     )
 
 
-def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1, 3, 5), model=None):
-    """Train some steps and return losses, parameters and buffers."""
-    model = network() if model is None else model
-    model.initialize(seed=1, dtype=dtype)
-    update = optimizer(model.storage, 0.01)
+def step_of(model, update):
+    """Return a training step."""
 
     def step(x, y):
         model.zero_grad()
@@ -87,13 +85,23 @@ def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1,
         update.step()
         return loss
 
-    run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), y)
+    return step
+
+
+def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1, 3, 5), model=None, backend=None):
+    """Train some steps and return losses, parameters and buffers."""
+    backend = numpy_backend() if backend is None else backend
+    model = network() if model is None else model
+    model.initialize(seed=1, dtype=dtype, backend=backend)
+    update = optimizer(model.storage, 0.01)
+    step = step_of(model, update)
+    run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
     rng, losses = np.random.default_rng(0), []
     for number, rows in enumerate(sizes):
         update.lr = 0.01 / (1 + number)
         x, y = rng.standard_normal((rows, 8, 6, 2)).astype(dtype), rng.integers(0, 3, rows)
         with nn.training(seed=3, step=number, first_row=2):
-            losses.append(run(x, y))
+            losses.append(run(backend.asarray(x), backend.asarray(y)))
     return [loss.item() for loss in losses], model.state(), run
 
 

@@ -11,13 +11,19 @@ import nnmpi.nn
 from nnmpi import nn, ops
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
+
+
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
+
+
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
+
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
@@ -75,19 +81,8 @@ LAYERS = {
 }
 
 
-NO_LAYERS = {
-    "Module",
-    "Buffer",
-    "Constant",
-    "Normal",
-    "Uniform",
-    "Stash",
-    "Pop",
-    "Sharding",
-    "Units",
-    "Parameter",
-    "list",
-}
+NO_LAYERS = {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding", "Units"}
+NO_LAYERS |= {"Parameter", "list"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -282,3 +277,50 @@ def test_other_channels_are_refused(shape):
         layer(np.ones(shape, np.float32))
     with nn.training(), pytest.raises(ShapeError, match="4 channels"):
         layer(np.ones(shape, np.float32))
+
+
+# What is computed as one, and what is not.
+
+
+class Doubled(nn.Linear):
+    """A layer that computes something else than its class."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Entered(nn.Linear):
+    """One that changes its input alone."""
+
+    def enter(self, x):
+        return 3 * x
+
+
+@pytest.mark.parametrize(
+    ("layers", "calls"),
+    [
+        ([nn.Linear(2, 2), nn.ReLU()], 1),
+        ([nn.Linear(2, 2), nn.GELU("tanh"), nn.Linear(2, 2)], 2),
+        ([nn.Linear(2, 2), nn.Tanh()], 2),
+        ([Entered(2, 2), nn.ReLU()], 1),
+        ([Doubled(2, 2), nn.ReLU()], 2),
+        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2)], 1),
+        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 2)], 1),
+        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 1)], 2),
+        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 2, 1)], 2),
+        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.AvgPool2d(2)], 2),
+        ([nn.Conv2d(1, 1, 3), nn.MaxPool2d(2)], 2),
+    ],
+)
+def test_runs_of_layers(layers, calls):
+    assert len(fuse(layers)) == calls
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled, Entered])
+def test_a_subclass_computes_what_it_says(kind):
+    """Fused or one by one, to the last bit."""
+    model = nn.Sequential(kind(3, 4), nn.ReLU(), kind(4, 2), nn.GELU("tanh")).initialize(seed=2)
+    x = Tensor(np.random.default_rng(0).standard_normal((5, 3)).astype("float32"))
+    together = model(x).data
+    with nn.unfused():
+        np.testing.assert_array_equal(model(x).data, together)

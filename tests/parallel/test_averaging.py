@@ -21,7 +21,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
 from nnmpi.shard import split
 from nnmpi.synchrony.neighbours import matching
-from tests.comm.test_pairwise import Synchronous
+from tests.comm.test_contracts import Synchronous
 from tests.device.library import device_backend
 
 Make = Callable[[Any], Optimizer]

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, models, nn, ops, optim
+from nnmpi import models, nn, optim
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Loader
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.parallel.data import DataParallel
 from tests.equivalence.reference import digits
+from tests.nn.test_compiled import step_of
 
 
 def parts(group: Group) -> tuple[nn.Module, optim.SGD, Any, Any]:
@@ -29,14 +30,7 @@ def test_a_step_that_was_recorded_before_is_recorded_again(group: Group) -> None
     """Else each rank would go on with its own gradients: the eager step says that it is not within `running`."""
     model, optimizer, x, y = parts(group)
 
-    @nnmpi.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = ops.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = nnmpi.compile(step_of(model, optimizer))
     step(x, y)
     before = optimizer.steps
     parallel = DataParallel(model, group)

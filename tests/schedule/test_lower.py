@@ -1,7 +1,14 @@
 """Lowering, by heart for two stages, and what it promises for all schedules."""
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.schedule.instruction import TRANSFERS, Instruction, Kind, Message, Together, message_of, parts
 from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
-from nnmpi.schedule.registry import make
+from nnmpi.schedule.registry import SCHEDULES, make
+from nnmpi.schedule.schedule import Schedule
 
 
 def words(program: object) -> str:
@@ -52,3 +59,105 @@ def test_fusing_can_be_repeated() -> None:
     for name, virtual in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
         lowered = lower(make(name, 4, 6, virtual))
         assert fuse(lowered) == lowered
+
+
+# Instructions as text and back, in order, and as the two ends of messages.
+
+
+instructions = st.builds(
+    Instruction, st.sampled_from(Kind), st.integers(0, 999), st.none() | st.integers(min_value=0, max_value=999)
+)
+
+
+@given(instructions)
+def test_the_text_form_is_read_back(one: Instruction) -> None:
+    assert Instruction.parse(str(one)) == one
+
+
+def test_text_forms_by_heart() -> None:
+    assert str(Kind.F.at(2, 0)) == "2F0"
+    assert str(Kind.REDUCE.at(3)) == "3REDUCE"
+    assert str(Together((Kind.SEND_ACT.at(0, 1), Kind.RECV_GRAD.at(0, 0)))) == "(0SEND_ACT1 0RECV_GRAD0)"
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2", "2X0", "2f0", "2F0 ", "-1F0", "2F-1", "2F0B0", "²F0"])
+def test_what_is_no_instruction_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is no instruction; write stage, kind, microbatch like 2F0"):
+        Instruction.parse(text)
+
+
+def test_instructions_are_values() -> None:
+    first, second = Kind.F.at(0, 1), Kind.F.at(1, 0)
+    assert first == Instruction(Kind.F, 0, 1) and len({first, second, Kind.F.at(0, 1)}) == 2
+    assert sorted([second, first]) == [first, second]
+
+
+def test_only_transfers_are_posted_together() -> None:
+    with pytest.raises(ScheduleError, match="only transfers are posted together, but 0F0 is none"):
+        Together((Kind.SEND_ACT.at(0, 0), Kind.F.at(0, 0)))
+    with pytest.raises(ScheduleError, match="there is none"):
+        Together(())
+
+
+def test_parts() -> None:
+    send, receive = Kind.SEND_ACT.at(0, 0), Kind.RECV_GRAD.at(0, 0)
+    assert parts(send) == (send,)
+    assert parts(Together((send, receive))) == (send, receive)
+
+
+@given(instructions.filter(lambda one: one.kind in TRANSFERS))
+def test_both_ends_of_a_message_name_it(one: Instruction) -> None:
+    message = message_of(one)
+    assert one in (message.send, message.receive)
+    assert message_of(message.send) == message_of(message.receive) == message
+    assert abs(message.sender - message.receiver) == 1
+
+
+def test_messages_by_heart() -> None:
+    assert message_of(Kind.SEND_ACT.at(1, 5)) == Message(False, 1, 2, 5)
+    assert message_of(Kind.RECV_GRAD.at(1, 5)) == Message(True, 2, 1, 5)
+    assert message_of(Kind.SEND_ACT.at(3, 0)).channel(ranks=4) == (3, 0, False)
+    with pytest.raises(ValueError, match="0F0 is no transfer"):
+        message_of(Kind.F.at(0, 0))
+
+
+# The schedule as a value: what lives where, and numbers that make none.
+
+
+def test_stages_live_on_ranks_in_turn() -> None:
+    schedule = make("interleaved", 3, 2, 2)
+    assert [list(schedule.stages_of(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert schedule.virtual == 2 and schedule.stages == 6
+    assert [schedule.is_cut(stage) for stage in range(-1, 6)] == [False, *[True] * 5, False]
+    assert not any(make("interleaved", 1, 2, 3).is_cut(stage) for stage in range(-1, 3))
+
+
+def test_whether_it_trains() -> None:
+    assert [name for name in SCHEDULES if not make(name, 2, 2).trains] == ["inference"]
+
+
+@pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(0, 0, 1), (2, 3, 1), (2, 1, 1), (2, 2, 0)])
+def test_numbers_that_make_no_pipeline(ranks: int, stages: int, microbatches: int) -> None:
+    with pytest.raises(ScheduleError, match="are no pipeline; stages are a multiple of ranks"):
+        Schedule("x", ranks, stages, microbatches, ((),) * ranks)
+
+
+def test_programs_are_as_many_as_ranks() -> None:
+    with pytest.raises(ScheduleError, match="2 ranks need as many programs, not 1"):
+        Schedule("x", 2, 2, 1, ((Kind.F.at(0, 0),),))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("2f2b", 2, 2, 1), "no schedule '2f2b'; the names are naive, gpipe, 1f1b, interleaved, zero-bubble"),
+        (("1f1b", 0, 2, 1), "cannot have 0 ranks; give at least 1"),
+        (("1f1b", 2, -1, 1), "cannot have -1 microbatches"),
+        (("interleaved", 2, 2, 0), "cannot have 0 virtual stages per rank"),
+        (("gpipe", 2, 2, 2), "gpipe has one stage on each rank, not 2; for several choose interleaved"),
+    ],
+)
+def test_nonsense_is_refused(given: tuple[str, int, int, int], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make(*given)

@@ -13,18 +13,7 @@ from nnmpi.tensor.function import Function, no_grad
 from nnmpi.tensor.shape import concatenate
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import LARGE
-
-
-def leaf(values, dtype="float64"):
-    """Return a leaf that wants a gradient."""
-    return Tensor(np.array(values, dtype), requires_grad=True)
-
-
-def chain(x, length):
-    """Return x + 1 + 1 ..., `length` operations long."""
-    for _ in range(length):
-        x = x + 1.0
-    return x
+from tests.tensor.graphs import chain, leaf
 
 
 @pytest.fixture

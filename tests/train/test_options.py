@@ -7,7 +7,8 @@ import pytest
 
 from nnmpi.command import suggest
 from nnmpi.errors import UsageError
-from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, flatten
+from nnmpi.train.cli import parse
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, decided, flatten
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
@@ -74,3 +75,34 @@ def test_a_whole_number_serves_as_a_number() -> None:
 def test_suggestions_are_near() -> None:
     assert suggest("wait_decay", all_options(), dashes="--") == "; did you mean --weight-decay?"
     assert suggest("zzz", all_options()) == ""
+
+
+# Options that are auto, on or off: all forms in which they can be written.
+
+
+@pytest.mark.parametrize(
+    ("words", "overlap", "fused"),
+    [
+        ("", "auto", "auto"),
+        ("--overlap --no-fused-update", "on", "off"),
+        ("--no-overlap", "off", "auto"),
+        ("--fused-update", "auto", "on"),
+        ("--overlap off --lr 0.1 --fused-update off", "off", "off"),
+        ("--overlap=on --no-overlap", "off", "auto"),
+        ("--no-overlap --overlap auto", "auto", "auto"),
+    ],
+)
+def test_every_form_is_read(words: str, overlap: str, fused: str) -> None:
+    parallel = parse(words.split()).parallel
+    assert (parallel.overlap, parallel.fused_update) == (overlap, fused)
+
+
+def test_truth_values_of_older_files_are_read() -> None:
+    config = assemble({"overlap": True, "fused_update": False})
+    assert (config.parallel.overlap, config.parallel.fused_update) == ("on", "off")
+    assert flatten(config)["overlap"] == "on"
+    assert flatten(Config())["fused_update"] == "auto"
+
+
+def test_auto_is_undecided() -> None:
+    assert [decided("auto"), decided("on"), decided("off")] == [None, True, False]

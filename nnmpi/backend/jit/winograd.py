@@ -36,7 +36,6 @@ from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Si
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 DEAD = np.int32(4)  # in place of a corner: the window's output is not positive
-FLOAT_BYTES = 4
 
 # ---------------------------------------------------------------- transforms
 

@@ -13,11 +13,7 @@ ELEMENTS = 2**16
 
 
 def row_blocks(rows: Array) -> list[slice]:
-    """Return slices that cover the first axis, at least one; those of an empty array are empty.
-
-    Args:
-        rows: (rows, ...), of any library.
-    """
+    """Return slices that cover the first axis, at least one; those of an empty array are empty."""
     count = len(rows)
     if type(rows) is not np.ndarray or rows.size <= ELEMENTS:
         return [slice(0, count)]

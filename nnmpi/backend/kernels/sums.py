@@ -72,12 +72,7 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
 
 
 def sum_of_squares(xp: Any, x: Array) -> Array:
-    """Return the sum of the squares of all elements, a 0-d array.
-
-    Args:
-        xp: as above.
-        x: of any shape, C-contiguous.
-    """
+    """Return the sum of the squares of all elements of a C-contiguous array, a 0-d array."""
     flat = x.reshape(-1)
     if type(x) is not np.ndarray or flat.size <= NUMBERS:
         short: Array = xp.dot(flat, flat)

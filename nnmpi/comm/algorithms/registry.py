@@ -72,11 +72,7 @@ def name_of(how: How) -> str:
 
 
 def find_algorithm(name: How, nodes: Sequence[int] | None = None) -> Collective:
-    """Return the all-reduce of this name, or one's own as a collective.
-
-    Args:
-        name: a name, or a function of (rank, size).
-        nodes: the node of each rank, for those that look at it.
+    """Return the all-reduce of this name, or one's own as a collective; some look at the node of each rank.
 
     Raises:
         UsageError: for a name that is not one of `ALGORITHMS`.
@@ -109,10 +105,6 @@ def _own(algorithm: Algorithm, contract: Contract) -> Collective:
 
 def find_collective(operation: str, name: How) -> Collective:
     """Return the collective that does this operation in this way.
-
-    Args:
-        operation: such as "all-reduce".
-        name: a name, or a function of (rank, size).
 
     Raises:
         UsageError: for an operation that there is not, or a way in which it cannot be done.

@@ -93,11 +93,7 @@ def _describe(missing: dict[int, str]) -> str:
 
 
 def find_missing(process: int) -> dict[int, str]:
-    """Return the ranks on this node that have not come to MPI's start, and what is known of each, in words.
-
-    Args:
-        process: a rank that has come.
-    """
+    """Return the ranks on this node that have not come to MPI's start, and what is known of each, in words."""
     stats = {int(path.parent.name): _read_stat(path) for path in Path("/proc").glob("[0-9]*/stat")}
     parents = {number: int(stat[1]) for number, stat in stats.items() if stat}
     found = {}

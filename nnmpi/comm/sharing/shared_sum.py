@@ -23,7 +23,6 @@ MPI's own all-reduce: allocate there (`SharedMemory.allocate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +30,7 @@ import nnmpi.shard as shard
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
-from nnmpi.comm.execution import Execution
+from nnmpi.comm.execution import Execution, Startable
 from nnmpi.comm.sharing.memory import SharedMemory, WindowSlice
 from nnmpi.errors import CommError
 
@@ -44,22 +43,6 @@ CACHED_BYTES = 512 * 1024
 LEAST_BLOCK_BYTES = 128 * 1024
 STAGE_BYTES = 1024 * 1024
 SLOT_BYTES = 32 * 1024
-
-
-class SumStage(Protocol):
-    """A part of the sum that comes before the next one; `Execution` and the barriers are such."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def poll(self) -> bool:
-        """Go on as far as possible without waiting; return whether it is finished."""
-
-    def wait(self) -> None:
-        """Return when it is finished."""
-
-    def run(self) -> None:
-        """Start and wait."""
 
 
 class LocalWork:
@@ -109,7 +92,7 @@ class SharedSum:
         suits = max(CACHED_BYTES // memory.size, LEAST_BLOCK_BYTES)
         self._block = max(1, (suits if block_bytes is None else block_bytes) // array.itemsize)
         places = _exchange_places(self._array, memory)
-        self._stages: tuple[SumStage, ...] = tuple(self._plan(places, stage_bytes, slot_bytes))
+        self._stages: tuple[Startable, ...] = tuple(self._plan(places, stage_bytes, slot_bytes))
         self._runs = tuple(stage.run for stage in self._stages)
         self._at = len(self._stages)
 
@@ -162,7 +145,7 @@ class SharedSum:
 
     # ---- what is to be done ----
 
-    def _plan(self, places: Sequence[WindowSlice | None], stage_bytes: int, slot_bytes: int) -> Iterator[SumStage]:
+    def _plan(self, places: Sequence[WindowSlice | None], stage_bytes: int, slot_bytes: int) -> Iterator[Startable]:
         """Yield the stages of the sum; which, is decided by where the ranks' arrays are.
 
         1. One rank, or nothing to add: no stages.
@@ -185,7 +168,7 @@ class SharedSum:
             found = [(local, places[rank]) for local, rank in enumerate(memory.members)]
             yield from self._sum([memory.view(i, place, array.size, array.dtype) for i, place in found if place])
 
-    def _through_window(self, length: int) -> Iterator[SumStage]:
+    def _through_window(self, length: int) -> Iterator[Startable]:
         """Yield the stages for an array that the others do not see: copied in, summed there, copied out."""
         array, memory = self._array, self._memory
         window = memory.staging("pieces", self._tag, min(length, array.size) * array.itemsize)
@@ -197,7 +180,7 @@ class SharedSum:
             yield from self._sum(parts)
             yield LocalWork(_copies([(piece, own)]))
 
-    def _through_slots(self, slot_bytes: int) -> Iterator[SumStage]:
+    def _through_slots(self, slot_bytes: int) -> Iterator[Startable]:
         """Yield the stages for a short array, with one barrier: copied in, and all of it added up by every rank.
 
         In the next call with this tag the other slot is used, as slower ranks may still read this one; before the call
@@ -225,7 +208,7 @@ class SharedSum:
         yield memory.barrier_of(tag)
         yield LocalWork(add_up)
 
-    def _sum(self, parts: Sequence[Buffer]) -> Iterator[SumStage]:
+    def _sum(self, parts: Sequence[Buffer]) -> Iterator[Startable]:
         """Yield the stages of the sum of arrays that all ranks of the node see."""
         memory = self._memory
         barrier = memory.barrier_of(self._tag)

@@ -92,11 +92,7 @@ class SimulatedWorld:
         return False, "simulated ranks exchange arrays of the host"
 
     def kill(self, words: str) -> None:
-        """Let this rank end here as by kill -9, and all others soon after: for faults in something else than calls.
-
-        Args:
-            words: what has become of it.
-        """
+        """Let this rank end here as by kill -9, and all others soon after: for faults in something else than calls."""
         self._scheduler.enter(self._own)
         self._scheduler.fall(self._own, words)
 

@@ -87,12 +87,7 @@ class Signature:
         return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes), tuple(needs), single)
 
     def buffers(self, gradients: bool, xp: ModuleType) -> list[Array]:
-        """Return new host memory to receive into: for the tensors, or for the gradients that go back.
-
-        Args:
-            gradients: whether it is for the gradients.
-            xp: the library of the arrays; for a device's the memory is pinned.
-        """
+        """Return new host memory (pinned for a device) to receive into: tensors, or the gradients that go back."""
         looks = zip(self.shapes, self.dtypes, self.needs, strict=True)
         return [new_buffer(shape, dtype, xp) for shape, dtype, need in looks if need or not gradients]
 

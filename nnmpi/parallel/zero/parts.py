@@ -150,12 +150,7 @@ class PartedStorage(FlatStorage):
         return slice(at, at + last - first), slice(first - span.start, last - span.start)
 
     def parts(self, span: Span, flats: Sequence[Array]) -> SharedOut:
-        """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole.
-
-        Args:
-            span: the parameter.
-            flats: `data`, `grads`, or an optimizer's state.
-        """
+        """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole."""
         own, theirs = self._part(span)
         length = len(self._data[span.buffer])
         ends = [max(min(each.stop, span.stop), span.start) for each in split(length, self.ranks.size)]

@@ -18,18 +18,10 @@ from tests.backend.cuda.host import (
     parameters_of,
     wide,
 )
-from tests.device.fake.emulator import guarded
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.usefixtures("strict")]
 
 SHAPES = pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 3), (7, 8), (33, 40), (3, 130), (700, 24), (2500, 10)])
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Every kernel runs twice, between guard pages."""
-    with guarded():
-        yield
 
 
 @DTYPES

@@ -17,9 +17,8 @@ from tests.backend.cuda.host import (
     parameters_of,
     wide,
 )
-from tests.device.fake.emulator import guarded
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.usefixtures("strict")]
 
 GEOMETRIES = pytest.mark.parametrize(
     ("shape", "kernel", "stride", "padding"),
@@ -33,13 +32,6 @@ GEOMETRIES = pytest.mark.parametrize(
         ((1, 20, 20, 1), (17, 16), (1, 2), (0, 0)),
     ],
 )
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Every kernel runs twice, between guard pages."""
-    with guarded():
-        yield
 
 
 def taps(x, kernel, stride, padding, border, dilation=(1, 1)):

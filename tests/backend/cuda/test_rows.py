@@ -17,18 +17,10 @@ from tests.backend.cuda.host import (
     sums_of,
     wide,
 )
-from tests.device.fake.emulator import guarded
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.usefixtures("strict")]
 
 LENGTHS = pytest.mark.parametrize("n", [1, 7, 8, 33, 200, 1024, 1025, 8200])
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Every kernel runs twice, between guard pages."""
-    with guarded():
-        yield
 
 
 def probabilities(scores):

@@ -20,18 +20,10 @@ from tests.backend.cuda.host import (
     sums_of,
     wide,
 )
-from tests.device.fake.emulator import guarded
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.usefixtures("strict")]
 
 ALL = (F32, F64, F16, BF16)
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Every kernel runs twice, between guard pages."""
-    with guarded():
-        yield
 
 
 @DTYPES

@@ -5,6 +5,7 @@ The double's copies arrive when somebody waits for them, so a result that was no
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
 from nnmpi.comm.buffers import Buffer, check_device
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.device.copies import copy_streams_of, put, room_like
+from nnmpi.comm.device.coroutine import EventWait
 from nnmpi.comm.device.staged import PIECE_BYTES, Staged
 from nnmpi.comm.execution import NativeExecution
 from nnmpi.comm.gradients import BucketExchange
@@ -25,8 +27,14 @@ from nnmpi.shard import part
 from tests.device.library import load
 
 EVERY = [NATIVE, SHARED, *ALGORITHMS, AUTO]
+
+
 WAYS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, NEIGHBOUR_AVERAGE.name)]
+
+
 WAYS += [(what, NATIVE) for what in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)]
+
+
 LENGTHS = [0, 1, 3, 7919, PIECE_BYTES // 4 + 3]
 
 
@@ -342,3 +350,45 @@ def test_sums_that_are_started_again_wait_for_no_later_run(group: Group) -> None
     second.wait()
     found = [array.get().tolist() for array in arrays]
     assert group.gather(found) == [[[float(group.size) ** 2] * 40, [float(group.size)] * 40]] * group.size
+
+
+# What a collective that plays itself waits for.
+
+
+class Lost(RuntimeError):
+    """What waiting for an event raises on a device that is lost."""
+
+
+class Mark:
+    """An event of which one can only say how the device answers."""
+
+    ptr = 7
+    done = False
+
+    def synchronize(self) -> None:
+        raise Lost
+
+
+@pytest.mark.parametrize(("status", "come"), [(0, True), (600, False)])
+def test_an_event_is_asked_for(monkeypatch: pytest.MonkeyPatch, status: int, come: bool) -> None:
+    monkeypatch.setattr(load().cuda.runtime, "eventQuery", lambda ptr: status)
+    assert EventWait(Mark()).poll() is come
+
+
+def test_a_lost_device_is_not_polled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event's `done` is False then too."""
+    monkeypatch.setattr(load().cuda.runtime, "eventQuery", lambda ptr: 700)
+    with pytest.raises(Lost):
+        EventWait(Mark()).poll()
+
+
+def test_the_doubles_events_come_when_their_copies_have() -> None:
+    cupy: Any = load()
+    stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
+    assert EventWait(event).poll()
+    source, out = cupy.arange(3), importlib.import_module("cupyx").empty_pinned(3, "int64")
+    source.get(stream=stream, out=out, blocking=False)
+    event.record(stream)
+    assert not EventWait(event).poll()
+    EventWait(event).wait()
+    assert EventWait(event).poll() and out.tolist() == [0, 1, 2]
