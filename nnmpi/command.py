@@ -203,6 +203,8 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
 
 def printable(text: str) -> str:
     """Return a text without characters that would steer a terminal, as names of files and answers of servers may."""
+    if text.isprintable():
+        return text
     return "".join(each if each in "\n\t" or each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

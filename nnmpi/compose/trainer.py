@@ -431,6 +431,10 @@ class Trainer(ABC):
     def summary(self) -> Sequence[str]:
         """Return lines about what was done since the last call. Collective."""
 
+    def memory(self) -> Sequence[str]:
+        """Return lines about the most memory that was taken, if that is known. Collective."""
+        return ()
+
     @abstractmethod
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""

@@ -579,8 +579,8 @@ class Worker(Trainer):
         return ", ".join([*words, self.notice] if self.notice else words)
 
     def summary(self) -> list[str]:
-        """Return lines about the pipeline's passes and sharded layers' exchanges, if there are any, and memory."""
-        return [*self.runner.summary(), *self._exchanges(), *self._memory_lines()]
+        """Return lines about the pipeline's passes and sharded layers' exchanges, if there are any."""
+        return [*self.runner.summary(), *self._exchanges()]
 
     def _exchanges(self) -> list[str]:
         """Return what ranks that share layers or positions exchanged in the last step, beside what the formulas say."""
@@ -596,8 +596,8 @@ class Worker(Trainer):
             f"bytes of rank {self.group.rank}; {formula}"
         ]
 
-    def _memory_lines(self) -> list[str]:
-        """Return the most memory of each kind on rank 0, and of all on any rank. Collective."""
+    def memory(self) -> list[str]:
+        """See `Trainer.memory`: of each kind on rank 0."""
         found = self.ledger.report()
         peaks = [int(peak) for peak in self.group.gather(found.peak)]
         kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -253,21 +253,23 @@ class Loader:
                 batch before this one.
             stored: see `epoch`.
         """
-        where = (number, rank, world, self.microbatches, self.whole)
-        ranges, global_rows = rows(len(self.dataset), self.batch_size, *where)
+        start = number * self.batch_size
+        global_rows = min(self.batch_size, len(self.dataset) - start)
+        cuts = _cuts(global_rows, rank, world, self.microbatches, self.whole)
         if self.partition == "none":
-            places = (epoch_order[mine.start : mine.stop] for mine in ranges.values())
-            indices = np.concatenate([epoch_order[:0], *places])
+            firsts = [(start + cut.first_row, cut.stop - cut.start) for cut in cuts]
+            places = [epoch_order[first : first + count] for first, count in firsts]
+            indices = places[0] if len(places) == 1 else np.concatenate([epoch_order[:0], *places])
         else:
             if taken is None:
                 taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
-            count = sum(map(len, ranges.values()))
+            count = cuts[-1].stop if cuts else 0
             indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
         targets, length = self._extent(epoch_order, epoch, number, world, indices)
         x, y = self._samples(indices, epoch, stored, length), self.dataset.labels(indices, length)
         if y.dtype.kind == "f":
             y = y.astype(self.dtype, copy=False)
-        cuts, microbatches = self._cuts(ranges, number), min(self.microbatches, global_rows)
+        microbatches = min(self.microbatches, global_rows)
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
     def _extent(
@@ -354,18 +356,20 @@ class Loader:
             )
         return np.zeros(len(self.dataset), np.int64)
 
-    def _cuts(self, ranges: dict[int, range], number: int) -> tuple[Cut, ...]:
-        """Return where each microbatch's rows stand among this rank's, and in the global batch."""
-        cuts, start = [], 0
-        for i, mine in ranges.items():
-            cuts.append(Cut(start, start + len(mine), mine.start - number * self.batch_size, i))
-            start += len(mine)
-        return tuple(cuts)
-
     def _checked(self, x: Array, rows: int) -> Array:
         if len(x) != rows or x.dtype != self.dtype:
             raise ShapeError(f"the transform made {len(x)} rows of {x.dtype} out of {rows} rows of {self.dtype}")
         return np.ascontiguousarray(x)
+
+
+@lru_cache(maxsize=16)  # an epoch has two sizes of batches
+def _cuts(global_rows: int, rank: int, world: int, microbatches: int, whole: bool) -> tuple[Cut, ...]:
+    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many rows."""
+    cuts, start = [], 0
+    for number, mine in rows(global_rows, global_rows, 0, rank, world, microbatches, whole)[0].items():
+        cuts.append(Cut(start, start + len(mine), mine.start, number))
+        start += len(mine)
+    return tuple(cuts)
 
 
 class Parts:

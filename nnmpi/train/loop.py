@@ -138,7 +138,8 @@ class Loop:
                 while not self._finished:
                     self._train()
                 self._tracer.finish()
-                self._reporter.say(self._trainer.summary())  # a run may end within an epoch
+                # A run may end within an epoch.
+                self._reporter.say([*self._trainer.summary(), *self._trainer.memory()])
                 report = self._evaluate()
                 if self._context.config.run.keep_best:
                     before, self.state = self.state, self._with_best(report)

@@ -53,7 +53,6 @@ Every record ends with "time", when it was written, in seconds since the beginni
 times are simulated ones.
 """
 
-import importlib
 import importlib.util
 import json
 import math
@@ -61,7 +60,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import isfinite
 from pathlib import Path
@@ -181,18 +180,21 @@ def _no_number(value: Any) -> bool:
 SKIPPED = ("kind", "global_step", "epoch")
 
 
-def _import_unaided(name: str) -> Any:
-    """Return a module of tensorboardX without PyTorch, which it loads where it finds it, for seconds, to name a type.
+def _event_maker() -> tuple[Callable[..., Any], Callable[[bytes], int]]:
+    """Return tensorboardX's event and sum of bytes, without PyTorch, which it loads for seconds to name a type.
 
     What stands for a module that is not there is taken away again: a loader of the user's may want PyTorch.
     """
-    if "torch" in sys.modules:
-        return importlib.import_module(name)
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    is_missing = "torch" not in sys.modules
+    if is_missing:
+        sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module(name)
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import masked_crc32c
     finally:
-        del sys.modules["torch"]
+        if is_missing:
+            del sys.modules["torch"]
+    return Event, masked_crc32c
 
 
 class EventFile:
@@ -216,23 +218,25 @@ class EventFile:
         if self._stream is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{clock.calendar():.0f}.{platform.node()}"
+            self._event, self._crc = _event_maker()
             self._stream = (self._folder / name).open("ab")
             self._add(file_version="brain.Event:2")
             if self._first_step:
                 self._add(step=self._first_step, session_log={"status": 1})  # START: what is later is dropped
-        for key, value in record.items():
-            if key not in SKIPPED and isinstance(value, int | float) and isfinite(value):
-                scalar = _import_unaided("tensorboardX.summary").scalar(f"{record['kind']}/{key}", value)
-                self._add(step=record["global_step"], summary=scalar)
+        scalars = [
+            {"tag": f"{record['kind']}/{key}", "simple_value": value}
+            for key, value in record.items()
+            if key not in SKIPPED and isinstance(value, int | float) and isfinite(value)
+        ]
+        self._add(step=record["global_step"], summary={"value": scalars})
         self._stream.flush()
 
     def _add(self, **fields: Any) -> None:
         """Add an event, between its length and the sums of both, as TensorFlow's record files have them."""
         assert self._stream is not None
-        event = _import_unaided("tensorboardX.proto.event_pb2").Event(wall_time=clock.calendar(), **fields)
-        crc, data = _import_unaided("tensorboardX.record_writer").masked_crc32c, event.SerializeToString()
+        data: bytes = self._event(wall_time=clock.calendar(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
-        self._stream.write(length + struct.pack("<I", crc(length)) + data + struct.pack("<I", crc(data)))
+        self._stream.write(length + struct.pack("<I", self._crc(length)) + data + struct.pack("<I", self._crc(data)))
 
     def close(self) -> None:
         """Close the file.

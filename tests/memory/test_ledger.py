@@ -37,7 +37,7 @@ def train(group: Group, zero: int, allreduce: str = "native", trace: bool = Fals
                 worker.step(batch)
         else:
             worker.step(batch)
-    found, line = nnmpi.memory.report(), worker.summary()[-1]
+    found, line = nnmpi.memory.report(), worker.memory()[-1]
     worker.release()
     return found, line, to_chrome({group.rank: timeline.events})["traceEvents"]
 
