@@ -20,6 +20,7 @@ from typing import Any
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.compose.losses import SumError
@@ -40,27 +41,29 @@ class ReplayedPass(Compiled):
         run: the pass: called with Tensors of NumPy's arrays, and plain values; it returns nothing.
         model: that it runs.
         loss: that it ends with.
+        pool: the memory of the recordings, where other passes have them there, too.
 
     Attributes:
         replays: how many passes were replayed so far.
     """
 
-    def __init__(self, run: Callable[..., None], model: Module, loss: SumLoss) -> None:
-        super().__init__(run)
+    def __init__(self, run: Callable[..., None], model: Module, loss: SumLoss, pool: MemoryPool | None = None) -> None:
+        super().__init__(run, pool)
         self._model, self._is_safe = model, _is_own_loss(loss)
         self._seen: set[Any] = set()
         self._parts: list[tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]] | None = None
         self._changes = self.replays = 0
 
-    def go(self, arrays: tuple[Array, ...], flags: tuple[Any, ...]) -> None:
+    def go(self, arrays: tuple[Array, ...], flags: tuple[Any, ...], may_replay: bool) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
 
         Args:
             arrays: what `run` gets first, as Tensors.
             flags: what it gets after them; a recording is of these alone.
+            may_replay: whether passes may be recorded and replayed.
         """
         mode, inputs = current(), (*arrays, *flags)
-        if not self._is_safe or mode.observe is not None or active() is not None:
+        if not may_replay or not self._is_safe or mode.observe is not None or active() is not None:
             self.as_it_stands(inputs)
             return
         kinds = [(array.shape, array.dtype) for array in arrays]
@@ -85,7 +88,7 @@ class ReplayedPass(Compiled):
     @property
     def held_bytes(self) -> int:
         """What the recordings keep of memory between two passes."""
-        return self._pool.size_bytes
+        return self.pool.size_bytes
 
     def _begin_anew(self, key: Any, inputs: tuple[Any, ...]) -> None:
         """Do a pass of a model that is not known yet, or has changed; and look what it is made of."""

@@ -158,6 +158,8 @@ class ForwardBackward:
         self._score_now: Array | float = 0.0
         self._last_seed: tuple[float, Array] | None = None
         self.passes = ReplayedPass(self._forward_and_backward, model, loss)
+        self._evaluations = ReplayedPass(self._evaluate, model, evaluation_loss, self.passes.pool)
+        self._evaluated: DeferredScalars
         # A device's recordings would keep more memory than its steps take; a plan keeps to a budget of its own.
         can = where is None or (not where.layout.fixed and where.layout.zero < 2 and where.layout.offload is None)
         self._can_replay = can and not backend.is_device and self._budget is None
@@ -174,7 +176,7 @@ class ForwardBackward:
         """
         device_batch, cuts, length = to_device(batch, self.model, self.backend), batch.cuts, batch.length
         self.scalars.clear()
-        seed, replays = self._seed(scale / max(batch.global_targets, 1)), replays and self._can_replay
+        seed = self._seed(scale / max(batch.global_targets, 1))
         for cut in cuts:
             if self._alone and cut.stop == cut.start:
                 continue
@@ -182,12 +184,9 @@ class ForwardBackward:
                 self.fixed.microbatch = cut.number
             part = device_batch if len(cuts) == 1 else device_batch.rows(slice(cut.start, cut.stop))
             self.now = Microbatch(batch, step, cut, part)
-            arrays, flags = (part.x, part.y, seed), (cut is cuts[0], cut is cuts[-1], length)
+            flags = (cut is cuts[0], cut is cuts[-1], length)
             with training(self.seed, step, cut.first_row):
-                if replays:
-                    self.passes.go(arrays, flags)
-                else:
-                    self.passes.as_it_stands((*arrays, *flags))
+                self.passes.go((part.x, part.y, seed), flags, replays and self._can_replay)
 
     def _seed(self, value: float) -> Array:
         """Return the gradient of the sum of the losses, () float64, where the model lives."""
@@ -230,18 +229,24 @@ class ForwardBackward:
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add LOSS and SCORE of a batch, in evaluation mode; return whether they count."""
-        device_batch = to_device(batch, self.model, self.backend)
+        part, self._evaluated = to_device(batch, self.model, self.backend), scalars
+        self.now = Microbatch(batch, 0, Cut(0, len(part.y), batch.first_row), part)
         with no_grad(), evaluation():
-            length = device_batch.length
-            logits = self._leave(self.model(self._enter(Tensor(device_batch.x), length)), length)
-            self._check_evaluation(device_batch, 0, logits)
-            loss_sum = self._evaluation_loss(logits, device_batch.y).data
-            score = self._score(logits, device_batch)
-        if not self.counts:  # it takes part for the others
-            return False
-        scalars.add(LOSS, loss_sum)
-        scalars.add(SCORE, score)
-        return True
+            may_replay = self._can_replay and timeline.current() is None
+            self._evaluations.go((part.x, part.y), (part.length,), may_replay)
+        return self.counts
+
+    def _evaluate(self, x: Tensor, y: Tensor, length: int | None) -> None:
+        logits = self._leave(self.model(self._enter(x, length)), length)
+        self._check_evaluation(self.now.part, 0, logits)
+        loss = self._evaluation_loss(logits, y.data)
+        perform(self._note_score, logits.data)
+        perform(self._end_evaluation, loss.data)
+
+    def _end_evaluation(self, loss: Array) -> None:
+        if self.counts:  # else it takes part for the others
+            self._evaluated.add(LOSS, loss)
+            self._evaluated.add(SCORE, self._score_now)
 
     def suspect(
         self, batch: Batch, step: int, is_finite: Callable[[float], bool]

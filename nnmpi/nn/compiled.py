@@ -51,13 +51,14 @@ class Compiled:
     Attributes:
         recordings: how many kinds of calls are held now.
         calls: of the last recording that was made or replayed, how many calls on arrays it makes.
+        pool: the memory of all recordings: one is replayed at a time, and copies of its results go out.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Callable[..., Any], pool: MemoryPool | None = None) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, _Recording] = {}
-        self._pool = MemoryPool()  # of all recordings: one is replayed at a time, and copies of its results go out
+        self.pool = MemoryPool() if pool is None else pool
         self._lock = RLock()
         self.calls = 0
 
@@ -127,7 +128,7 @@ class Compiled:
         self._held.pop(key, None)
         while len(self._held) >= MOST_RECORDINGS:
             del self._held[next(iter(self._held))]
-        recorder = Recorder(self._pool)
+        recorder = Recorder(self.pool)
         places = [_place(x) for x in inputs]
         try:
             with recorder.running():
