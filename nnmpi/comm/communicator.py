@@ -111,6 +111,8 @@ class Communicator:
         Raises:
             CommError: on all ranks, when the value is none that JSON can hold.
         """
+        if self.size == 1:
+            return decode_json(encode_json(value), root)
         text = np.frombuffer(encode_json(value) if self.rank == root else b"", np.uint8)
         length = np.array([text.size], np.int64)
         self.comm.broadcast(length, root)

@@ -221,9 +221,9 @@ class ForwardBackward:
 
     def _show(self, letter: str, category: str) -> None:
         """Put what was computed since `_begin_s` into the trace, if there is one, and begin with what is next."""
-        begin_s, self._begin_s = self._begin_s, clock.now()
         trace = timeline.current()
         if trace is not None:
+            begin_s, self._begin_s = self._begin_s, clock.now()
             number = self.now.step if self._alone else self.now.cut.number
             trace.add(f"{letter}{number}", category, timeline.COMPUTE, begin_s, self._begin_s)
 

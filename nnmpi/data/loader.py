@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -75,8 +75,7 @@ class Batch:
         """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for full ones."""
         if not self.targets:
             each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
-            rows = split(self.global_rows, self.microbatches)
-            object.__setattr__(self, "targets", tuple(each * len(part) for part in rows))
+            object.__setattr__(self, "targets", _full_targets(self.global_rows, self.microbatches, each))
 
     def __iter__(self) -> Iterator[Array]:
         """Yield x and y, for loops that want nothing else."""
@@ -88,7 +87,7 @@ class Batch:
         """How many labels of the global batch count: its real tokens, or its samples."""
         return sum(self.targets)
 
-    @cached_property
+    @property
     def own_targets(self) -> int:
         """How many labels of this rank's rows count."""
         return count_targets(self.y if self.labels is None else self.labels)
@@ -102,6 +101,12 @@ class Batch:
     def first_row(self) -> int:
         """The place of the first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
+
+
+@lru_cache(maxsize=16)  # an epoch has two sizes of batches
+def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, ...]:
+    """Return how many labels count in each microbatch of a global batch whose samples have so many."""
+    return tuple(each * len(part) for part in split(global_rows, microbatches))
 
 
 class Loader:
@@ -362,7 +367,7 @@ class Loader:
         return np.ascontiguousarray(x)
 
 
-@lru_cache(maxsize=16)  # an epoch has two sizes of batches
+@lru_cache(maxsize=16)
 def _cuts(global_rows: int, rank: int, world: int, microbatches: int, whole: bool) -> tuple[Cut, ...]:
     """Return where each microbatch's rows stand among a rank's, and in a global batch of so many rows."""
     cuts, start = [], 0

@@ -71,11 +71,11 @@ class MemoryLedger:
         Raises:
             UsageError: for a kind that there is not.
         """
+        if all(self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in held.items()):
+            return  # as in most steps
         unknown = held.keys() - self._held.keys()
         if unknown:
             raise UsageError(f"memory has no kind {min(unknown)!r}; the kinds are {', '.join(KINDS)}")
-        if all(self._held[kind] == nbytes <= self._peaks[kind] for kind, nbytes in held.items()):
-            return  # as in most steps
         self._held |= held
         for kind, nbytes in held.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)
