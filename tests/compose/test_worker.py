@@ -59,12 +59,12 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
 def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     train, _ = data.load("digits")
     worker, where = make(group, Layout())
-    many = 2 * group.size
-    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True)
+    many = 2 * group.size  # of two rows each: one row would be the first rank's, which had all of a batch then
+    loader = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True)
     told = refusal(group, worker, loader)
     assert told == [""] if group.size == 1 else all("leave whole out" in each for each in told)
     fixed, where = make(group, Layout(reduction="fixed"))
-    shared = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=many)
+    shared = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many)
     try:
         fixed.step(next(iter(shared.epoch(0))))
         found = ""
