@@ -77,6 +77,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def positive_count(text: str) -> int:
+    """Return the number that an option's word is, for argparse; at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of a command.

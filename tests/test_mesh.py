@@ -11,6 +11,7 @@ import nnmpi.mesh
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.mesh import AXES, MODEL, Coordinates, Mesh, fitting
+from tests.harness.refusals import told
 
 axis = st.integers(1, 5)
 nodes_of_any_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -233,9 +234,5 @@ def test_the_nodes_that_mpi_knows_can_be_asked_for(group: Group) -> None:
 
 @pytest.mark.mpi
 def test_another_number_of_ranks_is_refused_on_all(group: Group) -> None:
-    try:
-        Mesh(group.size + 1).bind(group)
-        text = "nothing"
-    except LayoutError as error:
-        text = str(error)
+    text = told(LayoutError, lambda: Mesh(group.size + 1).bind(group))
     assert all(f"not dp {group.size + 1} x pp 1 x tp 1" in each for each in group.gather(text))

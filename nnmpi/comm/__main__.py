@@ -33,7 +33,7 @@ from nnmpi.comm.render import draw_slide, render
 from nnmpi.comm.simulate import price, simulate
 from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from nnmpi.command import Parser, say
+from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
@@ -191,7 +191,7 @@ def _parser() -> Parser:
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue
-        one.add_argument("--ranks", type=_count, help=f"number of ranks (default: the fit's, else {DEFAULT_RANKS})")
+        one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
         one.set_defaults(fit=None)
         if name in _OF_BYTES:
             one.add_argument("--bytes", type=_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
@@ -203,7 +203,7 @@ def _parser() -> Parser:
             one.add_argument("--alpha", type=_seconds, help=f"seconds of latency (default {ALPHA_S:g})")
             one.add_argument("--beta", type=_seconds, help=f"seconds per byte sent (default {BETA_S:g})")
             one.add_argument("--gamma", type=_seconds, help="seconds per byte added (default 0)")
-            one.add_argument("--per-node", type=_count, help="ranks on a node, which share its link (default: all)")
+            one.add_argument("--per-node", type=positive_count, help="ranks of a node, which share its link (all)")
             one.add_argument("--across-alpha", type=_seconds, help="latency between nodes (default: alpha)")
             one.add_argument("--across-beta", type=_seconds, help="seconds per byte between nodes (default: beta)")
         if name in _STRANGERS:
@@ -212,12 +212,6 @@ def _parser() -> Parser:
                     option, dest=place, type=_by_number, action="append", default=[], metavar="N:X", help=text
                 )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, of which there is at least 1")
-    return int(text)
 
 
 def _bytes(text: str) -> int:

@@ -2,9 +2,8 @@
 
     exercise     what an exercise is: a statement, a file to begin with, a check of the function that is written
     collectives, costs, schedules, operators, sharding, staleness, plans     the exercises, a table in each
-    table        all of them by name
     __main__     python -m nnmpi.exercise
 
 The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, `tensor.check`, the simulated
-world, `memory.plan`. Begin with exercise, then read any table.
+world, `memory.plan`. Begin with exercise, then read any of them.
 """

@@ -19,7 +19,7 @@ import numpy as np
 
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
-from nnmpi.command import Parser, say
+from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.film import compare, draw_slide
 from nnmpi.memory.optimal import OptimalPlans
@@ -125,10 +125,10 @@ def _parser() -> Parser:
     parser = Parser("python -m nnmpi.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="the quickest plan in a budget")
     chain = plan.add_mutually_exclusive_group()
-    chain.add_argument("--links", type=_count, default=8, help="so many equal links (8)")
+    chain.add_argument("--links", type=positive_count, default=8, help="so many equal links (8)")
     chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
     chain.add_argument("--costs", type=Path, metavar="FILE", help="those that --save has written")
-    plan.add_argument("--batch", type=_count, default=8, help="samples of a batch, for --model (8)")
+    plan.add_argument("--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)")
     plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
     plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
     plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
@@ -136,12 +136,6 @@ def _parser() -> Parser:
     plan.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

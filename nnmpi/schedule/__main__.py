@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from nnmpi.command import Parser, say
+from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError, counted
 from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
@@ -125,9 +125,9 @@ def _parser() -> Parser:
         "python -m nnmpi.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
-    parser.add_argument("--stages", type=_count, required=True, help="stages of the pipeline, one on each rank")
-    parser.add_argument("--microbatches", type=_count, required=True, help="microbatches in a step")
-    parser.add_argument("--virtual-stages", type=_count, help="stages on each rank instead (interleaved: 2)")
+    parser.add_argument("--stages", type=positive_count, required=True, help="stages of the pipeline, one on each rank")
+    parser.add_argument("--microbatches", type=positive_count, required=True, help="microbatches in a step")
+    parser.add_argument("--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)")
     parser.add_argument("--forward-ms", type=_ms, default=1.0, help="a rank's forward of a microbatch (1)")
     parser.add_argument("--backward-ms", type=_ms, help="its backward (twice the forward)")
     parser.add_argument("--message-ms", type=_ms, default=0.0, help="a message between two ranks (0)")
@@ -139,12 +139,6 @@ def _parser() -> Parser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
-    return int(text)
 
 
 def _ms(text: str) -> float:

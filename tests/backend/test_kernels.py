@@ -251,7 +251,7 @@ def test_layer_norm(compiled, rows, n):
 
 def test_layer_norm_of_infinite_variance(compiled):
     """It is NaN, also as the function says it: what machine code makes of 1 / sqrt(infinity) is up to the compiler."""
-    from nnmpi.backend.jit.layer_norm import layer_norm
+    from nnmpi.backend.jit.rows import layer_norm
 
     ones = np.ones(4, np.float32)
     for function in (compiled.layer_norm, layer_norm):

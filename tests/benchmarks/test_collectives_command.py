@@ -19,7 +19,6 @@ FIELDS = {
     *("predicted_us", "measured_over_predicted", "speed_against_native", "chosen"),
 }
 
-
 # On rank 1 the ring forgets to add what arrives first.
 BROKEN_RING = """
 from dataclasses import replace

@@ -7,6 +7,7 @@ import pytest
 from nnmpi.comm.agreement import CollectivePhase, agree, agreed, on_root, refuse_different, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, CommError, DataError, LayoutError, NnmpiError, UsageError
+from tests.harness.refusals import told
 
 
 class Meeting:
@@ -172,11 +173,10 @@ def test_a_phase_does_no_more_work_once_something_has_failed(group: Group) -> No
 
 
 def refused(*everyones: list[object], show: Any = str) -> str:
-    try:
-        refuse_different(everyones, lambda number: f"item {number} differs", "mend it", LayoutError, show)
-    except LayoutError as error:
-        return str(error)
-    return ""
+    return told(
+        LayoutError,
+        lambda: refuse_different(everyones, lambda number: f"item {number} differs", "mend it", LayoutError, show),
+    )
 
 
 def test_the_first_item_that_differs_is_named_with_the_ranks_that_have_it() -> None:

@@ -89,7 +89,7 @@ def test_the_table_has_the_course_and_the_steps() -> None:
         ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
         ("price ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
-        ("price ring --ranks 0", "'0' is not a number of ranks"),
+        ("price ring --ranks 0", "'0' is not a number of them"),
         ("price ring --alpha nan", "'nan' is not a number of seconds"),
         ("price ring --slow-node 0:2", "all ranks are on one; give --per-node"),
         ("price ring --slow-rank 2", "'2' is not a number and its value; write it like 3:2.5"),

@@ -22,11 +22,7 @@ from tests.comm.machines import machines
 from tests.harness.slow import LARGE, once_more
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11
-
-
 UNIFORM = Machine.uniform(ALPHA, BETA, GAMMA)
-
-
 SYMMETRIC = sorted(name for name, c in COLLECTIVES.items() if any(phase.symmetric for phase in c.phases))
 
 
@@ -206,8 +202,6 @@ def test_what_cannot_be_simulated() -> None:
 
 
 PLAIN, ADDING = Machine.uniform(ALPHA, BETA), Machine.uniform(ALPHA, BETA, GAMMA)
-
-
 POWERS, RANKS = [1, 2, 4, 8, 32], [1, 2, 3, 4, 5, 7, 8, 12, 32, 33]
 
 

@@ -19,10 +19,7 @@ from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import Launch
 
 ROOT = Path(__file__).parents[2]
-
-
 LIMIT_S = 60
-
 
 WAITS = """
 import time
@@ -32,7 +29,6 @@ with limited(Launch("a launcher", 2, 0, 2, 0), {limit_s}):
     time.sleep({seconds})
 print("up")
 """
-
 
 DIES = """
 import sys, time
@@ -156,14 +152,8 @@ def test_an_exit_travels_as_a_plain_one() -> None:
 
 
 OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4, 0)
-
-
 MPICH = Launch("MPICH's mpirun", 4, 0, 4, 0)
-
-
 SRUN = Launch("srun", 4, 0, 4, 0)
-
-
 HYDRA = {"HYDI_CONTROL_FD": "7"}
 
 

@@ -15,6 +15,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
 from nnmpi.timeline import Timeline, recording
+from tests.harness.refusals import told
 
 
 def train(group: Group, layout: Layout, smoothing: float) -> tuple[dict[str, Any], int]:
@@ -62,10 +63,9 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     where = arrange(model, group, Layout(dp=1, tp=group.size), np.zeros((2, 4)))
     where.model.initialize()
     optimizer = optim.SGD(where.model.storage, lr=0.1)
-    try:
-        Worker(where.model, optimizer, group, loss=lambda x, y: (x * x).sum(), arrangement=where).release()
-        found = ""
-    except UsageError as error:
-        found = str(error)
+    found = told(
+        UsageError,
+        lambda: Worker(where.model, optimizer, group, loss=lambda x, y: (x * x).sum(), arrangement=where).release(),
+    )
     where.free()
     assert all(group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found))

@@ -27,6 +27,7 @@ from nnmpi.nn.module import Module
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.harness.refusals import told
 from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
@@ -254,13 +255,12 @@ def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
     """On all of them, before anything else."""
     model = models.mlp((4,), 3).initialize(seed=0)
     last = group.rank == group.size - 1
-    message = ""
-    try:
-        Worker(
+    message = told(
+        UsageError,
+        lambda: Worker(
             model, optim.SGD(model.storage, lr=0.1), group, numerics=Numerics(precision="fp16" if last else "float32")
-        ).release()
-    except UsageError as error:
-        message = str(error)
+        ).release(),
+    )
     before = "rank 0 has" if group.size == 2 else f"ranks 0-{group.size - 2} have"
     text = f"different precisions: {before} float32; rank {group.size - 1} has fp16"
     assert group.gather(text in message) == [group.size > 1] * group.size

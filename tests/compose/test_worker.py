@@ -16,6 +16,7 @@ from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut, Loader
 from nnmpi.errors import CommError, UsageError
+from tests.harness.refusals import told
 from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
@@ -31,11 +32,7 @@ def make(group: Group, layout: Layout, **options: Any) -> tuple[Worker, Arrangem
 
 def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
     """Return what each rank was told of a step."""
-    try:
-        worker.step(next(iter(loader.epoch(0))))
-        found = ""
-    except UsageError as error:
-        found = str(error)
+    found = told(UsageError, lambda: worker.step(next(iter(loader.epoch(0)))))
     return [str(each) for each in group.gather(found)]
 
 
@@ -47,12 +44,12 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     worker, _ = make(group, Layout(pp=group.size, dp=1))
     if 32 % group.size:  # else the stages notice the different shapes, one by one, and the job ends
         return
-    told = refusal(group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1))
+    answers = refusal(group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1))
     if group.size == 1:
-        assert told == [""]
+        assert answers == [""]
     else:
         wanted = "labels that count together, but the global batch 32; give Loader the rank and world of the replica"
-        assert all(wanted in each and "arrangement.data_rank" in each for each in told), told
+        assert all(wanted in each and "arrangement.data_rank" in each for each in answers), answers
 
 
 @pytest.mark.simulated
@@ -61,15 +58,11 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     worker, where = make(group, Layout())
     many = 2 * group.size  # of two rows each: one row would be the first rank's, which had all of a batch then
     loader = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True)
-    told = refusal(group, worker, loader)
-    assert told == [""] if group.size == 1 else all("leave whole out" in each for each in told)
+    answers = refusal(group, worker, loader)
+    assert answers == [""] if group.size == 1 else all("leave whole out" in each for each in answers)
     fixed, where = make(group, Layout(reduction="fixed"))
     shared = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many)
-    try:
-        fixed.step(next(iter(shared.epoch(0))))
-        found = ""
-    except UsageError as error:
-        found = str(error)
+    found = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
     assert all(group.gather(found == "" if group.size == 1 else "give Loader(whole=True)" in found))
 
 
@@ -107,12 +100,7 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     worker.step(batch)
     for parameter in where.model.parameters():
         parameter.requires_grad = False
-    found = ""
-    if group.rank == 0:
-        try:
-            worker.step(batch)
-        except UsageError as error:
-            found = str(error)
+    found = told(UsageError, lambda: worker.step(batch)) if group.rank == 0 else ""
     assert group.rank or "make a new one after changing requires_grad" in found
 
 
@@ -123,11 +111,7 @@ def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> No
     whole = next(p for _, p in where.model.named_parameters() if p.region is None)
     if group.rank == group.size - 1 and group.size > 1:
         whole.data[...] += 1e-3
-    try:
-        worker.step(next(iter(Loader(train, 32).epoch(0))))
-        found = ""
-    except CommError as error:
-        found = str(error)
+    found = told(CommError, lambda: worker.step(next(iter(Loader(train, 32).epoch(0)))))
     assert all(group.gather(found == "" if group.size == 1 else "in the tensor group" in found))
 
 

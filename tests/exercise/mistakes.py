@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.exercise.table import KINDS
+from nnmpi.exercise.__main__ import KINDS
 from nnmpi.schedule.instruction import Kind
 from tests.exercise import solutions
 

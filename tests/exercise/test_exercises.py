@@ -13,9 +13,8 @@ import pytest
 
 from nnmpi.errors import UsageError
 from nnmpi.exercise import exercise
-from nnmpi.exercise.__main__ import main
+from nnmpi.exercise.__main__ import EXERCISES, KINDS, main
 from nnmpi.exercise.exercise import WrongAnswer
-from nnmpi.exercise.table import EXERCISES, KINDS
 from tests.exercise import solutions
 from tests.exercise.mistakes import all_mistakes
 

@@ -17,13 +17,8 @@ from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
-
-
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
-
-
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
-
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
@@ -79,7 +74,6 @@ LAYERS = {
     "Residual": (lambda: nn.Residual(nn.Tanh()), ROWS, lambda m, x: ops.relu(x.tanh() + x)),
     "Branches": (lambda: nn.Branches(nn.Tanh(), nn.ReLU(), join="add"), ROWS, lambda m, x: x.tanh() + ops.relu(x)),
 }
-
 
 NO_LAYERS = {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding", "Units"}
 NO_LAYERS |= {"Parameter", "list"}

@@ -16,13 +16,14 @@ from nnmpi.backend.array import namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.world import wrap
-from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.errors import CommError, UsageError
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
 from nnmpi.shard import split
 from nnmpi.synchrony.neighbours import matching
 from tests.comm.test_contracts import Synchronous
 from tests.device.library import device_backend
+from tests.harness.refusals import caught
 
 Make = Callable[[Any], Optimizer]
 SGD: dict[str, Make] = {
@@ -360,15 +361,6 @@ def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
         used = group.gather(time.process_time() - began)
         assert max(used) < 0.6 * late_s, used
         averaging.release()
-
-
-def caught(action: Callable[[], object]) -> NnmpiError | None:
-    """Return what calling the action raises."""
-    try:
-        action()
-    except NnmpiError as error:
-        return error
-    return None
 
 
 @pytest.mark.simulated

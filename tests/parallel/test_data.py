@@ -20,6 +20,7 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.shard import part
 from nnmpi.tensor import Tensor
+from tests.harness.refusals import caught
 from tests.worker_options import grouped
 
 
@@ -41,15 +42,6 @@ def worker_for(group: Group, **options: object) -> Worker:
 def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
     """Return every rank's kind of error and its text."""
     return group.gather([type(error).__name__, str(error)])
-
-
-def caught(action: object) -> BaseException | None:
-    """Return what calling the action raises."""
-    try:
-        action()  # type: ignore[operator]
-    except Exception as error:
-        return error
-    return None
 
 
 @pytest.mark.simulated

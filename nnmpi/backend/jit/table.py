@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numba import types
 
-from nnmpi.backend.jit import attention, blas, dense, direct, gelu, layer_norm, pooling, recurrent, updates, winograd
+from nnmpi.backend.jit import blas, direct, pooling, rows, updates, winograd
 from nnmpi.backend.jit.build import boolean, build, float64, int64, read, strided, write
 from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Sizes
 
@@ -39,7 +39,7 @@ class CompiledFunctions:
     @cached_property
     def bias_relu(self) -> Kernel:
         """(y: (rows, n) in place, bias: (n,)): y = max(y + bias, 0)."""
-        return build(dense.bias_relu, write(2), read(1))
+        return build(rows.bias_relu, write(2), read(1))
 
     @cached_property
     def relu_grad_bias(self) -> Kernel:
@@ -47,7 +47,7 @@ class CompiledFunctions:
 
         out is grad where the ReLU's output y is positive, and else 0; to_bias its sum over the rows. out may be grad.
         """
-        return build(dense.relu_grad_bias, read(2), read(2), write(2), write(1))
+        return build(rows.relu_grad_bias, read(2), read(2), write(2), write(1))
 
     @cached_property
     def softmax_loss(self) -> Kernel:
@@ -56,12 +56,12 @@ class CompiledFunctions:
         losses[r] = -log softmax(logits[r])[labels[r]], and each loss's own gradient: softmax less one at the label.
         Labels must be in range. gradient may be logits.
         """
-        return build(dense.softmax_loss, read(2), read(1, types.int64), write(1), write(2))
+        return build(rows.softmax_loss, read(2), read(1, types.int64), write(1), write(2))
 
     @cached_property
     def slope_grad_bias(self) -> Kernel:
         """(grad: (rows, n), slope: (rows, n), out: (rows, n), to_bias: out (n,)): grad * slope, and its sum."""
-        return build(dense.slope_grad_bias, read(2), read(2), write(2), write(1))
+        return build(rows.slope_grad_bias, read(2), read(2), write(2), write(1))
 
     # ---- transformers
 
@@ -74,7 +74,7 @@ class CompiledFunctions:
         keys. top, total and before, which is like them, have any strides. Query i does not see the keys after
         corner + i: there p becomes 0.
         """
-        return build(attention.powers, write(4), strided(3), strided(3), strided(3), boolean, int64)
+        return build(rows.powers, write(4), strided(3), strided(3), strided(3), boolean, int64)
 
     @cached_property
     def attention_score_gradients(self) -> Kernel:
@@ -82,7 +82,7 @@ class CompiledFunctions:
 
         inner has any strides.
         """
-        return build(attention.score_gradients, write(4), read(4), strided(3))
+        return build(rows.score_gradients, write(4), read(4), strided(3))
 
     @cached_property
     def layer_norm(self) -> Kernel:
@@ -91,7 +91,7 @@ class CompiledFunctions:
         normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps), y = normal * scale + shift.
         A row whose variance is infinite is NaN.
         """
-        return build(layer_norm.layer_norm, read(2), read(1), read(1), float64, write(2), write(2), write(1))
+        return build(rows.layer_norm, read(2), read(1), read(1), float64, write(2), write(2), write(1))
 
     @cached_property
     def layer_norm_grad(self) -> Kernel:
@@ -99,34 +99,34 @@ class CompiledFunctions:
 
         to_x: (rows, n); to_scale and to_shift: (n,), sums over the rows.
         """
-        return build(layer_norm.layer_norm_grad, read(2), read(2), read(1), read(1), write(2), write(1), write(1))
+        return build(rows.layer_norm_grad, read(2), read(2), read(1), read(1), write(2), write(1), write(1))
 
     @cached_property
     def gelu_tanh(self) -> Kernel:
         """(x: (n,), y: out (n,)): y = GELU(x), its tanh form. y may be x."""
-        return build(gelu.gelu_tanh, read(1), write(1))
+        return build(rows.gelu_tanh, read(1), write(1))
 
     @cached_property
     def bias_gelu_tanh_slope(self) -> Kernel:
         """(x: (rows, n) in place, bias: (n,), slope: out (rows, n)): x = GELU(x + bias), and its slope."""
-        return build(gelu.bias_gelu_tanh_slope, write(2), read(1), write(2))
+        return build(rows.bias_gelu_tanh_slope, write(2), read(1), write(2))
 
     @cached_property
     def gelu_tanh_grad(self) -> Kernel:
         """(x: (n,), grad: (n,), out: (n,)): grad times GELU's derivative at x. out may be grad."""
-        return build(gelu.gelu_tanh_grad, read(1), read(1), write(1))
+        return build(rows.gelu_tanh_grad, read(1), read(1), write(1))
 
     # ---- long short-term memory; all arrays (n, features), gates (n, 4 features)
 
     @cached_property
     def lstm_step(self) -> Kernel:
         """(gates in place, product: like gates, c, new_c: out, new_h: out): a step, see `backend.kernels.recurrent`."""
-        return build(recurrent.lstm_step, write(2), read(2), read(2), write(2), write(2))
+        return build(rows.lstm_step, write(2), read(2), read(2), write(2), write(2))
 
     @cached_property
     def lstm_step_grad(self) -> Kernel:
         """(gates, slopes: out, like gates, h, grad, cell, last_c, to_c in place): its gradients."""
-        return build(recurrent.lstm_step_grad, read(2), write(2), *(read(2),) * 4, write(2))
+        return build(rows.lstm_step_grad, read(2), write(2), *(read(2),) * 4, write(2))
 
     # ---- images, (n, h, w, c)
 

@@ -23,10 +23,7 @@ from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
 
 C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
-
-
 IMAGE = (6, 5, 4)
-
 
 CONVOLUTIONS: list[dict[str, Any]] = [
     {"kernel": 3, "stride": 2, "padding": 1},
