@@ -25,7 +25,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.runner import StepReport
 from nnmpi.compose.worker import Worker
-from nnmpi.parallel.pipeline.executor import PassReport
+from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make

@@ -36,20 +36,41 @@ _FREE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _SIZE)
 _counting: ContextVar[AllocationCount | None] = ContextVar("nnmpi_counting", default=None)
 
 
+def counted_here() -> AllocationCount | None:
+    """Return the account of the block that counts here; None outside."""
+    return _counting.get()
+
+
+def count_in(count: AllocationCount | None) -> AllocationCount | None:
+    """Let what this thread makes be in an account, or in none, from now on; return the one before.
+
+    So what is no rank's, such as a simulated message's copy, is in nobody's account.
+    """
+    before = _counting.get()
+    if before is not count:
+        _counting.set(count)
+    return before
+
+
 class AllocationCount:
     """Bytes in arrays, counted from the beginning.
 
     Attributes:
         used: now; arrays from before the beginning that have gone since are not in it.
-        peak: the most there were since the beginning, or since `reset_peak`.
+        peak: the most there were since the last `reset_peak`.
     """
 
     def __init__(self) -> None:
-        self.used = self.peak = 0
+        self.used = self.peak = self._before = 0
+
+    @property
+    def most(self) -> int:
+        """The most there were since the beginning."""
+        return max(self.peak, self._before)
 
     def reset_peak(self) -> None:
         """Look for the peak from now on."""
-        self.peak = self.used
+        self.peak, self._before = self.used, self.most
 
     def add(self, size: int) -> None:
         """Count an array in, or out."""
@@ -80,16 +101,13 @@ class _Owners:
 def counting(backend: Backend) -> Iterator[AllocationCount]:
     """Count the arrays of a backend that this thread makes in the block; one block at a time."""
     count = AllocationCount()
-    if backend.is_device:
-        with _hook(backend, count):
-            yield count
-        return
-    before, token = _use(_handler().capsule), _counting.set(count)
+    outside = count_in(count)
+    hook = _hook(backend, count) if backend.is_device else _numpy_hook()
     try:
-        yield count
+        with hook:
+            yield count
     finally:
-        _counting.reset(token)
-        _use(before)
+        count_in(outside)
 
 
 def _hook(backend: Backend, count: AllocationCount) -> Any:
@@ -165,6 +183,15 @@ class _Handler:
 @cache
 def _handler() -> _Handler:
     return _Handler()
+
+
+@contextmanager
+def _numpy_hook() -> Iterator[None]:
+    before = _use(_handler().capsule)
+    try:
+        yield
+    finally:
+        _use(before)
 
 
 def _use(capsule: Any) -> Any:

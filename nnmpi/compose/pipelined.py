@@ -48,7 +48,8 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pace import Pace
-from nnmpi.parallel.pipeline.executor import PassReport, Pipeline
+from nnmpi.parallel.pipeline.executor import Pipeline
+from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel

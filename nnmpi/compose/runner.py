@@ -42,7 +42,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.pipeline.executor import PassReport
+from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor

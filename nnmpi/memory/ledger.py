@@ -88,7 +88,7 @@ class MemoryLedger:
         before = self._held[ACTIVATIONS]  # what recordings keep
         with counting(self._backend) as count:
             yield
-        self.note({ACTIVATIONS: before + count.peak})
+        self.note({ACTIVATIONS: before + count.most})
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:

@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nnmpi.compose.layout import NEVER
 from nnmpi.parallel.pipeline.profile import LinkCost
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
 from nnmpi.planner.shapes import CutModel
+from nnmpi.planner.space import Candidate
+from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.partition import partition
+from nnmpi.schedule.schedule import Schedule
 from nnmpi.shard import split
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
@@ -117,11 +121,19 @@ class DescribedShapes:
         links: of the chain.
         bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
         split: how many links each stage has, for as many stages; others are cut by the links' operations.
+        recompute: whether each link keeps only what came in, and computes its forward again.
+        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
     """
 
     def __init__(
-        self, links: Sequence[DescribedLink], bytes_each: Mapping[str, int], split: Sequence[int] = ()
+        self,
+        links: Sequence[DescribedLink],
+        bytes_each: Mapping[str, int],
+        split: Sequence[int] = (),
+        recompute: bool = False,
+        partitioned: bool = False,
     ) -> None:
+        self._recompute, self._partitioned = recompute, partitioned
         self.links, self.bytes_each, self._split = links, bytes_each, tuple(split)
         self._parts: dict[tuple[int, int], CutModel] = {}
 
@@ -163,6 +175,41 @@ class DescribedShapes:
             self._parts[pp, virtual] = CutModel(cuts, (), tuple(range(pp)), 0)
         return self._parts[pp, virtual]
 
+    def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
+        """Return each rank's activations: what its stages keep of microbatches under way, and a backward's peak."""
+        again, share, links, most = self._recompute, one.tp * one.sp, self.links, rows[0]
+        if one.pp == 1:
+            inputs = sum(each.value_bytes for each in links) / (one.tp if self._partitioned else 1)
+            peak = max(each.kept_bytes for each in links)
+            kept = inputs + peak / one.tp if again else sum(each.kept_bytes for each in links) / one.tp
+            return [round(most * kept)]
+        part, schedule = self.part(one.tp, one.pp, one.virtual_stages), one.make()
+        found = []
+        for rank in range(one.pp):
+            own = {stage: part.cuts[stage] for stage in schedule.stages_of(rank)}
+            entering = {stage: links[cut.start - 1].value_bytes if cut.start else 0.0 for stage, cut in own.items()}
+            leaving = [links[cut.stop - 1].value_bytes for cut in own.values() if cut.stop < part.cuts[-1].stop]
+            inside = {s: sum(links[i].value_bytes if again else links[i].kept_bytes for i in own[s]) for s in own}
+            peak = max(links[i].kept_bytes if again else 0.0 for cut in own.values() for i in cut)
+            waiting = {stage: entering[stage] + inside[stage] for stage in own}
+            if one.recompute != NEVER:
+                waiting, peak = entering, peak + max(inside.values())
+            peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
+            found.append(round(most * (_most_kept(schedule, rank, waiting) + peak) / share))
+        return found
+
+
+def _most_kept(schedule: Schedule, rank: int, kept: Mapping[int, float]) -> float:
+    """Return the most bytes that wait for their backwards, of what each stage keeps of a microbatch."""
+    now = most = 0.0
+    for one in schedule.instructions(rank):
+        if one.kind is Kind.F:
+            now += kept[one.stage]
+        elif one.kind in (Kind.B, Kind.W):
+            now -= kept[one.stage]
+        most = max(most, now)
+    return most
+
 
 def grouped(links: Sequence[DescribedLink], count: int) -> list[DescribedLink]:
     """Return a chain of at most so many links, of neighbours taken together."""
@@ -180,7 +227,6 @@ def profile_of(
     shares: Sequence[Share],
     rows: Sequence[int],
     recompute: bool = False,
-    partitioned: bool = False,
     update_s: float = 0.0,
 ) -> Profile:
     """Return what `profile.measure` would find on a device of a stated speed.
@@ -190,12 +236,10 @@ def profile_of(
         flops_s: operations per second that the device sustains.
         shares: (tp, sp) to plan with.
         rows: to tell it for.
-        recompute: whether each link keeps only what came in, and computes its forward again.
-        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
+        recompute: whether each link computes its forward again.
         update_s: of the update of all parameters by one rank.
     """
     times = 1 + BACKWARD + recompute
-    peak = max(link.kept_bytes for link in links) if recompute else 0.0
 
     def link(number: int, one: DescribedLink, count: int) -> LinkCost:
         forward_s = count * one.flops / flops_s
@@ -205,19 +249,15 @@ def profile_of(
             round(one.parameters),
             forward_s,
             value_bytes=round(count * one.value_bytes),
-            kept_bytes=round(count * (one.value_bytes if recompute else one.kept_bytes)),
-            peak_bytes=round(count * one.kept_bytes) if recompute else 0,
             input_s=(times - 1) * forward_s / 2,
         )
 
     def step(tp: int, count: int) -> StepCost:
-        inputs = sum(each.value_bytes for each in links)
-        kept = inputs / (tp if partitioned else 1) + peak / tp if recompute else sum(e.kept_bytes for e in links) / tp
         inner = [each for each in links if each.parameters and each.value_bytes]
         # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
         said = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
         seconds = count * times * sum(each.flops for each in links) / flops_s / tp
-        return StepCost(seconds, update_s / tp, round(count * kept), said if tp > 1 else ())
+        return StepCost(seconds, update_s / tp, 0, said if tp > 1 else ())
 
     steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
     return Profile({}, steps, {count: tuple(link(i, each, count) for i, each in enumerate(links)) for count in rows})

@@ -13,8 +13,9 @@ Bounds: of a pipeline's stage s with M microbatches, whatever the order of its w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
@@ -30,8 +31,6 @@ from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate
 
 NUMBERS_BYTES = 24  # loss, right answers and targets, which all ranks add up in a step
@@ -47,7 +46,7 @@ class LayoutPrice:
         bubble_s: for how long that rank waits in its pipeline.
         exposed_s: messages with nothing to hide them.
         update_s: of the weights.
-        memory: bytes of the rank that has most, by the ledger's kinds.
+        find_memory: returns `memory`, which takes longer than the rest.
         split: how many links each stage has; empty without a pipeline.
     """
 
@@ -55,13 +54,18 @@ class LayoutPrice:
     bubble_s: float
     exposed_s: float
     update_s: float
-    memory: Mapping[str, int]
+    find_memory: Callable[[], Mapping[str, int]]
     split: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Of a step."""
         return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of the rank that has most, by the ledger's kinds."""
+        return self.find_memory()
 
     @property
     def bytes(self) -> int:
@@ -93,6 +97,9 @@ class PlannedShapes(Protocol):
     def part(self, tp: int, pp: int, virtual: int) -> CutModel:
         """Return where the chain is cut."""
 
+    def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
+        """Return the activations of each of a pipeline's ranks, for so many rows in its microbatches."""
+
 
 class Pricer:
     """Prices layouts of one workload on one machine.
@@ -119,17 +126,22 @@ class Pricer:
         """Return the bytes of the rank that has most, by kind; see `everyones_memory`."""
         return max(self.everyones_memory(one), key=lambda kinds: sum(kinds.values()))
 
-    def everyones_memory(self, one: Candidate) -> list[dict[str, int]]:
-        """Return the bytes of each of a pipeline's ranks, by kind. State is exact, as activations of whole models are.
+    def bytes(self, one: Candidate) -> int:
+        """Return those of all kinds together."""
+        return sum(self.memory(one).values())
 
-        Those of a pipeline are what its links were measured to keep, times the microbatches on their way.
-        """
+    def least_bytes(self, one: Candidate) -> int:
+        """Return what the rank with most of it has besides activations, which take longer to tell."""
+        return max(sum(kinds.values()) for kinds in self.everyones_memory(one, [0] * one.pp))
+
+    def everyones_memory(self, one: Candidate, activations: Sequence[int] = ()) -> list[dict[str, int]]:
+        """Return the bytes of each of a pipeline's ranks, by kind; activations as given, if they are."""
         once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
         states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
-        rows = -(-self.workload.batch_size // one.dp)
+        activations = activations or self.shapes.activations(one, one.rows(self.workload.batch_size))
         if one.pp == 1:
-            return [self._held(one, states[0], self.profile.activations((one.tp, one.sp), rows))]
-        sorts, activations = self.shapes.part(one.tp, one.pp, one.virtual_stages).sorts, self._pipeline_activations(one)
+            return [self._held(one, states[0], activations[0])]
+        sorts = self.shapes.part(one.tp, one.pp, one.virtual_stages).sorts
         return [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> dict[str, int]:
@@ -144,26 +156,8 @@ class Pricer:
             STATE: state.optimizer // shares,
             ACTIVATIONS: activations,
             COMMUNICATION: communication,
-            BATCHES: -(-self.workload.batch_size // one.dp) * self.workload.row_bytes // one.sp,
+            BATCHES: sum(one.rows(self.workload.batch_size)) * self.workload.row_bytes // one.sp,
         }
-
-    def _pipeline_activations(self, one: Candidate) -> list[int]:
-        """Return each rank's activations: what its stages keep of microbatches on their way, and a backward's peak."""
-        part, rows = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._rows(one)
-        schedule, share = make(one.schedule, one.pp, one.microbatches, one.virtual_stages), one.tp * one.sp
-        found = []
-        for rank in range(one.pp):
-            own = {stage: part.cuts[stage] for stage in schedule.stages_of(rank)}
-            entering = {stage: self._entering(cut.start, rows) if cut.start else 0.0 for stage, cut in own.items()}
-            leaving = [self._entering(cut.stop, rows) for cut in own.values() if cut.stop < part.cuts[-1].stop]
-            inside = {stage: sum(self.profile.link(i, rows, "kept_bytes") for i in cut) for stage, cut in own.items()}
-            peak = max(self.profile.link(i, rows, "peak_bytes") for cut in own.values() for i in cut)
-            kept = {stage: entering[stage] + inside[stage] for stage in own}
-            if one.recompute != NEVER:
-                kept, peak = entering, peak + max(inside.values())
-            peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
-            found.append(round((_most_kept(schedule, rank, kept) + peak) / share))
-        return found
 
     # ---- seconds ----
 
@@ -176,13 +170,17 @@ class Pricer:
         seconds, busy_s = self._pass(one, simulated=True)
         cuts = self.shapes.part(one.tp, one.pp, one.virtual_stages).cuts if one.pp > 1 else ()
         return LayoutPrice(
-            busy_s, seconds - busy_s, self._exposed(one), self._update_s(one), self.memory(one), tuple(map(len, cuts))
+            busy_s,
+            seconds - busy_s,
+            self._exposed(one),
+            self._update_s(one),
+            partial(self.memory, one),
+            tuple(map(len, cuts)),
         )
 
     def _rows(self, one: Candidate) -> int:
         """Return the most rows of a microbatch on one replica."""
-        whole = -(-self.workload.batch_size // one.microbatches)
-        return -(-whole // one.dp)
+        return one.rows(self.workload.batch_size)[0]
 
     def _pass(self, one: Candidate, simulated: bool) -> tuple[float, float]:
         """Return the seconds of a pass, or a bound of them, and for how long its longest rank computes."""
@@ -203,7 +201,7 @@ class Pricer:
         Ranks that wait leave the others more of the caches and the memory: each is the slower the longer the others
         compute, which is known when it was simulated; twice is near enough.
         """
-        schedule = add_transfers(make(one.schedule, one.pp, one.microbatches, one.virtual_stages))
+        schedule = add_transfers(one.make())
         found, most = simulate(schedule, costs), self.profile.contention
         if most == 1.0 or not self.network.on_one_node:
             return found.makespan_s, max(found.busy_s)
@@ -353,18 +351,6 @@ class Pricer:
         """Return the ranks of the first pipeline."""
         mesh = self._mesh(one)
         return [mesh.rank_at(0, p, 0) for p in range(one.pp)]
-
-
-def _most_kept(schedule: Schedule, rank: int, kept: Mapping[int, float]) -> float:
-    """Return the most bytes that wait for their backwards, of what each stage keeps of a microbatch."""
-    now = most = 0.0
-    for one in schedule.instructions(rank):
-        if one.kind is Kind.F:
-            now += kept[one.stage]
-        elif one.kind in (Kind.B, Kind.W):
-            now -= kept[one.stage]
-        most = max(most, now)
-    return most
 
 
 def _scaled(costs: InstructionCosts, factor: float) -> InstructionCosts:

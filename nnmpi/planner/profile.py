@@ -46,7 +46,7 @@ from nnmpi.reading import read_json
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 4
+FORMAT = 5
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -133,10 +133,6 @@ class Profile:
     def seconds(self, share: Share, rows: int) -> float:
         """Return a step's seconds for any number of rows, on straight lines between what was measured."""
         return between({r: cost.seconds for r, cost in self.steps[share].items()}, rows)
-
-    def activations(self, share: Share, rows: int) -> int:
-        """Return a step's activations, likewise; to the byte where the rows were measured."""
-        return round(between({r: cost.activations for r, cost in self.steps[share].items()}, rows))
 
     def update_s(self, share: Share = (1, 1)) -> float:
         """Return the seconds of an update of all that a rank of this share has."""
@@ -313,25 +309,8 @@ def _measure_step(
 ) -> StepCost:
     """Return what a step of one replica takes on the ranks of a group."""
     tp, sp = share
-    model, where = workload.build(), None
-    if group.size > 1 or zero:
-        sample = workload.samples.rows(np.arange(rows), workload.dtype)
-        layout = Layout(1, 1, tp, sp=sp, zero=zero, unit_bytes=workload.unit_bytes if zero else None)
-        where = arrange(model, group, layout, sample, workload.dtype, backend)
-        model = where.model
-    storage = FlatStorage if where is None else where.storage
-    model.initialize(seed=workload.seed, dtype=workload.dtype, backend=backend, storage=storage)
-    worker = Worker(
-        model,
-        workload.optimizer(model.storage),
-        group,
-        **workload.losses(where),
-        exchange=GradientExchange(fused_update=False),
-        numerics=Numerics(workload.precision, workload.clip),
-        seed=workload.seed,
-        backend=backend,
-        arrangement=where,
-    )
+    layout = Layout(1, 1, tp, sp=sp, zero=zero, unit_bytes=workload.unit_bytes if zero else None)
+    worker = ready_worker(workload, group, layout if group.size > 1 or zero else None, rows, backend)
     batch = next(iter(Loader(workload.samples, rows, shuffle=False, dtype=workload.dtype, workers=0).epoch(0)))
     worker.step(batch)
     worker.step(batch)  # the ledger measures the second one
@@ -345,6 +324,34 @@ def _measure_step(
     worker.release()
     exchanges = tuple((what, size, count) for (what, size), count in said.items())
     return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges)
+
+
+def ready_worker(workload: Workload, group: Group, layout: Layout | None, rows: int, backend: Backend) -> Worker:
+    """Return what trains a workload in a layout, None for one rank, on the ranks of a group. Collective.
+
+    Args:
+        workload, group, layout: as said.
+        rows: of what is passed through the model once, to look at it.
+        backend: where this rank computes.
+    """
+    model, where = workload.build(), None
+    if layout is not None:
+        sample = workload.samples.rows(np.arange(rows), workload.dtype)
+        where = arrange(model, group, layout, sample, workload.dtype, backend)
+        model = where.model
+    storage = FlatStorage if where is None else where.storage
+    model.initialize(seed=workload.seed, dtype=workload.dtype, backend=backend, storage=storage)
+    return Worker(
+        model,
+        workload.optimizer(model.storage),
+        group,
+        **workload.losses(where),
+        exchange=GradientExchange(fused_update=False),
+        numerics=Numerics(workload.precision, workload.clip),
+        seed=workload.seed,
+        backend=backend,
+        arrangement=where,
+    )
 
 
 def _usual_s(group: Group, call: Callable[[], Any]) -> float:

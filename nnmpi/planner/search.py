@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from nnmpi import clock
 from nnmpi.errors import LayoutError
@@ -15,6 +16,7 @@ from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.space import Candidate, Refusals, candidates
 
 KEPT = 10
+LOOKED_AT = 10  # layouts, when none fits
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def search(
     bound: Callable[[Candidate], float],
     price: Callable[[Candidate], LayoutPrice],
     kept: int = KEPT,
+    fits: Callable[[Candidate], bool] = lambda _: True,
 ) -> tuple[list[PlannedLayout], int]:
     """Return the layouts of the least seconds, and how many had to be priced.
 
@@ -57,6 +60,7 @@ def search(
         bound: seconds that the price is not below.
         price: what a layout takes.
         kept: how many are wanted.
+        fits: whether one may be taken; asked of those that may be among the best, as it takes longer than a bound.
     """
     order = sorted(((bound(one), one) for one in layouts), key=lambda pair: (pair[0], pair[1]))
     best: list[PlannedLayout] = []
@@ -64,11 +68,13 @@ def search(
     for least_s, one in order:
         if len(best) == kept and least_s > best[-1].price.seconds:
             break
+        if not fits(one):
+            continue
         priced += 1
         best.append(PlannedLayout(one, price(one)))
-        best.sort(key=lambda each: (each.price.seconds, each.price.bytes, each.candidate))
+        best.sort(key=lambda each: (each.price.seconds, each.candidate))
         del best[kept:]
-    return best, priced
+    return sorted(best, key=lambda each: (each.price.seconds, each.price.bytes, each.candidate)), priced
 
 
 def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> LayoutSearch:
@@ -97,16 +103,29 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
     if not found:
         reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
         raise LayoutError(f"{network.ranks} ranks can have no layout of this model ({reasons}); give other ranks")
-    fitting = found
-    if limit_bytes is not None:
-        needs = {one: sum(pricer.memory(one).values()) for one in found}
-        fitting = [one for one in found if needs[one] <= limit_bytes]
-        refused[f"more than {limit_bytes} bytes on a rank"] += len(found) - len(fitting)
-        if not fitting:
-            least = min(found, key=lambda one: needs[one])
-            raise LayoutError(
-                f"no layout of {network.ranks} ranks fits {limit_bytes} bytes on each; {least} comes nearest with "
-                f"{needs[least]}: give that much, more ranks or a smaller batch"
-            )
-    best, priced = search(fitting, pricer.bound, pricer.price, kept)
+    left_out = 0
+
+    def fits(one: Candidate) -> bool:
+        nonlocal left_out
+        room = limit_bytes is None or (pricer.least_bytes(one) <= limit_bytes and pricer.bytes(one) <= limit_bytes)
+        left_out += not room
+        return room
+
+    best, priced = search(found, pricer.bound, pricer.price, kept, fits)
+    if not best:
+        least, needs = _nearest(found, pricer)
+        raise LayoutError(
+            f"no layout of {network.ranks} ranks fits {limit_bytes} bytes on each; {least} would with "
+            f"{needs}: give that much, more ranks or a smaller batch"
+        )
+    if left_out:
+        refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = left_out
     return LayoutSearch(tuple(best), refused, len(found), priced, clock.now() - begin)
+
+
+def _nearest(layouts: Iterable[Candidate], pricer: Pricer) -> tuple[Candidate, int]:
+    """Return the layout that needs the fewest bytes of those with the least besides activations, and how many."""
+    least = nsmallest(LOOKED_AT, layouts, key=lambda each: (pricer.least_bytes(each), each))
+    needs = {each: pricer.bytes(each) for each in least}
+    best = min(least, key=needs.__getitem__)
+    return best, needs[best]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,10 @@ from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
-from nnmpi.planner.profile import Profile, Workload
+from nnmpi.planner.activations import StageBytes, measure_stages, measure_whole, most_bytes
+from nnmpi.planner.profile import LONGEST_S, Profile, Workload, between
+from nnmpi.planner.space import Candidate
+from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 
 
@@ -44,6 +49,7 @@ class ModelShapes:
         self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
         self._parts: dict[tuple[int, int, int], CutModel] = {}
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
+        self._bytes: dict[tuple[Any, ...], Any] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
         """Return what the rank with most of it holds; see `states`."""
@@ -99,3 +105,47 @@ class ModelShapes:
             tied = sum(sizes[number] for number, count in times.items() if count > 1)
             self._parts[key] = CutModel(cuts, parts, sorts, tied * np.dtype(self.workload.dtype).itemsize)
         return self._parts[key]
+
+    def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
+        """Return the activations of each of a pipeline's ranks; one number of ranks without one.
+
+        They are exact, unless a microbatch takes so long that it is told from those of fewer rows.
+
+        Args:
+            one: the layout.
+            rows: of each microbatch on a replica.
+        """
+        known = sorted(self.profile.steps[1, 1])
+        most = max([r for r in known if self.profile.seconds((1, 1), r) <= LONGEST_S], default=known[0])
+        if max(rows) <= most:
+            return self._activations(one, rows)
+        few = [self._activations(one, [r] * len(rows)) for r in (max(most // 2, 1), most)]
+        places = zip(*few, strict=True)
+        return [round(between({max(most // 2, 1): low, most: high}, max(rows))) for low, high in places]
+
+    def _activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
+        share = one.tp, one.sp
+        if one.pp == 1:
+            measured = self.profile.steps[share].get(rows[0])
+            return [self._whole(share, rows[0]) if measured is None else measured.activations]
+        schedule = lower(one.make())
+
+        recomputes = [one.layout().recomputes(number, len(rows)) for number in range(len(rows))]
+        stages = [self._stages(one, *each) for each in zip(rows, recomputes, strict=True)]
+        everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
+        return [max(most_bytes(schedule, rank, each) for each in everyones) for rank in range(one.pp)]
+
+    def _whole(self, share: tuple[int, int], rows: int) -> int:
+        if (share, rows) not in self._bytes:
+            self._bytes[share, rows] = measure_whole(self.workload, share, rows, self._backend)
+        found: int = self._bytes[share, rows]
+        return found
+
+    def _stages(self, one: Candidate, rows: int, again: bool) -> tuple[StageBytes, ...]:
+        share, halves = (one.tp, one.sp), one.schedule == "zero-bubble"
+        key = (share, one.pp * one.virtual_stages, rows, again, halves)
+        if key not in self._bytes:
+            cuts = self.part(one.tp, one.pp, one.virtual_stages).cuts
+            self._bytes[key] = measure_stages(self.workload, cuts, share, rows, again, halves, self._backend)
+        found: tuple[StageBytes, ...] = self._bytes[key]
+        return found

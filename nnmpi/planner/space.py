@@ -18,6 +18,9 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, HIERARCHICAL, NATIV
 from nnmpi.compose.layout import ALWAYS, EXCEPT_LAST, NEVER, Layout
 from nnmpi.errors import UsageError
 from nnmpi.parallel.zero.units import STAGES
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.shard import split
 
 PIPELINES = (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
 MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
@@ -58,6 +61,14 @@ class Candidate:
     def replicas(self) -> int:
         """Ranks that have the same parameters, and sum their gradients."""
         return self.dp * self.sp
+
+    def make(self) -> Schedule:
+        """Return the schedule of its pipeline, of computation only."""
+        return make(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+
+    def rows(self, batch_size: int) -> list[int]:
+        """Return how many rows each microbatch of a batch has on the replica that has most."""
+        return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
 
     @property
     def has_whole_model(self) -> bool:

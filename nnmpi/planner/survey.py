@@ -23,7 +23,7 @@ from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PA
 from nnmpi.planner.described import DescribedLink, DescribedShapes, grouped, links_of, profile_of
 from nnmpi.planner.machine import BYTES_PER_GBIT, PlannedNetwork
 from nnmpi.planner.price import LayoutPrice, Pricer
-from nnmpi.planner.search import PlannedLayout
+from nnmpi.planner.search import PlannedLayout, search
 from nnmpi.planner.space import Candidate, candidates
 
 WIDTH = 100
@@ -86,7 +86,6 @@ class SurveyedSystem:
             [(tp, 1) for tp in shares],
             [1, told["batch"]],
             told["recompute"],
-            told.get("partitioned", False),
             state / (told["device"]["memory_gbyte_s"] * 1e9),
         )
         sample = told["model"].get("sample") or [told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2]
@@ -94,7 +93,8 @@ class SurveyedSystem:
         for length in sample:
             row_bytes *= length
         batch = SurveyBatch(told["batch"], row_bytes)
-        return Pricer(batch, profile, self.network, DescribedShapes(links, told["bytes"], split))
+        shapes = DescribedShapes(links, told["bytes"], split, told["recompute"], told.get("partitioned", False))
+        return Pricer(batch, profile, self.network, shapes)
 
     def own(self) -> tuple[LayoutPrice, int]:
         """Return what its own strategy takes, and the bytes of all devices together."""
@@ -124,7 +124,10 @@ class SurveyedSystem:
         memory = {**price.memory, STATE: 0}
         memory |= {kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}
         return replace(
-            price, memory=memory, exposed_s=price.exposed_s + max(0.0, moved_s - price.computing_s), update_s=0.0
+            price,
+            find_memory=lambda: memory,
+            exposed_s=price.exposed_s + max(0.0, moved_s - price.computing_s),
+            update_s=0.0,
         )
 
     def _replicated(self, replicas: int, links: int) -> tuple[LayoutPrice, int]:
@@ -151,7 +154,7 @@ class SurveyedSystem:
         busy_s, sums_s = times[slow]
         most = max(memories, key=lambda kinds: sum(kinds.values()))
         total = replicas * sum(memories[0].values()) + sum(memories[1].values())
-        return LayoutPrice(busy_s, 0.0, sums_s, 0.0, most), total
+        return LayoutPrice(busy_s, 0.0, sums_s, 0.0, lambda: most), total
 
     def choose(self) -> PlannedLayout | None:
         """Return the layout of nnmpi that takes the least time on the same machine; None where none fits.
@@ -169,15 +172,14 @@ class SurveyedSystem:
         pricer = self.pricer(links, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
         several = 1 < self.told["per_node"] < total
         found, _ = candidates(total, self.told["batch"], list(pricer.profile.steps), len(links), False, several, False)
-        # What fits is asked only of those that may be the best: it takes longer than a bound.
-        best: PlannedLayout | None = None
-        for least_s, one in sorted((pricer.bound(one), one) for one in found):
-            if best is not None and least_s >= best.price.seconds:
-                break
-            if sum(pricer.memory(one).values()) <= self.limit_bytes:
-                price = pricer.price(one)
-                best = best if best is not None and best.price.seconds <= price.seconds else PlannedLayout(one, price)
-        return best
+        best, _ = search(
+            found,
+            pricer.bound,
+            pricer.price,
+            1,
+            lambda one: pricer.bytes(one) <= self.limit_bytes,
+        )
+        return best[0] if best else None
 
 
 @dataclass(frozen=True)

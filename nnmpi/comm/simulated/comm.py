@@ -432,6 +432,7 @@ class SimulatedComm:
     def _finish(self, call: CollectiveCall, combine: Callable[[list[Any]], None], end_s: float) -> None:
         """Write a collective's results and complete it; if the seed decides, on each rank by itself."""
         combine([call.brought[rank] for rank in range(self.size)])
+        call.brought.clear()  # nor is what was brought kept by who knows the call
         for request in call.requests.values():
             if self._scheduler.by_time:
                 self._board.complete(request, end_s)

@@ -113,6 +113,7 @@ class OpenRequests:
                 f"rank {request.owner.number} changed an array while its {request.what} read it "
                 f"({describe_lines(request.lines)}); wait for the request before the array is written"
             )
+        request.memory = None  # whoever still knows the request does not keep the array
 
     def left(self) -> Iterable[SimulatedRequest]:
         """Return what was never waited for."""

@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import dtype_named
 from nnmpi.backend.record import Backend
 from nnmpi.comm.device.copies import from_host, room_for, to_hosts
-from nnmpi.comm.point_to_point import Messages, ReceiveRequest
+from nnmpi.comm.point_to_point import Messages, ReceiveRequest, SendRequest
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
@@ -155,6 +155,7 @@ class StageBoundary:
         self.stage = stage
         self._header_tag, self._forward_tag, self._backward_tag = (3 * stage + i for i in range(3))
         self._agreed: dict[InputKey, Signature] = {}
+        self._leaving: dict[int, list[tuple[SendRequest, Array]]] = {}  # by tag
 
     def is_agreed(self, key: InputKey) -> bool:
         """Whether this end knows what crosses for such an input."""
@@ -162,8 +163,13 @@ class StageBoundary:
 
     # ---- forward ----
 
-    def send(self, key: InputKey, values: BoundaryArrays) -> int:
-        """Send a microbatch's activation; return the bytes.
+    def send(self, key: InputKey, values: BoundaryArrays, waits: bool = False) -> list[Array]:
+        """Send a microbatch's activation; return what is sent.
+
+        Args:
+            key: of its input.
+            values: the activation.
+            waits: whether the one before it must have left first; it is kept until then, and else as long as it takes.
 
         Raises:
             ShapeError: when it does not look like those before it of the same input shape.
@@ -184,7 +190,7 @@ class StageBoundary:
                 "agreed with the next stage; what crosses must depend on the input's shape alone: cut the model "
                 "elsewhere, or pad"
             )
-        return self._send(values.arrays, self._forward_tag)
+        return self._send(values.arrays, self._forward_tag, waits)
 
     def expect(self, key: InputKey) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's activation as early as possible; calling the result waits for it.
@@ -212,9 +218,9 @@ class StageBoundary:
 
     # ---- backward ----
 
-    def send_back(self, grads: Sequence[Array]) -> int:
-        """Send the gradients of what needs some; return the bytes."""
-        return self._send(grads, self._backward_tag)
+    def send_back(self, grads: Sequence[Array], waits: bool = False) -> list[Array]:
+        """Send the gradients of what needs some, likewise."""
+        return self._send(grads, self._backward_tag, waits)
 
     def expect_back(self, key: InputKey) -> Callable[[], list[Array]]:
         """Post the receive of a microbatch's gradients, whose activation was sent; calling the result waits."""
@@ -222,12 +228,19 @@ class StageBoundary:
         arrivals = [self._messages.receive(buffer, self._peer, self._backward_tag) for buffer in buffers]
         return lambda: [from_host(arrival.wait(), self._backend.xp) for arrival in arrivals]
 
-    def _send(self, arrays: Sequence[Array], tag: int) -> int:
-        sent = 0
-        for host in to_hosts(arrays):  # waits until a device has computed and copied them
-            self._messages.send(host, self._peer, tag)
-            sent += host.nbytes
-        return sent
+    def let_go(self) -> None:
+        """Forget what has left."""
+        self._leaving.clear()
+
+    def _send(self, arrays: Sequence[Array], tag: int, waits: bool) -> list[Array]:
+        hosts = to_hosts(arrays)  # waits until a device has computed and copied them
+        sent = [(self._messages.send(host, self._peer, tag), host) for host in hosts]
+        if waits:
+            before, self._leaving[tag] = self._leaving.get(tag, ()), sent
+            for request, _ in before:
+                request.wait()
+            self._messages.progress()  # which lets go of them, too
+        return hosts
 
 
 def _look(signature: Signature) -> str:

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from nnmpi import clock, timeline
+from nnmpi.backend.allocations import AllocationCount, counted_here
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
+from nnmpi.parallel.pipeline.passed import InstructionBytes, PassReport
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
@@ -53,33 +56,6 @@ class GradientSink(Protocol):
 
     def step(self, stage: int, microbatch: int | None) -> None:
         """Update a stage's parameters; called only where the schedule updates after every microbatch."""
-
-
-@dataclass
-class PassReport:
-    """What one pass through the pipeline was on this rank.
-
-    Attributes:
-        microbatches: how many went through.
-        samples: what was computed, and how many seconds each took.
-        compute_s: seconds in which it computed.
-        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that take their time.
-        transfer_s: seconds in which it sent, or waited for its last messages to leave.
-        sent_bytes: bytes of activations and gradients that it sent.
-        messages: how many arrays that were.
-        peak_live: the most microbatches whose activations it held at once.
-        total_s: from the first instruction to the last.
-    """
-
-    microbatches: int = 0
-    samples: list[tuple[Instruction, float]] = field(default_factory=list)
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    transfer_s: float = 0.0
-    sent_bytes: int = 0
-    messages: int = 0
-    peak_live: int = 0
-    total_s: float = 0.0
 
 
 class Pipeline:
@@ -197,7 +173,13 @@ class _Pass:
         self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._coming: dict[tuple[Kind, int], deque[int]] = {}
         self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
-        self._report = PassReport(len(inputs))
+        self._count, self._sent, self._on_device = counted_here(), (0, 0, 0), pipeline.backend.is_device
+        # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
+        ends = [boundaries[stage] for stage in boundaries]
+        self._waits = all(end.is_agreed(key) for end in ends for key in self._keys)
+        self._report = PassReport(
+            len(inputs), count=self._count, begin_bytes=0 if self._count is None else self._count.used
+        )
         self._timeline = timeline.current()
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
@@ -226,11 +208,15 @@ class _Pass:
             self._post_next(kind, stage)
         for item in self._program:
             for one in parts(item):
-                self._do(one)
+                self._do(one) if self._count is None else self._do_counted(one, self._count)
             self._messages.progress()
             self._sink.progress()
         waited = clock.now()
         self._messages.drain()
+        for boundary in self._boundaries.values():
+            boundary.let_go()
+        if self._count is not None:
+            self._count.reset_peak()
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
@@ -259,6 +245,13 @@ class _Pass:
             report.transfer_s += end - begin
         if one.kind not in RECEIVES and (one.kind is not Kind.STEP or one.microbatch is not None):
             self._show(one, begin, end)
+
+    def _do_counted(self, one: Instruction, count: AllocationCount) -> None:
+        """Do the same, and note what it does to memory."""
+        before, self._sent = count.used, (0, 0, 0)
+        count.reset_peak()
+        self._do(one)
+        self._report.bytes[one] = InstructionBytes(count.used - before, count.peak - before, *self._sent)
 
     def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
         if self._timeline is not None:
@@ -309,13 +302,20 @@ class _Pass:
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
         values = self._results.pop((stage, microbatch))
-        self._report.sent_bytes += self._boundaries[stage].send(self._keys[microbatch], values)
-        self._report.messages += len(values.arrays)
+        sent = self._boundaries[stage].send(self._keys[microbatch], values, self._waits)
+        self._note_sent(sent, self._stages[stage].holds(microbatch))
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         grads = self._input_grads.pop((stage, microbatch))
-        self._report.sent_bytes += self._boundaries[stage - 1].send_back(grads)
-        self._report.messages += len(grads)
+        self._note_sent(self._boundaries[stage - 1].send_back(grads, self._waits))
+
+    def _note_sent(self, sent: Sequence[Array], kept: Sequence[Array] = ()) -> None:
+        report, nbytes = self._report, sum(array.nbytes for array in sent)
+        report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
+        if self._count is not None and not self._on_device:  # a device's arrays have gone when their copies are sent
+            held = {each.ctypes.data: each for each in sent}.values()  # what is kept beside itself is sent twice
+            alone = [each for each in held if not any(np.may_share_memory(each, other) for other in kept)]
+            self._sent = nbytes, sum(each.nbytes for each in held), sum(each.nbytes for each in alone)
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         self._receive(Kind.RECV_ACT, stage, microbatch)

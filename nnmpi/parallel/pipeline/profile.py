@@ -1,4 +1,4 @@
-"""Measures what each link of a chain costs: its time forward and backward, its parameters, and bytes.
+"""Measures what each link of a chain costs: its time forward and backward, its parameters, and what it hands on.
 
 Only one link has values at a time, so that a model can be measured that does not fit into memory.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnmpi import clock
-from nnmpi.backend.allocations import counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.nn.chain import ChainLink, Kept, ModelPart
@@ -35,8 +34,6 @@ class LinkCost:
         elements: of its parameters on this rank.
         forward_s: of the forward alone.
         value_bytes: of all that goes over a cut behind it: its result, and values that later links take.
-        kept_bytes: that are there more after the forward than before it: the result, and what waits for the backward.
-        peak_bytes: the most that the backward takes beyond that.
         input_s: of the first half of a backward in halves, which gives the gradient of what came in.
     """
 
@@ -45,8 +42,6 @@ class LinkCost:
     elements: int
     forward_s: float = 0.0
     value_bytes: int = 0
-    kept_bytes: int = 0
-    peak_bytes: int = 0
     input_s: float = 0.0
 
     @property
@@ -75,13 +70,11 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
         part.initialize(dtype=dtype, backend=backend)
         one = _Measured(link, value, kept, backend)
         one.time()
-        value_bytes, kept_bytes, peak_bytes = one.count()
         value, kept = one.after
+        value_bytes = sum(tensor.data.nbytes for tensor in pack(value, kept, 0)[0])
         parameters = part.parameters()
         elements = sum(parameter.size for parameter in parameters)
-        costs.append(
-            LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, kept_bytes, peak_bytes, one.input_s)
-        )
+        costs.append(LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, one.input_s))
         for parameter in parameters:
             del parameter.data
             parameter.grad = parameter.buffer = None
@@ -128,19 +121,6 @@ class _Measured:
             self._backend.synchronize()
             self.input_s = min(self.input_s, clock.now() - begin)
             rest.finish()
-
-    def count(self) -> tuple[int, int, int]:
-        """Return the bytes that `LinkCost` names: of the value, kept, and the backward's peak."""
-        self.after = self._value, self._kept  # the result of before is not to be counted as it goes
-        with counting(self._backend) as count:
-            result, around = self._forward()
-            kept_bytes = count.used
-            count.reset_peak()
-            self._backward(result, around)
-            peak_bytes = count.peak - kept_bytes
-        tensors, _ = pack(result, around, 0)
-        self.after = _map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()}
-        return sum(tensor.data.nbytes for tensor in tensors), max(kept_bytes, 0), max(peak_bytes, 0)
 
     def _forward(self) -> tuple[Any, Kept]:
         around = {name: _cut_off(each) for name, each in self._kept.items()}

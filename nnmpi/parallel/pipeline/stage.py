@@ -88,6 +88,11 @@ class Stage:
         """The number of microbatches whose activations are kept now."""
         return len(self._in_flight) + len(self._halves)
 
+    def holds(self, microbatch: int) -> list[Array]:
+        """Return the arrays at the stage's ends that a microbatch keeps between its forward and its backward."""
+        flight = self._in_flight.get(microbatch)
+        return [] if flight is None else [each.data for each in (*flight.leaves, *(flight.ends or ()))]
+
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's result for one microbatch.
 
@@ -127,7 +132,7 @@ class Stage:
             CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
-        return [_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
+        return [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a backward in halves."""
@@ -151,8 +156,10 @@ class Stage:
             return ends if shared is None else [shared(end, False) for end in ends], single
 
 
-def _grad(leaf: Tensor) -> Array:
-    if leaf.grad is None:  # nothing depends on it after all
+def _take_grad(leaf: Tensor) -> Array:
+    """Return a leaf's gradient, which operations that wait for their second half then keep no more."""
+    grad, leaf.grad = leaf.grad, None
+    if grad is None:  # nothing depends on it after all
         zeros: Array = namespace(leaf.data).zeros_like(leaf.data)
         return zeros
-    return leaf.grad
+    return grad

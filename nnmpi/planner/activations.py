@@ -1,0 +1,195 @@
+"""The activations of a pipeline's ranks, to the byte: what its stages' instructions do to memory, taken in any order.
+
+    two microbatches through the stages, each on a simulated rank    ->  bytes of F, B, I, W of each stage, and messages
+    these bytes in the order of a schedule's program, rank by rank   ->  the most at any moment
+
+    live   |    F0    F1    B0 ..          a receive is posted one ahead, into memory of its own; what was sent stays
+           |  ,----.,----.                 until the next message of its kind is sent
+           '--'    ''    '-----            (see `parallel.pipeline.executor`, which does both)
+
+The first backward of a stage writes its gradients, later ones add to them, which takes more: hence two microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nnmpi.backend.record import Backend
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.compose.layout import ALWAYS, NEVER, Layout
+from nnmpi.data.loader import Batch, Cut
+from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.parallel.pipeline.passed import InstructionBytes, PassReport
+from nnmpi.planner.profile import Workload, ready_worker
+from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
+from nnmpi.schedule.schedule import Schedule
+
+ENDS_FLIGHT = (Kind.B, Kind.I)  # after which a stage keeps nothing of a microbatch's ends
+_NOTHING = InstructionBytes(0, 0)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What the instructions of stages do to memory for microbatches of so many rows.
+
+    Attributes:
+        units: by kind, stage, and whether it is the stage's first one that adds gradients. Of a forward `sent` is what
+            goes to the next stage, and `alone` what of it nothing else keeps; of a backward likewise.
+        begin: what there is of two microbatches before the first one.
+        after: the most after the last one, on each stage's rank.
+    """
+
+    units: Mapping[tuple[Kind, int, bool], InstructionBytes]
+    begin: int
+    after: tuple[int, ...]
+
+
+def measure_stages(
+    workload: Workload,
+    cuts: Sequence[range],
+    share: tuple[int, int],
+    rows: int,
+    again: bool,
+    halves: bool,
+    backend: Backend,
+) -> tuple[StageBytes, ...]:
+    """Return what two microbatches do to the memory of stages, on each of the ranks that share their layers.
+
+    Args:
+        workload: the model and the data.
+        cuts: the links of each stage.
+        share: (tp, sp).
+        rows: of a microbatch.
+        again: whether stages compute their forward again.
+        halves: whether backwards are done in halves.
+        backend: where they are computed.
+    """
+    schedule, split, (tp, sp) = "zero-bubble" if halves else "gpipe", [len(cut) for cut in cuts], share
+    layout = Layout(1, len(cuts), tp, schedule, split=split, recompute=ALWAYS if again else NEVER, sp=sp)
+
+    def run(group: Group) -> tuple[tuple[int, ...], PassReport]:
+        worker, batch = ready_worker(workload, group, layout, rows, backend), _batch(workload, rows, 2)
+        for _ in range(2):
+            passed = worker.step(batch).passed
+        where = worker.arrangement
+        worker.release()
+        assert passed is not None and where is not None
+        return where.mesh.place[2:], passed
+
+    everyones: dict[tuple[int, ...], list[PassReport]] = {}
+    for place, passed in simulate(run, len(cuts) * tp * sp, cpu_factor=0.0):
+        everyones.setdefault(place, []).append(passed)
+    return tuple(map(_stage_bytes, everyones.values()))
+
+
+def _stage_bytes(passes: Sequence[PassReport]) -> StageBytes:
+    """Return what the stages' passes show."""
+    units: dict[tuple[Kind, int, bool], InstructionBytes] = {}
+    for passed in passes:
+        seen = Counter[tuple[Kind, int]]()
+        leaving: dict[int, tuple[int | None, InstructionBytes]] = {}
+        for one, taken in passed.bytes.items():
+            units[one.kind, one.stage, not seen[one.kind, one.stage]] = _by_itself(one, taken, leaving)
+            seen[one.kind, one.stage] += 1
+    after = tuple(0 if passed.count is None else passed.count.peak for passed in passes)
+    return StageBytes(units, max(passed.begin_bytes for passed in passes), after)
+
+
+def measure_whole(workload: Workload, share: tuple[int, int], rows: int, backend: Backend) -> int:
+    """Return the activations of a replica without a pipeline.
+
+    Args:
+        workload: the model and the data.
+        share: (tp, sp).
+        rows: of a step.
+        backend: where it is computed.
+    """
+    ranks = share[0] * share[1]
+
+    def run(group: Group) -> int:
+        layout = Layout(1, 1, share[0], sp=share[1]) if ranks > 1 else None
+        worker, batch = ready_worker(workload, group, layout, rows, backend), _batch(workload, rows, 1)
+        for _ in range(2):  # the ledger measures the second one
+            worker.step(batch)
+        worker.release()
+        return worker.ledger.report().peaks[ACTIVATIONS]
+
+    return max(simulate(run, ranks, cpu_factor=0.0))
+
+
+def _by_itself(
+    one: Instruction, taken: InstructionBytes, leaving: dict[int, tuple[int | None, InstructionBytes]]
+) -> InstructionBytes:
+    """Return what an instruction does where no message still keeps what it lets go of."""
+    if one.kind is Kind.SEND_ACT:
+        leaving[one.stage] = one.microbatch, taken
+    if one.kind in ENDS_FLIGHT and one.stage in leaving:
+        number, message = leaving[one.stage]
+        if number == one.microbatch:
+            return taken._replace(net=taken.net - message.held + message.alone)
+    return taken
+
+
+def _batch(workload: Workload, rows: int, count: int) -> Batch:
+    """Return a batch of some microbatches, of samples that may come twice."""
+    samples, indices = workload.samples, np.arange(count * rows) % len(workload.samples)
+    length = None if samples.lengths is None else int(samples.lengths[indices].max())
+    x, y = samples.rows(indices, workload.dtype, length), samples.labels(indices, length)
+    y = y.astype(workload.dtype, copy=False) if y.dtype.kind == "f" else y
+    cuts = tuple(Cut(i * rows, (i + 1) * rows, i * rows, i) for i in range(count))
+    counts = samples.targets
+    targets = () if counts is None else tuple(int(counts[indices[c.start : c.stop]].sum()) for c in cuts)
+    return Batch(x, y, indices, cuts, count * rows, 0, 0, count, targets=targets, length=length)
+
+
+def most_bytes(schedule: Schedule, rank: int, stages: Sequence[StageBytes]) -> int:
+    """Return the most bytes that a rank's activations take in a pass.
+
+    Args:
+        schedule: with messages, see `schedule.lower`.
+        rank: whose.
+        stages: what each microbatch does.
+    """
+    done, flying = set[tuple[Kind, int]](), set[tuple[int, int | None]]()
+    leaving: dict[tuple[Kind, int], tuple[int | None, InstructionBytes]] = {}
+    coming: dict[tuple[Kind, int], list[int]] = {}
+    for one in schedule.instructions(rank):
+        if one.kind in RECEIVES and one.microbatch is not None:
+            coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
+
+    def expect(kind: Kind, stage: int) -> int:
+        waiting = coming[kind, stage]
+        if not waiting:
+            return 0
+        number = waiting.pop(0)
+        sent = (Kind.SEND_ACT, stage - 1, False) if kind is Kind.RECV_ACT else (Kind.SEND_GRAD, stage + 1, False)
+        return stages[number].units[sent].sent
+
+    begin = sum(each.begin for each in stages) // 2
+    live = most = begin + sum(expect(*channel) for channel in coming)
+    for item in schedule.programs[rank]:
+        for one in parts(item):
+            if one.kind in RECEIVES:
+                live += expect(one.kind, one.stage)
+            elif one.microbatch is not None and one.kind in COMPUTE | SENDS:
+                place, flight = (one.kind, one.stage), (one.stage, one.microbatch)
+                taken = stages[one.microbatch].units[*place, place not in done or one.kind in SENDS]
+                done.add(place)
+                most, live = max(most, live + taken.peak), live + taken.net
+                if one.kind in SENDS:
+                    number, before = leaving.get(place, (None, _NOTHING))
+                    live -= before.alone if (one.stage, number) in flying else before.held
+                    leaving[place] = one.microbatch, taken
+                elif one.kind is Kind.F:
+                    flying.add(flight)
+                elif one.kind in ENDS_FLIGHT:
+                    flying.discard(flight)
+                    number, message = leaving.get((Kind.SEND_ACT, one.stage), (None, _NOTHING))
+                    live += message.held - message.alone if number == one.microbatch else 0
+            most = max(most, live)
+    return max(most, *(stages[0].after[stage] for stage in schedule.stages_of(rank)))
