@@ -50,7 +50,6 @@ def samples(name: str) -> Dataset:
         ("gpt", Candidate(pp=3, microbatches=6)),
         ("gpt", Candidate(pp=2, schedule="interleaved", virtual_stages=2, microbatches=4, recompute="always")),
         ("gpt", Candidate(dp=2, pp=2, microbatches=4, allreduce="ring")),
-        ("gpt", Candidate(pp=2, sp=2, microbatches=4)),
         ("lstm", Candidate(pp=2, schedule="zero-bubble", microbatches=4)),
         ("lstm", Candidate(pp=2, microbatches=4, recompute="except-last")),
         ("mlp", Candidate(pp=2, schedule="gpipe", microbatches=4)),
