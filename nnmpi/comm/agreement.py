@@ -270,6 +270,9 @@ def _have(ranks: Sequence[int]) -> str:
 UNTIMED_STEPS = 10  # between two checks where steps take no reproducible time
 
 
+SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a second from the first one to the end
+
+
 class PeriodicCheck:
     """Gathers a value of every rank about every `interval_s` seconds, at steps that are the same on all ranks.
 
@@ -279,7 +282,7 @@ class PeriodicCheck:
     Ranks that went by their own clocks would wait for one another at different steps.
     """
 
-    def __init__(self, group: Ranks, interval_s: float = 0.5) -> None:
+    def __init__(self, group: Ranks, interval_s: float = SIGNALS_S) -> None:
         self._group, self._interval_s = group, interval_s
         self._steps_left = 1
 

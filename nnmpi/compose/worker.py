@@ -204,7 +204,6 @@ def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParam
 
 
 _AS_IT_IS = nullcontext()
-SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a second from the first one to the end
 NUMBERS_BYTES = 3 * 8  # loss, right answers and targets, in float64
 
 
@@ -290,7 +289,7 @@ class Worker(Trainer):
         self._recorded_bytes = 0
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
-        self._signals = PeriodicCheck(group, SIGNALS_S)
+        self._signals = PeriodicCheck(group)
 
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where, losses = self.arrangement, (self.loss, self.evaluation_loss)

@@ -34,6 +34,7 @@ from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint_files import STATE_FILE, steps
 from nnmpi.train.folder import FAULTS_FILE, RunFolder
+from nnmpi.train.loop import STOPPING, catch, give_back
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -120,12 +121,11 @@ class Supervisor:
             GaveUp: when no start brings it on any more, or what is wrong is no fault, or a signal has ended it.
         """
         began_s, trained_s = time.monotonic(), self._trained_s()
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = catch(self._note)
         try:
             starts = self._go_through()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            give_back(before)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
@@ -165,7 +165,7 @@ class Supervisor:
         if outcome.status in (USAGE, EX_DATAERR) and not self._was_up():
             what = "command itself is" if outcome.status == USAGE else "data are"
             raise GaveUp(f"the {what} refused, so the run is not started again", outcome.status)
-        if outcome.status in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if outcome.status - 128 in STOPPING:
             name = signal.Signals(outcome.status - 128).name
             raise GaveUp(
                 f"the ranks were told to stop ({name}), so they are not started again; {again}", outcome.status

@@ -12,9 +12,10 @@ evaluation, checkpoint, stop.
 
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 from nnmpi import clock
 from nnmpi.comm.agreement import on_root
@@ -32,15 +33,18 @@ from nnmpi.train.run_state import RunState
 from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
 
+
+Handlers: TypeAlias = dict[int, Any]
+"""Who had a signal, by its number."""
 
 SAVING = 0.01  # the part of the time that checkpoints may take by default
 
 
 class StopSignals:
-    """Catches SIGTERM and SIGINT while it is entered, and SIGCONT.
+    """Catches SIGTERM, SIGINT and SIGHUP while it is entered, and SIGCONT.
 
     Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a second, and SIGKILL
     after another one. So a rank that is woken up asks for a checkpoint, and the run goes on.
@@ -54,13 +58,13 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._noted: int = 0
-        self._before: dict[int, signal._HANDLER] = {}
+        self._before: Handlers = {}
         self._caught_by: StopSignals = self
 
     def __enter__(self) -> Self:
         """Catch the signals from now on."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (*STOPPING, signal.SIGCONT)}
+            self._before = catch(self._note, signal.SIGCONT)
             StopSignals._main = self
         else:
             self._caught_by = StopSignals._main or self
@@ -70,8 +74,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give the signals back to those who had them."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        give_back(self._before)
         if StopSignals._main is self:
             StopSignals._main = None
 
@@ -88,6 +91,22 @@ class StopSignals:
         if number == signal.SIGINT and self._noted == signal.SIGINT:
             raise KeyboardInterrupt
         self._noted = number if number != signal.SIGCONT else self._noted or WOKEN
+
+
+def catch(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers:
+    """Give these signals, and those that end a run, to a function, and return who had them before.
+
+    SIGHUP, which a terminal sends that is closed, stays ignored where it is: nohup has asked for that.
+    """
+    hangs_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in (*STOPPING, *more) if number != signal.SIGHUP or not hangs_on]
+    return {number: signal.signal(number, note) for number in numbers}
+
+
+def give_back(before: Handlers) -> None:
+    """Give the signals back to those who had them; a handler of C, as Open MPI's for SIGHUP, cannot be set again."""
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Stopped(NnmpiError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
+from nnmpi.train.loop import StopSignals
 from tests.harness.slow import once_more
 from tests.train.jobs import train
 
@@ -166,6 +168,21 @@ def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Pa
     step = re.search(rf"stopped by {number.name} after step (\d+); go on with", said)
     assert step and job.returncode == 128 + number, said
     assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
+
+
+def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup() -> None:
+    noted = []
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGHUP, handler)
+            with StopSignals() as caught:
+                os.kill(os.getpid(), signal.SIGHUP)
+                noted.append(caught.noted())
+            assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert noted == [signal.SIGHUP, 0]
 
 
 def test_ranks_of_one_process_share_what_is_only_read() -> None:
