@@ -15,7 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
-from nnmpi.errors import CheckpointError, UsageError, counted
+from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
@@ -120,7 +120,9 @@ def _run(
             console.say(*lines, *restored)
             stack.enter_context(blas.in_use())
             _train(context, state, console, None if chosen is None else chosen.predicted_s)
-    except UsageError:
+    except SystemExit as left:  # a model's, say: it would pass for a good end, for which other ranks wait
+        raise RuntimeError(f"SystemExit({left.code!r}) in the middle of training") from left
+    except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():
             folder.withdraw()
         raise

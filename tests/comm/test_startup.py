@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from nnmpi.comm.mpi.library import NO_NETWORK, refuse_foreign_launcher, refuse_lonely_rank, stays_on_one_node
-from nnmpi.comm.mpi.shutdown import WatchedExit, read_code, watch_exit
+from nnmpi.comm.mpi.shutdown import Shutdown, WatchedExit, read_code, watch_exit
 from nnmpi.comm.mpi.startup import find_missing, read_start_limit
-from nnmpi.errors import LaunchError, UsageError
+from nnmpi.comm.world import World
+from nnmpi.errors import DataError, LaunchError, UsageError
 from nnmpi.launcher import Launch
 
 ROOT = Path(__file__).parents[2]
@@ -236,3 +239,18 @@ def test_a_job_without_a_home_directory_starts() -> None:
         timeout=60,
     )
     assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
+
+
+def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as the name of a file that is no text: the error must not fail in its turn, while others wait."""
+
+    def gather(own: list[Any], everyones: list[Any]) -> SimpleNamespace:
+        everyones[0][:] = own[0]
+        return SimpleNamespace(Test=lambda: True)
+
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, Iallgather=gather)
+    mpi: Any = SimpleNamespace(BYTE=None, COMM_WORLD=SimpleNamespace(Dup=lambda: comm))
+    shutdown = Shutdown(mpi, 1.0, cast(World, SimpleNamespace(step=None)))
+    with pytest.raises(SystemExit):
+        shutdown.on_exception(DataError, DataError("\udcff"), None)
+    assert capsys.readouterr().err == "\\udcff\n"

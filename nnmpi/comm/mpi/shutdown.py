@@ -142,7 +142,7 @@ class Shutdown:
         self._announced = True
         self.farewell()
         self._world.waiter = self
-        own = hashlib.blake2b(f"{status} {text}".encode(), digest_size=16).digest()
+        own = hashlib.blake2b(f"{status} {text}".encode(errors="backslashreplace"), digest_size=16).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.
         request = self._comm.Iallgather([own, self._mpi.BYTE], [everyones, self._mpi.BYTE])
