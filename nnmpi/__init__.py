@@ -18,6 +18,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
+from nnmpi.aliases import missing  # noqa: E402
 from nnmpi.backend.gemm import use_blas  # noqa: E402
 from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
@@ -93,13 +94,6 @@ _WHEN_USED = {
     "start": "nnmpi.comm.start",
 }
 
-# What stands elsewhere for those who come from PyTorch.
-_ELSEWHERE = {
-    "flatten": "it is a method: x.flatten(1)",
-    "manual_seed": "first values come with model.initialize(seed=0)",
-    "save": "write arrays: numpy.savez(file, **model.state())",
-}
-
 
 def __dir__() -> list[str]:
     """Return what is meant to be used, and nothing else."""
@@ -111,5 +105,4 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_WHEN_USED[name]), name)
     if name in ("comm", "memory", "parallel"):
         return import_module(f"nnmpi.{name}")
-    instead = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{instead}")
+    raise missing("module 'nnmpi'", name)

@@ -1,13 +1,15 @@
-"""Arguments that have another name in PyTorch: taken by that name, too, where they are defined.
+"""What has another name in PyTorch: arguments are taken by that name, too, and other names are answered.
 
 @also(dim="axis", keepdim="keepdims")
 def total(x, axis=None, keepdims=False): ...
 
 total(x, dim=1)      # total(x, axis=1)
+x.unsqueeze(0)       # AttributeError: Tensor has no attribute 'unsqueeze'; write x[None], x[:, None] ...
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,3 +35,84 @@ def also(**ours: str) -> Callable[[F], F]:
         return cast(F, called)
 
     return decorate
+
+
+def _rows(*rows: tuple[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({name: answer for names, answer in rows for name in names.split()})
+
+
+# Names in PyTorch, wherever they are typed (of the package, a module, a tensor), and what is written here.
+INSTEAD = _rows(
+    ("zeros ones full empty eye rand randn randint arange linspace from_numpy as_tensor zeros_like ones_like",
+     "make it with NumPy: nnmpi.Tensor(numpy.zeros((2, 3), 'float32'))"),
+    ("float32 float64 float16 bfloat16 int64 long int float double half type",
+     "dtypes have NumPy's names: x.astype('float32'), model.initialize(dtype='float64')"),
+    ("to cuda device",
+     "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)"),
+    ("cpu", "x.numpy() and model.state() give arrays in host memory"),
+    ("amp autocast", "nnmpi.use_precision and Numerics choose the precision"),
+    ("manual_seed", "first values come with model.initialize(seed=0)"),
+    ("set_num_threads", "set OMP_NUM_THREADS, or --blas-threads"),
+    ("save", "write arrays: numpy.savez(file, **model.state())"),
+    ("is_tensor", "isinstance(x, nnmpi.Tensor)"),
+    ("allclose equal isnan isinf eq ne", "compare arrays: numpy.allclose(x.data, y.data), x.data == y.data"),
+    ("inference_mode set_grad_enabled", "with nnmpi.no_grad()"),
+    ("enable_grad", "with nnmpi.tensor.enable_grad()"),
+    ("autograd", "Tensor.backward() fills .grad; an operation of your own is a nnmpi.tensor.Function"),
+    ("distributed", "group = nnmpi.start(), then group.rank, group.size and group.all_reduce(array)"),
+    ("DataParallel parallel", "nnmpi.DataParallel(model, group)"),
+    ("functional", "operations stand in nnmpi.ops: ops.relu(x), ops.cross_entropy(logits, labels)"),
+    ("utils", "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips"),
+    ("DataLoader", "nnmpi.data.Loader"),
+    ("TensorDataset", "nnmpi.data.Dataset(name, x, y, classes=10)"),
+    ("random_split", "nnmpi.data.split(dataset, 0.2, seed=0)"),
+    ("lr_scheduler", "a schedule is a function of the step: optimizer.lr = optim.Cosine(...)(step)"),
+    ("RMSprop Adagrad Adadelta LBFGS", "there are optim.SGD, optim.Adam and optim.AdamW"),
+    ("GRU RNN", "there is nn.LSTM"),
+    ("LogSoftmax NLLLoss", "nn.CrossEntropyLoss takes what comes before the softmax; ops.log_softmax(x)"),
+    ("BCELoss", "nn.BCEWithLogitsLoss takes what comes before the sigmoid"),
+    ("SmoothL1Loss", "nn.HuberLoss"),
+    ("AdaptiveAvgPool2d", "nn.GlobalAvgPool2d()"),
+    ("Identity", "an empty nn.Sequential()"),
+    ("ModuleDict ParameterList", "parts are attributes, and lists of them: nn.ModuleList"),
+    ("MultiheadAttention Transformer TransformerEncoderLayer TransformerDecoderLayer",
+     "nn.CausalSelfAttention, nn.TransformerBlock, ops.attention"),
+    ("relu sigmoid silu gelu softmax log_softmax", "it is an operation: ops.relu(x), ops.softmax(x)"),
+    ("cat concat concatenate repeat", "nnmpi.tensor.concatenate([x, y], axis)"),
+    ("stack where squeeze", "it is a function: nnmpi.tensor.stack([x, y]), where(condition, x, y), squeeze(x, axis)"),
+    ("sum mean max min argmax exp log sqrt tanh reshape transpose permute flatten var",
+     "it is a method: x.sum(axis), x.flatten(1)"),
+    ("matmul mm bmm dot einsum", "x @ y"),
+    ("t mT", "x.T, or x.transpose(0, 2, 1)"),
+    ("dim", "x.ndim"),
+    ("tolist", "x.numpy().tolist()"),
+    ("unsqueeze", "write x[None], x[:, None] ..."),
+    ("expand expand_as", "nnmpi.tensor.broadcast_to(x, shape)"),
+    ("std norm", "x.var(axis).sqrt(), (x * x).sum().sqrt()"),
+    ("abs pow", "abs(x), x ** 2"),
+    ("clamp", "x.clip(low, high)"),
+    ("masked_fill", "nnmpi.tensor.where(mask, value, x)"),
+    ("chunk split", "write slices: x[:, :4]"),
+    ("gather", "nnmpi.tensor.take_along_axis(x, indices, axis)"),
+    ("clone contiguous", "leave it out: no operation changes a tensor in place"),
+    ("add_ sub_ mul_ div_ zero_ fill_ copy_ clamp_",
+     "no operation changes a tensor in place; write x = x + 1, or to x.data"),
+    ("requires_grad_", "Tensor(x, requires_grad=True); parameter.requires_grad = False"),
+    ("train", "training is a block: with nn.training(seed, step)"),
+    ("eval training", "outside of nn.training() models evaluate; leave it out; nn.current().training tells"),
+    ("modules apply", "named_modules() yields them with their names"),
+    ("register_buffer", "self.name = nn.Buffer(shape, value), whose .data is saved with the state"),
+    ("register_parameter", "self.name = nn.Parameter(values)"),
+    ("add_module append", "modules are attributes; nn.Sequential(*layers) takes a list that is whole"),
+)  # fmt: skip
+
+
+def missing(where: str, name: str) -> AttributeError:
+    """Return the error for a name that is not there, with what is written in its place where that is known.
+
+    Args:
+        where: in what it was looked for.
+        name: what was looked for.
+    """
+    instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+    return AttributeError(f"{where} has no attribute {name!r}{instead}")

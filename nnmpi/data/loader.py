@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
@@ -129,6 +130,7 @@ class Loader:
         UsageError: for sizes and counts that make no sense; the message names the value.
     """
 
+    @also(num_workers="workers")
     def __init__(
         self,
         dataset: Samples,
@@ -158,6 +160,9 @@ class Loader:
             raise UsageError(
                 f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
             )
+        if not hasattr(dataset, "sample_shape"):
+            what = type(dataset).__name__
+            raise UsageError(f"a Loader takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
         if (workers is not None and workers < 0) or prefetch < 1:
             raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
         if np.dtype(dtype).kind != "f":

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from nnmpi.aliases import missing
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
@@ -36,16 +37,6 @@ from nnmpi.shard import Region
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter  # nn.Parameter
 from nnmpi.tensor.tensor import Tensor
-
-# What other libraries have here, and what stands in its place.
-ELSEWHERE = {
-    "train": "training is a block: with nn.training(seed, step)",
-    "eval": "outside of nn.training() models evaluate; leave it out",
-    "to": "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)",
-    "cuda": "the backend is chosen once, by initialize(backend=...)",
-    "cpu": "state() gives arrays in host memory",
-    "modules": "named_modules() yields them with their names",
-}
 
 
 class _Draws(Mapping[str, Array]):
@@ -121,8 +112,7 @@ class Module:
         # reached only for what is not there
         if name == "storage":
             raise UninitializedError("this model has no storage yet; call model.initialize(seed=0) first")
-        instead = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
+        raise missing(type(self).__name__, name)
 
     def __repr__(self) -> str:
         """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how many parameters.

@@ -127,4 +127,4 @@ function chart(width, lines, { x, y, logX = false, logY = false, marks = [], at 
   return picture;
 }
 const legend = (lines) => el("p", { class: "soft" },
-  ...lines.map((line) => [el("span", { class: "key", style: `background:${line.colour}` }), line.name]));
+  ...lines.map((line) => el("span", { class: "entry" }, el("span", { class: "key", style: `background:${line.colour}` }), line.name)));

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.aliases import missing
 from nnmpi.backend.array import Array
 from nnmpi.backend.recording import active
 from nnmpi.errors import ShapeError, UninitializedError
@@ -103,7 +104,7 @@ class Parameter(Tensor):
     def __getattr__(self, name: str) -> Any:
         # reached only when a slot is empty, or a property needs an empty one
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise missing(type(self).__name__, name)
         raise UninitializedError(
             f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first"
         )

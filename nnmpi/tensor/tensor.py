@@ -10,11 +10,11 @@ A gradient in three lines:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nnmpi.aliases import also
+from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace
 from nnmpi.backend.constants import ones
 from nnmpi.backend.precision import is_floating
@@ -138,6 +138,10 @@ class Tensor(Variable):
         """The number of elements."""
         return self.data.size
 
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.data.size
+
     @property
     def T(self) -> Tensor:
         """The tensor with its axes reversed."""
@@ -160,6 +164,17 @@ class Tensor(Variable):
 
     def __float__(self) -> float:
         return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if form else str(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(type(self).__name__, name)
 
     # An ndarray on the left would otherwise take the tensor apart element by element.
     __array_ufunc__ = None
@@ -244,6 +259,7 @@ class Tensor(Variable):
         """Return the mean over axes. See `reduce.mean`."""
         return reduce.mean(self, axis, keepdims)
 
+    @also(dim="axis", keepdim="keepdims")
     def var(self, axis: reduce.Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
         """Return the variance over axes. See `reduce.variance`."""
         return reduce.variance(self, axis, keepdims, correction)

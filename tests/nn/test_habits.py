@@ -1,5 +1,6 @@
 """What people type out of habit works, or is answered in a sentence; what is printed helps."""
 
+import re
 import runpy
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import pytest
 
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
+from nnmpi.aliases import INSTEAD
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.train.cli import parse
 
@@ -75,10 +77,26 @@ def test_what_stands_elsewhere_is_said() -> None:
         nn.Conv2d(3, 4, 3).initialize()(np.ones((2, 3, 8, 8), np.float32))
     with pytest.raises(UsageError, match="Sequential takes the modules themselves"):
         nn.Sequential([nn.ReLU()])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a Loader takes a data set, not a tuple"):
+        data.Loader((np.ones((3, 4)), np.zeros(3)), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sum got dim and axis, which are one thing"):
         nnmpi.Tensor([1.0]).sum(axis=0, dim=0)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="--learning-rate is not an option; did you mean --lr?"):
         parse(["--learning-rate", "0.1"])
+
+
+def test_each_answer_names_what_there_is() -> None:
+    """Wherever one of PyTorch's names is typed, what is written in its place is told, and is there."""
+    for answer in INSTEAD.values():
+        for room, name in re.findall(r"\b(nnmpi|nn|ops|optim|data|tensor)\.([A-Za-z]\w*)", answer):
+            assert hasattr(nnmpi if room == "nnmpi" else getattr(nnmpi, room), name), answer
+    x, model = nnmpi.Tensor([[1.0, 2.0]]), models.mlp((4,), 3, ()).initialize()
+    parameter = next(iter(model.parameters()))
+    typed = {"zeros": nnmpi, "functional": nn, "lr_scheduler": optim, "DataLoader": data, "cat": ops}
+    for name, where in {**typed, "unsqueeze": x, "register_buffer": model, "add_": parameter}.items():
+        with pytest.raises(AttributeError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
+            getattr(where, name)
+    assert f"{x.sum():.2f} {int(x.sum())} {x.numel()} {parameter.numel()}" == "3.00 3 2 12"
 
 
 class Net(nn.Module):
