@@ -18,7 +18,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
-from nnmpi.aliases import missing  # noqa: E402
+from nnmpi.aliases import answer, missing  # noqa: E402
 from nnmpi.backend.gemm import use_blas  # noqa: E402
 from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
@@ -93,6 +93,10 @@ _WHEN_USED = {
     "simulate": "nnmpi.comm.simulated.world",
     "start": "nnmpi.comm.start",
 }
+
+
+for _room in (data, nn, ops, optim):
+    answer(_room)
 
 
 def __dir__() -> list[str]:

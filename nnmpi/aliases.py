@@ -9,7 +9,7 @@ x.unsqueeze(0)       # AttributeError: Tensor has no attribute 'unsqueeze'; writ
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ INSTEAD = _rows(
     ("cpu", "x.numpy() and model.state() give arrays in host memory"),
     ("amp autocast", "nnmpi.use_precision and Numerics choose the precision"),
     ("manual_seed", "first values come with model.initialize(seed=0)"),
-    ("set_num_threads", "set OMP_NUM_THREADS, or --blas-threads"),
+    ("set_num_threads", "set OMP_NUM_THREADS"),
     ("save", "write arrays: numpy.savez(file, **model.state())"),
     ("is_tensor", "isinstance(x, nnmpi.Tensor)"),
     ("allclose equal isnan isinf eq ne", "compare arrays: numpy.allclose(x.data, y.data), x.data == y.data"),
@@ -116,3 +116,12 @@ def missing(where: str, name: str) -> AttributeError:
     """
     instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
     return AttributeError(f"{where} has no attribute {name!r}{instead}")
+
+
+def answer(module: ModuleType) -> None:
+    """Let a module answer for the names that it has not; see `missing`."""
+
+    def look_up(name: str) -> Any:
+        raise missing(f"module {module.__name__!r}", name)
+
+    module.__dict__["__getattr__"] = look_up

@@ -19,9 +19,6 @@ A new data set by name: sources and catalogue. A new file format: a module like 
 transform, and `train.inputs.augmentations`.
 """
 
-from typing import TYPE_CHECKING as _CHECKING
-
-from nnmpi.aliases import missing as _missing
 from nnmpi.data.catalogue import NAMES, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, choose_classes, split
 from nnmpi.data.loader import Batch, Loader
@@ -55,8 +52,3 @@ __all__ = [
     "prepare_tokens",
     "split",
 ]
-
-if not _CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise _missing("module 'nnmpi.data'", name)

@@ -7,9 +7,6 @@ chain (how a model is cut into stages), fuse (which layers are computed as one o
 To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in `parallel/sharded`.
 """
 
-from typing import TYPE_CHECKING as _CHECKING
-
-from nnmpi.aliases import missing as _missing
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
 from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
@@ -82,8 +79,3 @@ __all__ = [
     "training",
     "unfused",
 ]
-
-if not _CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise _missing("module 'nnmpi.nn'", name)

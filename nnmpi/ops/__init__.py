@@ -1,8 +1,5 @@
 """Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in `nnmpi.tensor`."""
 
-from typing import TYPE_CHECKING as _CHECKING
-
-from nnmpi.aliases import missing as _missing
 from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
@@ -47,8 +44,3 @@ __all__ = [
     "softmax",
     "tanh",
 ]
-
-if not _CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise _missing("module 'nnmpi.ops'", name)

@@ -9,9 +9,6 @@ among those of `train.config`. It then runs by NumPy; a fused kernel goes into b
 interface) and into jit/ and cuda/, each with its table.
 """
 
-from typing import TYPE_CHECKING as _CHECKING
-
-from nnmpi.aliases import missing as _missing
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.optim.names import NAMES, build
@@ -38,8 +35,3 @@ __all__ = [
     "global_norm",
     "linear_scaling",
 ]
-
-if not _CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise _missing("module 'nnmpi.optim'", name)
