@@ -34,7 +34,7 @@ class Recipe:
         lr, momentum: of SGD.
         warm: batches in which the learning rate rises to `lr`; then it falls to 0 on a cosine until `decay`.
         decay: the global batches of a whole run, where it is 0; None for `steps`.
-        partition: which samples a worker sees; see `nnmpi.data.partition`.
+        partition: which samples a worker sees; see `nnmpi.data.sampler`.
         seed: of the first weights, of the order of the data and of who is slow by chance.
     """
 

@@ -28,7 +28,6 @@ Beside them:
     random             streams by seed and name, and bits by row and column: the same under every layout
     windows            views of images: what convolution and pooling read
     memory             how much memory is used, and keeping what is freed
-    constants          small arrays that are made once
 
 To change where something happens:
 

@@ -5,8 +5,7 @@ In the order to read it:
     dataset         Dataset: samples and labels in memory, and the split into training and test part
     catalogue       data sets by name or path: load and prepare
     text            texts: blocks of tokens, or sentences; tokenizer, documents, token_file: where they come from
-    sampler         who sees which sample when; pure functions, with a picture
-    partition       ... where every worker has samples of its own
+    sampler         who sees which sample when; pure functions, with a picture; workers with samples of their own
     loader          Loader: one rank's batches, with their microbatches
     transform       normalizing, and the random changes of images
     prefetch        batches made ahead of time by threads

@@ -14,9 +14,8 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Samples, count_targets
-from nnmpi.data.partition import PARTITIONS, own_rows, own_samples
 from nnmpi.data.prefetch import Prefetch
-from nnmpi.data.sampler import batches_per_epoch, by_length, order, rows
+from nnmpi.data.sampler import PARTITIONS, batches_per_epoch, by_length, order, own_rows, own_samples, rows
 from nnmpi.data.transform import Transform, can_split, split_transform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.shard import split
@@ -119,7 +118,7 @@ class Loader:
         microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
         whole: give each rank whole microbatches (possibly none), instead of a part of each.
         partition: "none", or how the samples are divided for good, so that each rank sees its own alone; see
-            `data.partition`. The batches then depend on the number of ranks.
+            `data.sampler`. The batches then depend on the number of ranks.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for. By default one, but for small

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.constants import zero
+from nnmpi.backend.array import Array, zero
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.elementwise import tanh as tanh
 from nnmpi.tensor.function import Elementwise

@@ -5,9 +5,8 @@
                                     ->  parallel.pipeline.executor
 
 To read, in this order: instruction (what a rank does at one moment, and messages), schedule (all ranks' programs), then
-registry (every schedule with its picture); lower adds messages and updates; engine runs programs
-against a clock, which check, simulate and render look at; live counts what is kept in memory; partition cuts layers
-into stages.
+registry (every schedule with its picture); lower adds messages and updates; engine runs programs against a clock, which
+check, simulate and render look at; partition cuts layers into stages.
 
 To add a schedule: a function in registry, and its name there and among those of `train.config`'s option `pipeline`.
 The tests here take all schedules from the registry; tests/equivalence/cover.py has those whose results must be the

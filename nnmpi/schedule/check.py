@@ -28,8 +28,7 @@ from nnmpi.schedule.instruction import (
     message_of,
     parts,
 )
-from nnmpi.schedule.live import peak_activations
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import Schedule, peak_activations
 
 Buffers: TypeAlias = Callable[[Instruction], Hashable]
 """Names the buffer that an instruction writes: a receive what comes, F its output, B and I the input's gradient."""

@@ -13,8 +13,7 @@ from typing import Any
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.engine import Run, TimedInstruction
 from nnmpi.schedule.instruction import COMPUTE, SENDS, Instruction, Kind
-from nnmpi.schedule.live import peak_activations, staleness, weight_versions
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import Schedule, peak_activations, staleness, weight_versions
 
 _BUSY = COMPUTE | {Kind.STEP}
 

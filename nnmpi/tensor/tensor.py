@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.aliases import also, missing
-from nnmpi.backend.array import Array, is_array, mixed_error, namespace
-from nnmpi.backend.constants import ones
+from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
 from nnmpi.backend.precision import is_floating
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError

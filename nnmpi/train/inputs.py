@@ -16,7 +16,7 @@ from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair, choose_classes
 from nnmpi.data.loader import Loader
-from nnmpi.data.partition import check_partition
+from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
 from nnmpi.data.token_file import TextSource, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer

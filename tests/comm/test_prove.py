@@ -1,7 +1,9 @@
 """Every algorithm is proved for many sizes, and the proof finds each kind of planted fault and says what it is."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -140,13 +142,6 @@ def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> Non
                     prove_steps(steps, collective.contract)
 
 
-def test_a_swapped_receiver_is_an_unmatched_message() -> None:
-    steps = plan(ring, 4)
-    steps[0][0] = replace(steps[0][0], to=2)
-    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 0 sends chunks \[3\] to rank 2"):
-        prove_steps(steps)
-
-
 def test_a_doubled_reduction_names_rank_step_chunk() -> None:
     size = 3
     steps = plan(star, size)
@@ -156,26 +151,20 @@ def test_a_doubled_reduction_names_rank_step_chunk() -> None:
         prove_steps(steps)
 
 
-def test_adding_where_it_should_replace_is_a_doubled_part() -> None:
-    steps = plan(tree, 2)
-    steps[1][1] = replace(steps[1][1], reduce=True)
-    with pytest.raises(ScheduleError, match="rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice"):
-        prove_steps(steps)
-
-
-def test_replacing_where_it_should_add_leaves_a_part_out() -> None:
-    steps = plan(ring, 3)
-    steps[1][0] = replace(steps[1][0], reduce=False)
-    with pytest.raises(ScheduleError, match="rank 0 ends without the part of rank 1 in chunk 2"):
-        prove_steps(steps)
-
-
-def test_the_wrong_chunk_is_named_at_both_ends() -> None:
-    steps = plan(ring, 4)
-    steps[1][2] = replace(steps[1][2], send=(0,))
-    with pytest.raises(
-        ScheduleError, match=r"rank 1, step 2 sends chunks \[0\] to rank 2, step 2, which expects chunks \[2\]"
-    ):
+@pytest.mark.parametrize(
+    ("of", "size", "rank", "index", "change", "sentence"),
+    [
+        (ring, 4, 0, 0, {"to": 2}, "unmatched message: rank 0, step 0 sends chunks [3] to rank 2"),
+        (tree, 2, 1, 1, {"reduce": True}, "rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice"),
+        (ring, 3, 1, 0, {"reduce": False}, "rank 0 ends without the part of rank 1 in chunk 2"),
+        (ring, 4, 1, 2, {"send": (0,)}, "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]"),
+    ],
+    ids=["swapped receiver", "adding for replacing", "replacing for adding", "wrong chunk"],
+)
+def test_a_changed_step_is_named(of: Any, size: int, rank: int, index: int, change: Any, sentence: str) -> None:
+    steps = plan(of, size)
+    steps[rank][index] = replace(steps[rank][index], **change)
+    with pytest.raises(ScheduleError, match=re.escape(sentence)):
         prove_steps(steps)
 
 

@@ -14,9 +14,15 @@ from typing import Any, cast
 
 import pytest
 
-from nnmpi.comm.mpi.library import NO_NETWORK, refuse_foreign_launcher, refuse_lonely_rank, stays_on_one_node
+from nnmpi.comm.mpi.library import (
+    NO_NETWORK,
+    find_missing,
+    read_start_limit,
+    refuse_foreign_launcher,
+    refuse_lonely_rank,
+    stays_on_one_node,
+)
 from nnmpi.comm.mpi.shutdown import Shutdown, WatchedExit, read_code, watch_exit
-from nnmpi.comm.mpi.startup import find_missing, read_start_limit
 from nnmpi.comm.world import World
 from nnmpi.errors import DataError, LaunchError, UsageError
 from nnmpi.launcher import Launch
@@ -26,7 +32,7 @@ LIMIT_S = 60
 
 WAITS = """
 import time
-from nnmpi.comm.mpi.startup import limited
+from nnmpi.comm.mpi.library import limited
 from nnmpi.launcher import Launch
 with limited(Launch("a launcher", 2, 0, 2, 0), {limit_s}):
     time.sleep({seconds})

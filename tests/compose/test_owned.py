@@ -14,7 +14,7 @@ from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.trainer import Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader, Parts
-from nnmpi.data.partition import own_samples
+from nnmpi.data.sampler import own_samples
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights

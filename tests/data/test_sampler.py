@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.data.partition import own_rows, own_samples
-from nnmpi.data.sampler import batches_per_epoch, order, rows
+from nnmpi.data.sampler import batches_per_epoch, order, own_rows, own_samples, rows
 from nnmpi.errors import UsageError
 
 WORLDS = range(1, 10)

@@ -79,7 +79,7 @@ TALKERS = frozenset(
         "verify",
     }
 )
-LAST_WORDS = frozenset(f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/startup", "mpi/watchdog", "start"))
+LAST_WORDS = frozenset(f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/library", "mpi/watchdog", "start"))
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.

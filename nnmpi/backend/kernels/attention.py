@@ -30,8 +30,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.constants import ones
+from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.blocks import ELEMENTS
 from nnmpi.backend.random import random_bits

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.constants import ones, steps
+from nnmpi.backend.array import Array, Residuals, ones, steps
 from nnmpi.backend.kernels.blocks import row_blocks
 
 FEW_CLASSES = 32

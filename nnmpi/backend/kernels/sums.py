@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.constants import ones
+from nnmpi.backend.array import Array, ones
 
 ROWS = 512  # in a block
 NUMBERS = 2**14  # in a block of one long row, which `dot` adds up in several lanes
