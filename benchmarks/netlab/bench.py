@@ -18,9 +18,12 @@ from benchmarks.netlab.link import Speed
 from benchmarks.netlab.row import TABLE, LinkTimes, summary, verdict
 from benchmarks.netlab.shell import LabError
 from benchmarks.netlab.state import State
+from nnmpi.comm.algorithms.registry import NATIVE, find_collective
 from nnmpi.comm.choose import choose
+from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine
+from nnmpi.comm.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Plan:
     """What `bench` measures: every algorithm at every size on every number of hosts at every rate.
 
     Attributes:
+        operation: such as "all-reduce".
         hosts: numbers of them.
         speeds: of the links.
         sizes: bytes of the buffers.
@@ -36,6 +40,7 @@ class Plan:
         cut_bytes: messages longer than that are cut into pieces.
     """
 
+    operation: str
     hosts: tuple[int, ...]
     speeds: tuple[Speed, ...]
     sizes: tuple[int, ...]
@@ -51,6 +56,7 @@ class Plan:
     def job(self) -> dict[str, Any]:
         """Return what the ranks of one job need to know, as JSON values."""
         return {
+            "operation": self.operation,
             "sizes": self.sizes,
             "algorithms": self.algorithms,
             "repeats": self.repeats,
@@ -108,9 +114,15 @@ class LabRun:
                 print(_describe(link, speed), TABLE.head(), sep="\n", flush=True)
                 continue
             fit = fit_of(link, hosts, self.mpi)
-            predicted = fit.predict(finding["algorithm"], finding["bytes"])
-            auto = choose(finding["bytes"], hosts, fit).algorithm
-            row = LinkTimes(mpi=self.mpi, rate=speed.rate, hosts=hosts, predicted_s=predicted, auto=auto, **finding)
+            row = LinkTimes(
+                mpi=self.mpi,
+                rate=speed.rate,
+                hosts=hosts,
+                operation=plan.operation,
+                predicted_s=predict(fit, plan.operation, finding["algorithm"], finding["bytes"]),
+                auto=choose(finding["bytes"], hosts, fit).algorithm if plan.operation == ALL_REDUCE.name else "",
+                **finding,
+            )
             row.check_crossed()
             self.rows.append(row)
             print(TABLE.line(row), flush=True)
@@ -129,6 +141,14 @@ class LabRun:
             "rows": [row.record() for row in self.rows],
         }
         results.write(path, found)
+
+
+def predict(fit: Fit, operation: str, algorithm: str, nbytes: int) -> float:
+    """Return the seconds that the model gives a row: of what has no steps those that were measured before."""
+    if algorithm == NATIVE:
+        return fit.native(nbytes)
+    machine = fit.machine
+    return simulate(find_collective(operation, algorithm, machine.nodes), fit.ranks, nbytes, machine).seconds
 
 
 def _describe(link: Mapping[str, Any], speed: Speed) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from benchmarks.collectives.options import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, plots, results
 from benchmarks.netlab.bench import LabRun, Plan
 from benchmarks.netlab.build import MAX_HOSTS, up
@@ -21,7 +22,7 @@ from benchmarks.netlab.process import children_of
 from benchmarks.netlab.shell import check_machine
 from benchmarks.netlab.state import State
 from benchmarks.netlab.steps import CASES, SETTINGS, StepsRun, draw
-from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
 from nnmpi.command import Parser
 from nnmpi.errors import UsageError
 
@@ -80,7 +81,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan of the options of `bench`."""
-    return Plan(options.hosts, options.rate, options.sizes, options.algorithms, options.repeats, options.cut)
+    names = tuple(how for what, how in COLLECTIVES if what == options.operation)
+    algorithms = options.algorithms or tuple(name for name in (*names, NATIVE) if name != HIERARCHICAL)
+    for name in algorithms:
+        if name != NATIVE:
+            find_collective(options.operation, name)
+    return Plan(options.operation, options.hosts, options.rate, options.sizes, algorithms, options.repeats, options.cut)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -188,10 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--hosts", type=read(_hosts), default="2,4,8,16", help="numbers of hosts (default %(default)s)")
     bench.add_argument("--rate", type=read(Speed), default="100mbit", help="rates of the links (default %(default)s)")
     bench.add_argument("--sizes", type=read(_size), default="1m,2m", help="bytes of the buffers (default %(default)s)")
+    text = f"which of {', '.join(OPERATIONS)} (default %(default)s)"
+    bench.add_argument("--operation", type=command.one_of(*OPERATIONS), default=ALL_REDUCE, metavar="NAME", help=text)
     names = read(command.one_of(*ALGORITHMS, NATIVE))
-    bench.add_argument(
-        "--algorithms", type=names, default="ps,tree,ring,halving-doubling,native", help="default %(default)s"
-    )
+    bench.add_argument("--algorithms", type=names, help="default: all of the operation but hierarchical")
     bench.add_argument("--repeats", type=positive, default=5, help="times that each is measured (default %(default)s)")
     bench.add_argument(
         "--cut", type=nbytes, default="1g", help="cut messages into pieces of that (default %(default)s)"

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.harness.tables import GrowingTable
 from benchmarks.netlab.shell import LabError
+from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.units import format_bytes
 
 
@@ -21,14 +22,15 @@ class LinkTimes:
         mpi: the library and its version.
         rate: of the links.
         hosts: how many.
-        bytes: of the buffer.
+        bytes: of the buffer; in an all-gather, of all that comes together.
         algorithm: its name.
         seconds: of each repetition, from the common start until the last rank had finished.
         predicted_s: what the model says.
-        auto: the algorithm that `auto` would choose at this size on these hosts.
+        auto: the algorithm that `auto` would choose at this size on these hosts; empty for what is no all-reduce.
         expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
         sent_bytes: what the hosts' links have counted.
         cores: how many processor cores all ranks together have used, on average.
+        operation: what was done.
     """
 
     mpi: str
@@ -42,6 +44,7 @@ class LinkTimes:
     expected_bytes: float
     sent_bytes: float
     cores: float
+    operation: str = ALL_REDUCE.name
 
     @property
     def measured_s(self) -> float:
@@ -57,10 +60,11 @@ class LinkTimes:
         """Return if the messages went over the links.
 
         Raises:
-            LabError: when fewer bytes were counted there than any all-reduce must send.
+            LabError: when fewer bytes were counted there than the operation must send.
         """
-        # each element must travel N-1 times to be summed and N-1 times to be known
-        least = self.expected_bytes or 2 * (self.hosts - 1) * self.bytes * len(self.seconds)
+        # each element must travel N-1 times to be summed, or to be known; in an all-reduce both
+        ways = 2 if self.operation == ALL_REDUCE.name else 1
+        least = self.expected_bytes or ways * (self.hosts - 1) * self.bytes * len(self.seconds)
         if self.sent_bytes < least:
             raise LabError(
                 f"{self.algorithm} on {self.hosts} hosts sent {self.sent_bytes:.0f} bytes over the links where "
@@ -91,6 +95,8 @@ def verdict(rows: Sequence[LinkTimes]) -> str:
     """Name the measured best and the choice of `auto` among rows of the same rate, hosts and size."""
     best = min(rows, key=lambda row: row.measured_s)
     behind = behind_best(rows)
+    if not best.auto:
+        return f"best: {best.algorithm}"
     if behind is None:
         return f"best: {best.algorithm}; auto picks {best.auto}, which was not measured"
     return f"best: {best.algorithm}; auto picks {best.auto}" + (f" ({behind:.1%} slower)" if behind else "")
@@ -117,4 +123,5 @@ def summary(rows: Sequence[LinkTimes]) -> Iterator[str]:
             )
     behind = [found for group in places if (found := behind_best(group)) is not None]
     good = sum(each <= 0.05 for each in behind)
-    yield f"the choice of auto was the best, or within 5% of it, in {good} of {len(behind)} places"
+    if behind:
+        yield f"the choice of auto was the best, or within 5% of it, in {good} of {len(behind)} places"

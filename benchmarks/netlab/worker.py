@@ -12,15 +12,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
+from benchmarks.collectives.pattern import Pattern
 from benchmarks.netlab.waiting import barrier, common_start, gather, go_first, wait
-from nnmpi.comm.algorithms.registry import NATIVE, find_algorithm
+from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.start import start
 from nnmpi.comm.world import Comm, Request
@@ -36,38 +38,39 @@ RESTED_S = 0.02  # a processor that was idle for that long takes longer to notic
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
-class AllReduceRun:
+class CollectiveRun:
     """One algorithm on one size of buffer, ready to be run.
 
     Args:
         comm: all ranks.
+        operation: such as "all-reduce".
         name: "native", or one of nnmpi's own algorithms.
         nbytes: the length of the buffer, float32.
         cut_bytes: longer messages are cut into pieces of that.
     """
 
-    def __init__(self, comm: Comm, name: str, nbytes: int, cut_bytes: int) -> None:
-        self._comm, size = comm, comm.size
+    def __init__(self, comm: Comm, operation: str, name: str, nbytes: int, cut_bytes: int) -> None:
+        self._comm, self._calls, size = comm, 0, comm.size
         self._array = np.empty(nbytes // 4, np.float32)
+        contract = COLLECTIVES[operation, "ring"].contract  # every operation can be done around a ring
+        self._pattern = Pattern(contract, comm.rank, size, self._array.size, "float32", numpy_backend())
         self.own_bytes = 0  # what this rank has to send; not known of MPI's own algorithms
         if name == NATIVE:
-            self._pending: NativeExecution | Execution = NativeExecution(self._array, comm)
+            self._pending: NativeExecution | Execution = NativeExecution(self._array, comm, operation)
         else:
-            steps = find_algorithm(name, range(size))(comm.rank, size)
+            steps = find_collective(operation, name, range(size))(comm.rank, size)
             chunks = split(self._array.size, size)
             self.own_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
             self._pending = Execution(steps, self._array, comm, tag=1, max_message_bytes=cut_bytes)
-        # Small whole numbers: their sum is the same in any order, so that every element can be compared.
-        self._pattern = (np.arange(self._array.size) % 251).astype(np.float32)
 
     def run(self) -> float:
         """Return the seconds from the common start until the last rank has finished.
 
         Raises:
-            CommError: when a sum is wrong.
+            CommError: when an element is wrong.
         """
-        size, rank = self._comm.size, self._comm.rank
-        np.add(self._pattern, rank, out=self._array)
+        self._calls += 1
+        self._pattern.fill(self._array, self._calls)
         begin = common_start(self._comm)
         if isinstance(self._pending, NativeExecution):
             self._pending.run()  # as users call it: blocking
@@ -75,20 +78,20 @@ class AllReduceRun:
             self._pending.start()
             wait(self._pending.poll)
         taken = time.monotonic() - begin
-        wrong = float(np.count_nonzero(self._array != self._pattern * size + size * (size - 1) // 2))
-        slowest, wrongest = gather(self._comm, [taken, wrong]).max(axis=0)
+        wrong = self._pattern.first_wrong(self._array, self._calls)
+        slowest, wrongest = gather(self._comm, [taken, wrong is not None]).max(axis=0)
         if wrongest:
-            raise CommError(f"{wrongest:.0f} of {self._array.size} sums are wrong")
+            raise CommError(f"the result is wrong on a rank; here: {wrong or 'right'}")
         return float(slowest)
 
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
     link = calibrate(comm, job["repeats"], _spin, RESTED_S) if job.get("trains") else calibrate(comm, job["repeats"])
-    yield {"kind": "link", **link, "native": _native(comm, job["sizes"], job["repeats"])}
+    yield {"kind": "link", **link, "native": _native(comm, job)}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
-            one = AllReduceRun(comm, name, nbytes, job["cut_bytes"])
+            one = CollectiveRun(comm, job["operation"], name, nbytes, job["cut_bytes"])
             one.run()  # connections are made at the first message
             before = (_sent_bytes(), time.process_time(), time.monotonic())
             seconds = [one.run() for _ in range(job["repeats"])]
@@ -106,13 +109,13 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _native(comm: Comm, sizes: Sequence[int], rounds: int) -> list[tuple[int, float]]:
-    """Return bytes and seconds of MPI's own all-reduce, whose steps are not known: it is predicted from these."""
+def _native(comm: Comm, job: dict[str, Any]) -> list[tuple[int, float]]:
+    """Return bytes and seconds of MPI's own call, whose steps are not known: it is predicted from these."""
     found = []
-    for nbytes in sorted({SHORT_BYTES, *sizes}):
-        one = AllReduceRun(comm, NATIVE, nbytes, nbytes)
+    for nbytes in sorted({SHORT_BYTES, *job["sizes"]}):
+        one = CollectiveRun(comm, job["operation"], NATIVE, nbytes, nbytes)
         one.run()
-        found.append((nbytes, statistics.median(one.run() for _ in range(rounds))))
+        found.append((nbytes, statistics.median(one.run() for _ in range(job["repeats"]))))
     return found
 
 

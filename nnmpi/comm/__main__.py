@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm, find_collective
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
@@ -246,8 +246,7 @@ def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = Non
         having = [what for what, how in COLLECTIVES if how == name]
         operation = having[0] if len(having) == 1 else ALL_REDUCE.name
     arguments.operation = operation
-    found = find_collective(operation, name)
-    return find_algorithm(name, nodes) if operation == ALL_REDUCE.name else found
+    return find_collective(operation, name, nodes)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:

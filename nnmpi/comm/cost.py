@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import isclose
 from types import MappingProxyType
 
-from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
 
@@ -158,7 +158,7 @@ def table(ranks: int, nbytes: int, machine: Machine) -> list[Row]:
     rows = []
     for key in dict.fromkeys((*_TAUGHT, *COLLECTIVES)):
         operation, algorithm = key
-        collective = find_algorithm(algorithm, machine.nodes) if operation == "all-reduce" else COLLECTIVES[key]
+        collective = find_collective(operation, algorithm, machine.nodes)
         buffer = ranks * nbytes if operation == "all-gather" else nbytes
         exact_s = simulate(collective, ranks, buffer, machine).seconds
         taught = _TAUGHT.get(key)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, HIERARCHICAL, NATIVE, SHARED, find_algorithm
+from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, find_collective
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.comm.simulate import simulate
@@ -120,8 +120,7 @@ class PlannedNetwork:
             ways = [name for name in ALGORITHMS if name != HIERARCHICAL] if whole else ["ring", "tree"]
             return min(self.exchange(operation, name, ranks, nbytes, sharing) for name in ways)
         machine = self._part(ranks, sharing)
-        collective = find_algorithm(how, machine.nodes) if whole else COLLECTIVES[operation, how]
-        return simulate(collective, len(ranks), nbytes, machine).seconds
+        return simulate(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine).seconds
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
         """Return the machine of some of the ranks, whose nodes' links others use, too."""

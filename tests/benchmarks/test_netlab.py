@@ -5,12 +5,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.netlab import link, steps
-from benchmarks.netlab.bench import Plan, fit_of
+from benchmarks.netlab.bench import Plan, fit_of, predict
 from benchmarks.netlab.build import Builder, address_of, write_agent
 from benchmarks.netlab.command import main, make_plan, parse
 from benchmarks.netlab.host import Host
@@ -60,11 +61,14 @@ def test_lists_are_read_without_doubles() -> None:
     read = plan(hosts="2, 16,2", rate="50mbit,1gbit", sizes="64k,1m", algorithms="ring,native")
     assert (read.hosts, read.sizes, read.algorithms) == ((2, 16), (65536, 2**20), ("ring", "native"))
     assert [speed.bits_per_s for speed in read.speeds] == [50e6, 1e9]
+    assert make_plan(parse(["bench", "--operation", "broadcast"])).algorithms == ("ring", "tree", "native")
 
 
 @pytest.mark.parametrize(
     ("option", "word", "says"),
     [
+        ("operation", "gossip", "'gossip' is unknown; the names are all-reduce, broadcast"),
+        ("operation", "broadcast", "there is no broadcast by 'ps'"),
         ("hosts", "1", "'1' is not a number of hosts from 2"),
         ("hosts", "four", "'four' is not a number of hosts"),
         ("hosts", "2,201", "'201' is not a number"),
@@ -254,11 +258,13 @@ def test_predictions_are_those_of_the_closed_forms(hosts: int) -> None:
     nbytes, rounds, fit = 2**20, hosts.bit_length() - 1, fit_of(LINK, hosts, "MPI")
     alpha, beta, gamma = LINK["alpha_s"], LINK["beta_s_per_byte"] * nbytes, LINK["gamma_s_per_byte"] * nbytes
     ring = 2 * (hosts - 1) * (alpha + beta / hosts) + (hosts - 1) / hosts * gamma
-    assert fit.predict("ring", nbytes) == pytest.approx(ring)
-    assert fit.predict("tree", nbytes) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
+    assert predict(fit, "all-reduce", "ring", nbytes) == pytest.approx(ring)
+    assert predict(fit, "all-reduce", "tree", nbytes) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
     server = 2 * (hosts - 1) * (alpha + beta) + (hosts - 1) * gamma
-    assert fit.predict("ps", nbytes) == pytest.approx(server)
-    assert fit.predict("native", nbytes) == 0.5
+    assert predict(fit, "all-reduce", "ps", nbytes) == pytest.approx(server)
+    assert predict(fit, "broadcast", "native", nbytes) == 0.5
+    assert predict(fit, "broadcast", "tree", nbytes) == pytest.approx(rounds * (alpha + beta))
+    assert predict(fit, "all-gather", "ring", nbytes) == pytest.approx((hosts - 1) * (alpha + beta / hosts))
     slow = fit_of({**LINK, "native": [[1024, 10.0]]}, hosts, "MPI")
     assert choose(nbytes, hosts, slow).algorithm in ("ring", "halving-doubling")
     assert choose(nbytes, hosts, fit_of({**LINK, "native": [[1024, 0.0]]}, hosts, "MPI")).algorithm == "native"
@@ -272,6 +278,7 @@ def test_messages_that_went_another_way_are_noticed() -> None:
     row("native", 1.0, 1.0, sent=least).check_crossed()
     with pytest.raises(LabError, match="went another way"):
         row("native", 1.0, 1.0, sent=least - 1).check_crossed()
+    replace(row("native", 1.0, 1.0, sent=least // 2), operation="broadcast").check_crossed()
 
 
 def test_the_best_and_the_choice_of_auto_are_named() -> None:

@@ -103,12 +103,17 @@ def _own(algorithm: Algorithm, contract: Contract) -> Collective:
     return found
 
 
-def find_collective(operation: str, name: How) -> Collective:
+def find_collective(operation: str, name: How, nodes: Sequence[int] | None = None) -> Collective:
     """Return the collective that does this operation in this way.
+
+    Args:
+        nodes: the node of each rank, for all-reduces that look at it.
 
     Raises:
         UsageError: for an operation that there is not, or a way in which it cannot be done.
     """
+    if operation == ALL_REDUCE.name and (not isinstance(name, str) or name in ALGORITHMS):
+        return find_algorithm(name, nodes)
     if isinstance(name, str) and (operation, name) in COLLECTIVES:
         return COLLECTIVES[operation, name]
     contracts = {found.contract.name: found.contract for found in _ALL}
