@@ -488,6 +488,9 @@ class DataConfig:
     """Random changes of the training images: shift by a few pixels, mirror left-right, or both."""
     shift_pixels: int | None = None
     """Largest shift in pixels (default: a twelfth of the image's shorter side, at least 1)."""
+    loader_threads: int | None = None
+    """Threads of each rank that prepare batches ahead; with 0 each is made when it is asked for (default: one, but for
+    small batches none)."""
     partition: Literal["none", "iid", "label"] = "none"
     """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run; label: its own part
     of the samples sorted by class, as different from the others' as can be."""
@@ -501,6 +504,8 @@ class DataConfig:
             0 < self.test_fraction < 1,
             f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
         )
+        if self.loader_threads is not None:
+            not_negative("--loader-threads", self.loader_threads)
         require(self.tokenizer != "", "--tokenizer is empty; give characters, bytes, or where one was saved")
         if self.shift_pixels is not None:
             at_least_one("--shift-pixels", self.shift_pixels)

@@ -152,6 +152,7 @@ def load_inputs(
                 partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,
+                workers=data.loader_threads,
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)

@@ -14,7 +14,7 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 NAMES = """
 model hidden activation dropout layers features heads context tied pretrained
 dataset tokenizer text_columns text_samples target only_classes data_dir test_fraction
-augment shift_pixels partition normalize
+augment shift_pixels loader_threads partition normalize
 epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split recompute reduction zero memory_limit
