@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +16,7 @@ from benchmarks.efficiency.runs import (
     RULES,
     SAMPLES,
     confidence,
+    many_workers,
     one_worker,
     reached,
     recipe,
@@ -28,6 +29,7 @@ from benchmarks.synchrony.simulated import simulate_all
 SEEDS, SEEDS_CHECK = (0, 1, 2), (0, 1)
 RATES, BATCHES = (0.003, 0.03, 0.3, 1.5, 6.0), (8, 32, 128, 512, SAMPLES)
 RATE, BATCH, EPOCHS = 0.3, 32, 20  # of the runs in which the other one changes
+WORKERS, ITERATIONS = (1, 2, 4, 8, 16, 32, 64), 120
 SCALED, MOST_STEPS, MOST_EPOCHS = (16, 32, 64, 128, 256, 512, 1024), 800, 150
 
 
@@ -134,6 +136,43 @@ def missed_scaling(content: Content) -> list[str]:
     return []
 
 
+def workers(check: bool, data_dir: Path | None) -> dict[str, Any]:
+    """Train with more and more workers, in step and not, each with as many iterations of as many rows."""
+    counts, iterations, seeds = ((1, 4), 40, SEEDS_CHECK) if check else (WORKERS, ITERATIONS, SEEDS)
+    cases = [many_workers(mode, n, iterations, seed) for n in counts for mode in ("bsp", "asp") for seed in seeds]
+    return {"rows": simulate_all(cases)}
+
+
+def workers_table(content: Content) -> str:
+    """Return the loss of each number of workers, beside the bounds laid through that of one."""
+    first = fmean(_of_workers(content, "bsp", 1, "loss"))
+    rows = []
+    for n in sorted({row["workers"] for row in content["rows"]}):
+        found: dict[str, Any] = {"workers": n, "1/sqrt(N I)": f"{first / sqrt(n):.3f}", "1/sqrt(I)": f"{first:.3f}"}
+        for mode in ("bsp", "asp"):
+            mean, half = confidence(_of_workers(content, mode, n, "loss"))
+            found[f"{mode}, test loss"] = f"{mean:.3f} ± {half:.3f}"
+            found[f"{mode}, s"] = f"{fmean(_of_workers(content, mode, n, 'seconds')):.2f}"
+        rows.append(found)
+    columns = ("workers", "bsp, test loss", "asp, test loss", "1/sqrt(N I)", "1/sqrt(I)", "bsp, s", "asp, s")
+    return render(tuple((name, name) for name in columns), rows)
+
+
+def missed_workers(content: Content) -> list[str]:
+    """Return in words where more workers have not learnt more in as many iterations."""
+    most = max(row["workers"] for row in content["rows"])
+    found = []
+    for mode in ("bsp", "asp"):
+        one, many = (fmean(_of_workers(content, mode, n, "loss")) for n in (1, most))
+        if many >= one:
+            found.append(f"{mode}: {most} workers have a loss of {many:.3f}, one of {one:.3f}")
+    return found
+
+
+def _of_workers(content: Content, mode: str, count: int, key: str) -> list[float]:
+    return [row[key] for row in content["rows"] if (row["mode"], row["workers"]) == (mode, count)]
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
@@ -146,5 +185,6 @@ EFFICIENCY = Suite(
     {
         "descent": Part(descent, descent_table, missed_descent, draw=plots.draw_descent),
         "scaling": Part(scaling, scaling_table, missed_scaling, draw=plots.draw_scaling),
+        "workers": Part(workers, workers_table, missed_workers),
     },
 )

@@ -12,8 +12,10 @@ from benchmarks.efficiency.parts import (
     descent_table,
     missed_descent,
     missed_scaling,
+    missed_workers,
     scaling_table,
     steps_to_goal,
+    workers_table,
 )
 from benchmarks.efficiency.runs import BASE_RATE, RULES, confidence, one_worker, recipe, scaled
 from benchmarks.synchrony.curve import Evaluation, write
@@ -60,6 +62,18 @@ def test_steps_to_the_goal_are_counted_and_judged() -> None:
     assert missed_scaling(content) == []
     content["rows"][3] = _row(400, rule="linear", batch=64)
     assert "linear" in missed_scaling(content)[0]
+
+
+def test_workers_stand_beside_the_bounds() -> None:
+    rows = [
+        {"mode": mode, "workers": n, "loss": loss, "seconds": 2.0}
+        for mode, n, loss in (("bsp", 1, 0.8), ("bsp", 4, 0.3), ("asp", 1, 0.8), ("asp", 4, 0.5))
+    ]
+    assert "| 4 | 0.300 ± 0.000 | 0.500 ± 0.000 | 0.400 | 0.800 | 2.00 | 2.00 |" in workers_table({"rows": rows})
+    assert missed_workers({"rows": rows}) == []
+    assert missed_workers({"rows": [*rows[:3], rows[3] | {"loss": 0.9}]}) == [
+        "asp: 4 workers have a loss of 0.900, one of 0.800"
+    ]
 
 
 def test_a_best_rate_at_an_end_is_a_miss() -> None:
