@@ -105,7 +105,7 @@ def _judge(
     if not records and checkpoint is None:
         return f"The run came up and ended before a line of metrics was written; {why}.", resume
     if reached == step:
-        return f"The run was stopped after step {step}, and saved that; it is not finished.", resume
+        return f"The run ended after step {step}, which is saved; it is not finished.", resume
     return f"The run ended at about step {reached}; {why}.", f"{resume}{loses}"
 
 

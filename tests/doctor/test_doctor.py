@@ -72,7 +72,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "its end is lost": (lose_checkpoint, "its last whole checkpoint has other weights", "train its end again"),
     "its weights are cut": (cut_weights, "its last whole checkpoint has other weights", "train its end again"),
     "finished.json is damaged": (lambda run: write(run / "finished.json", "{"), "finished.json is damaged", "--resume"),
-    "saved by a signal": (unfinished(), "The run was stopped after step 9, and saved that", "-n 2 -- --resume"),
+    "saved by a signal": (unfinished(), "The run ended after step 9, which is saved", "-n 2 -- --resume"),
     "killed": (unfinished(lose_checkpoint), "ended at about step 9; it did not say why", "the 3 steps since the"),
     "under a supervisor": (
         unfinished(lose_checkpoint, lambda run: write(run / "faults.jsonl", '{"start": 2, "fault": "SIGKILL came"}')),
