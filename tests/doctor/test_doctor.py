@@ -92,7 +92,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
             lambda run: write(run / "flight" / "rank-0.txt", STALLED),
             lambda run: os.utime(run / "flight" / "rank-0.txt", (0, 0)),
         ),
-        "The run was stopped after step 9",
+        "The run ended after step 9",
         "--resume",
     ),
     "not finite": (unfinished(overflow), "no longer a finite number at step 9", "a smaller --lr"),
@@ -125,7 +125,7 @@ def test_files_that_are_damaged_hide_nothing_else(file: str, text: bytes, finish
     (run / file).parent.mkdir(exist_ok=True)
     with (run / file).open("ab") as stream:
         stream.write(text)
-    assert diagnose(run).happened.startswith("The run was stopped after step 9")
+    assert diagnose(run).happened.startswith("The run ended after step 9")
 
 
 @pytest.mark.parametrize(
