@@ -69,11 +69,7 @@ class Parser(argparse.ArgumentParser):
     """Raises the package's error where argparse would end the program."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise with the message as a sentence.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raise a UsageError with the message as a sentence."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 

@@ -74,7 +74,6 @@ def main(words: Sequence[str], group: Group) -> None:
         files = on_root(group, partial(_draw, found, run, samples, options.out or folder / "evaluation"))
         if not options.json:
             console.say(*(f"drawn: {file}" for file in files))
-    return
 
 
 def _data(run: TrainedRun, options: EvaluationConfig) -> Config:

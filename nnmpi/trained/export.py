@@ -54,7 +54,6 @@ def main(words: Sequence[str], group: Group) -> None:
         return
     folder, options = asked
     console.say(on_root(group, partial(export, folder, options)))
-    return
 
 
 def export(folder: Path, options: ExportConfig) -> str:
