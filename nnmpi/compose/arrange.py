@@ -398,7 +398,9 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     out = max(each[-1] for each in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(f"let offload-state optimizer keep its state out of memory, which then needs {format_bytes(out)}")
-    advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as pp {ways} or tp {ways}{even}")
+    links = len(arrangement.names or open_chain(arrangement.model))
+    such = f"pp {ways} or tp {ways}" if ways <= links else f"tp {ways}, as pp can be {links} at most"
+    advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
         f"{mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than the limit of "

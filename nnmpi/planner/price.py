@@ -149,7 +149,7 @@ class Pricer:
         shares = one.dp if one.allreduce == AUTO and one.has_whole_model else 1  # how often they stand once per node
         communication = state.units
         if one.zero and one.replicas > 1 and one.allreduce in (AUTO, NATIVE):
-            communication += BLOCK_BYTES if one.allreduce == AUTO else state.longest
+            communication += min(BLOCK_BYTES, state.longest) if one.allreduce == AUTO else state.longest
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,

@@ -25,9 +25,11 @@ from nnmpi.timeline import Timeline, recording, to_chrome
 HIDDEN = (30, 20, 40)
 
 
-def train(group: Group, zero: int, allreduce: str = "native", trace: bool = False) -> tuple[MemoryReport, str, Any]:
+def train(
+    group: Group, zero: int, allreduce: str = "native", trace: bool = False, hidden: tuple[int, ...] = HIDDEN
+) -> tuple[MemoryReport, str, Any]:
     data = Dataset("numbers", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
-    where = arrange(models.mlp((6,), 3, HIDDEN), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1))
+    where = arrange(models.mlp((6,), 3, hidden), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1))
     where.model.initialize(storage=where.storage)
     optimizer, exchange = optim.Adam(where.model.storage), GradientExchange(allreduce, fused_update=False)
     worker, timeline = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange), Timeline()
@@ -57,6 +59,16 @@ def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
             assert found.peak <= sum(found.peaks.values())
             assert (found.peaks[COMMUNICATION] > 0) == (zero > 0)
             assert "as predicted" in line
+
+
+@pytest.mark.host_only("memory that a node's ranks share is the host's")
+def test_each_stage_of_zero_takes_less_than_the_one_before() -> None:
+    """Of layers none of which has most of the parameters; what is summed with is no longer than what is summed."""
+    stages = [
+        simulate(lambda group, stage=stage: train(group, stage, "shared", hidden=(32,) * 8), 4) for stage in range(4)
+    ]
+    peaks = [max(found.peak for found, _, _ in ranks) for ranks in stages]
+    assert peaks == sorted(set(peaks), reverse=True)
 
 
 def test_it_is_drawn_where_a_trace_is_recorded() -> None:

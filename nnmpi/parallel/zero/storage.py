@@ -164,7 +164,8 @@ class ShardedStorage(PartedStorage):
             )
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
-                self._window = NodeArrays(group)
+                own = [len(place) * whole.itemsize for place, whole in zip(self.own, self._grads, strict=True)]
+                self._window = NodeArrays(group, max(own, default=0))
                 self._share(self._window)
                 return
             except DeviceError:

@@ -24,6 +24,7 @@ class NodeArrays:
 
     Args:
         group: the ranks, all on one node.
+        longest_bytes: the longest range that this rank adds up.
 
     Attributes:
         memory: where arrays are made.
@@ -31,12 +32,12 @@ class NodeArrays:
         everyones: all ranks' whole arrays, by array and rank: of parameters (none if they stand once), and gradients.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, longest_bytes: int) -> None:
         self.memory = SharedMemory(group)
         self._first = self.memory.allocations
         self.barrier = self.memory.barrier_of(0)
         self.everyones: tuple[list[list[Array]], list[list[Array]]] = ([], [])
-        self._block = np.empty(BLOCK_BYTES, np.uint8)
+        self._block = np.empty(min(BLOCK_BYTES, longest_bytes), np.uint8)
 
     def sum(self, i: int, own: range, place: Array, replaces: bool) -> None:
         """Add up all ranks' gradients in a range, in rank order and block by block, so that a block stays in the cache.
@@ -49,7 +50,7 @@ class NodeArrays:
         """
         first, *others = (whole[own.start : own.stop] for whole in self.everyones[1][i])
         block = self._block.view(place.dtype)
-        for start in range(0, len(own), len(block)):
+        for start in range(0, len(own), len(block) or 1):
             part_of = slice(start, min(start + len(block), len(own)))
             total = block[: part_of.stop - start]
             total[...] = first[part_of]
