@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from errno import EISDIR
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -24,7 +23,7 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_algorithm
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import NnmpiError, UsageError, counted
-from nnmpi.reading import read_json
+from nnmpi.reading import check_ordinary, read_json
 
 FORMAT = 1
 LONGEST_S = 1e-3  # of a short message inside a node, and of a handshake: more is the scheduler's time, not theirs
@@ -194,8 +193,7 @@ def check_place(file: Path) -> None:
         OSError: when it cannot.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_dir():
-        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(file))
+    check_ordinary(file)
     with tempfile.NamedTemporaryFile(dir=file.parent):
         pass
 

@@ -32,6 +32,7 @@ from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.reading import check_ordinary
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
@@ -140,8 +141,9 @@ def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str,
         metadata: texts by name, which the file holds too.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: when it cannot be written, and for a device or a pipe, in whose place a file would come.
     """
+    check_ordinary(file)
     arrays = to_torch(model, sample)
     try:
         save_file(arrays, file, {**(metadata or {}), "format": "pt"})

@@ -1,6 +1,7 @@
 """Fits: kept as files and read back whole, refused where they do not belong, and what they predict."""
 
 import json
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,8 +80,9 @@ def test_a_place_is_looked_at_before_anything_is_measured(tmp_path: Path) -> Non
     check_place(tmp_path / "new" / "fit.json")
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file" / "fit.json", tmp_path / "new"):
-        with pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"):
+    os.mkfifo(tmp_path / "pipe")  # a file would come in its place, as in a device's
+    for place in (tmp_path / "file" / "fit.json", tmp_path / "new", tmp_path / "pipe"):
+        with pytest.raises(OSError, match=r"Not a directory|not an ordinary file|File exists"):
             check_place(place)
 
 
