@@ -92,7 +92,8 @@ class Throttle:
         """
         computed_s = clock.now() - begin_s if spent_s is None else spent_s
         left_s = self.step_seconds(computed_s, rank, step) - computed_s
-        rest_until(clock.now() + left_s, rest)
+        if left_s > 0:
+            rest_until(clock.now() + left_s, rest)
 
 
 @dataclass(frozen=True)
