@@ -1,0 +1,102 @@
+"""A step of `python -m nnmpi.train`, with its share of evaluations, records and reports, beside one of a compiled loop.
+
+    python benchmarks/training/steps.py iris 500
+    mpirun -n 2 python benchmarks/training/steps.py digits 8
+
+Both train the same model on the same samples. Times are of the first rank's thread, the least of some blocks of whole
+epochs. The loop's batches are made before; it measures no gradient, evaluates nothing, and reports nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+
+import numpy as np  # noqa: E402
+
+import nnmpi  # noqa: E402
+from nnmpi import Tensor, data, models, nn, ops, optim  # noqa: E402
+from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
+from nnmpi.comm.agreement import on_root  # noqa: E402
+from nnmpi.comm.group import Group  # noqa: E402
+from nnmpi.data.loader import Loader  # noqa: E402
+from nnmpi.train.cli import parse  # noqa: E402
+from nnmpi.train.log import Console  # noqa: E402
+from nnmpi.train.session import run  # noqa: E402
+
+BLOCKS = 5
+CASES = {"iris": ("mlp", 64, (50,)), "digits": ("cnn", 32, ())}  # model, batch, hidden layers
+
+
+class EpochClock(Console):
+    """Prints nothing, and takes the time at the end of each epoch."""
+
+    ends: list[float]
+
+    def say(self, *lines: str) -> None:
+        """Take the time if an epoch is told of."""
+        if lines and lines[0].startswith("epoch "):
+            self.ends.append(time.thread_time())
+
+
+def train(name: str, epochs: int, group: Group, folder: str) -> float:
+    """Return the seconds of a step of the train command."""
+    model, batch, hidden = CASES[name]
+    words = ["--dataset", name, "--model", model, "--batch-size", str(batch), "--epochs", str(epochs)]
+    words += [*(("--hidden", *map(str, hidden)) if hidden else ()), "--out", f"{folder}/run"]
+    console = EpochClock(quiet=True)
+    console.ends = []
+    run(parse(words), group, console, words)
+    length = max((epochs - 2) // BLOCKS, 1)
+    blocks = zip(console.ends[1::length], console.ends[1 + length :: length], strict=False)
+    steps = length * len(Loader(data.load(name)[0], batch))
+    return min(end - begin for begin, end in blocks) / steps
+
+
+def loop(name: str, group: Group) -> float:
+    """Return the seconds of a step of a compiled loop."""
+    _, batch, hidden = CASES[name]
+    found = data.load(name)[0]
+    shape, classes = found.sample_shape, found.classes
+    model = (models.mlp(shape, classes, hidden) if hidden else models.cnn(shape, classes)).initialize(seed=0)
+    optimizer, parallel = optim.Adam(model.storage, lr=1e-5), nnmpi.DataParallel(model, group)
+    batches = list(Loader(found, batch, rank=group.rank, world=group.size).epoch(0))
+
+    def step(x: Tensor, y: Tensor, rows: int) -> Tensor:
+        model.zero_grad()
+        with nn.training():
+            loss = ops.cross_entropy(model(x), y, reduction="sum")
+        parallel.backward(loss, rows)
+        optimizer.step()
+        return loss
+
+    compiled = nnmpi.compile(step)
+
+    def epochs(count: int) -> float:
+        begin = time.thread_time()
+        for each in count * batches:
+            compiled(each.x, each.y, each.global_rows).item()
+        return (time.thread_time() - begin) / (count * len(batches))
+
+    count = -(-200 // len(batches))
+    return min(epochs(count) for _ in range(1 + BLOCKS))
+
+
+def main() -> None:
+    """Print a line."""
+    keep_freed_memory()
+    name, epochs, group = sys.argv[1], int(sys.argv[2]), nnmpi.start()
+    with tempfile.TemporaryDirectory(prefix="nnmpi-") as own, np.errstate(all="ignore"):
+        trained_s, looped_s = train(name, epochs, group, on_root(group, lambda: own)), loop(name, group)
+        group.barrier()
+    if group.is_root:
+        ratio = trained_s / looped_s
+        print(f"{name}, {group.size} ranks: train {1e6 * trained_s:.0f} us, loop {1e6 * looped_s:.0f} us, {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
