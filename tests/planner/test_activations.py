@@ -5,13 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from nnmpi import nn
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
@@ -83,3 +84,20 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
     found = simulate(held, one.ranks, cpu_factor=0.0)
     most = [max(nbytes for place, nbytes in found if place == rank) for rank in range(one.pp)]
     assert shapes.activations(one, one.rows(ROWS)) == most
+
+
+def test_branches_are_planned_as_they_are_dealt_out() -> None:
+    def build() -> Module:
+        towers = [nn.Sequential(nn.Linear(SIDE * SIDE, 8), nn.ReLU()) for _ in range(3)]
+        return nn.Sequential(nn.Flatten(), nn.Branches(*towers), nn.Linear(24, 10))
+
+    work = Workload(build, Adam, lambda where: {}, samples("mlp"), ROWS, 2)
+    shapes = ModelShapes(work, Profile({}, {}, {}), numpy_backend())
+
+    def held(group: Group) -> tuple[int, ...]:
+        worker = ready_worker(work, group, Layout(tp=2), ROWS, numpy_backend())
+        worker.release()
+        return tuple(worker.ledger.report().held[kind] for kind in (PARAMETERS, GRADIENTS, STATE))
+
+    most = shapes.state(2, 1, 1, 0, 1, once=False)
+    assert (most.parameters, most.gradients, most.optimizer) == max(simulate(held, 2))
