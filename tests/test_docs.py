@@ -38,7 +38,7 @@ OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
 OTHERS_OPTIONS = {"--help", "--oversubscribe", "--allow-run-as-root", "--mca"}
 OTHERS_OPTIONS |= {"--cases", "--growth", "--resident", "--sharded", "--shallowspeed", "--start"}
-OTHERS_PAGES = {"docs/cluster.md"}
+OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 
 
 @pytest.mark.mpi
