@@ -131,6 +131,9 @@ PLAIN: Mapping[str, Callable[[Tensor], Any]] = {
     "numpy": lambda x: x.numpy(),
     "item": lambda x: x.sum().item(),
     "__float__": lambda x: float(x.sum()),
+    "__int__": lambda x: int(x[0, 0]),
+    "__format__": lambda x: f"{x[0, 0]:.3f}",
+    "numel": lambda x: x.numel(),
     "__bool__": lambda x: bool(x.sum()),
     "__len__": len,
     "__lt__": lambda x: x < 0.5,
@@ -147,7 +150,7 @@ PLAIN: Mapping[str, Callable[[Tensor], Any]] = {
     "detach": lambda x: x.detach().numpy(),
 }
 ELSEWHERE = {"__init__", "__hash__", "__module__", "__slots__", "__doc__", "__array_ufunc__", "blank", "backward"}
-ELSEWHERE |= {"__qualname__", "__firstlineno__", "__static_attributes__"}
+ELSEWHERE |= {"__getattr__", "__qualname__", "__firstlineno__", "__static_attributes__"}
 
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])
