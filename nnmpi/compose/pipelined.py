@@ -38,6 +38,7 @@ from nnmpi.compose.runner import (
     check_cuts,
     label_check,
     score_of,
+    summed,
     to_device,
 )
 from nnmpi.data.loader import Batch
@@ -265,7 +266,7 @@ class Pipelined:
         again = current().again
         if not again:
             self._check(device_batch, running.parts[microbatch][0], result)
-        loss = running.loss(result, device_batch.y)
+        loss = summed(running.loss, result, device_batch.y)
         if not again:
             score = self._score(result, device_batch)
             if running.trains:

@@ -38,6 +38,7 @@ from nnmpi.compose.runner import (
     check_cuts,
     label_check,
     score_of,
+    summed,
     to_device,
 )
 from nnmpi.compose.trainer import Totals
@@ -239,7 +240,7 @@ class ForwardBackward:
     def _evaluate(self, x: Tensor, y: Tensor, length: int | None) -> None:
         logits = self._leave(self.model(self._enter(x, length)), length)
         self._check_evaluation(self.now.part, 0, logits)
-        loss = self._evaluation_loss(logits, y.data)
+        loss = summed(self._evaluation_loss, logits, y.data)
         perform(self._note_score, logits.data)
         perform(self._end_evaluation, loss.data)
 
@@ -279,10 +280,7 @@ class ForwardBackward:
                 self.now.part, self.now.cut.start, logits
             )  # before the loss: a device reads out of range silently
             perform(self._note_score, logits.data)
-            loss = self._loss(logits, y.data)
-            if not isinstance(loss, Tensor):
-                raise UsageError(f"the loss gave a {type(loss).__name__}; return the sum of the losses, a Tensor")
-            return loss
+            return summed(self._loss, logits, y.data)
 
         if self._budget is None:
             return head(self.model(self._enter(x, length)))

@@ -430,6 +430,20 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
         )
 
 
+def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
+    """Return what a loss makes of logits.
+
+    Raises:
+        UsageError: for what is no Tensor, or not a sum.
+    """
+    found: object = loss(logits, labels)
+    if not isinstance(found, Tensor):
+        raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
+    if found.size != 1:
+        raise UsageError(f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one number")
+    return found
+
+
 def _refuse_mean(loss: SumLoss) -> None:
     """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
     try:

@@ -123,7 +123,7 @@ class Loader:
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for. By default one, but for small
             batches on the host: see `SMALL_BYTES`.
-        prefetch: the number of batches prepared ahead, at most.
+        prefetch: the number of batches prepared ahead, at most; one for each worker if there are more of those.
 
     Raises:
         UsageError: for sizes and counts that make no sense; the message names the value.
@@ -214,11 +214,12 @@ class Loader:
                 see `data.upload` and `transform.split_transform`.
         """
         epoch_order = self.order(epoch)
+        threads = int(stored or self._takes_long()) if self.workers is None else self.workers
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
-            workers=int(stored or self._takes_long()) if self.workers is None else self.workers,
-            ahead=self.prefetch,
+            workers=threads,
+            ahead=max(self.prefetch, threads),  # with fewer, some threads would only wait
         )
 
     def _takes_long(self) -> bool:

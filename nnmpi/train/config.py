@@ -506,6 +506,13 @@ class DataConfig:
         )
         if self.loader_threads is not None:
             not_negative("--loader-threads", self.loader_threads)
+        for option, given, names in (
+            ("--only-classes", self.only_classes, self.chosen),
+            ("--text-columns", self.text_columns, self.columns),
+        ):
+            require(
+                bool(names) or not given, f"{option} {given!r} has no name; give names with commas, or leave it out"
+            )
         require(self.tokenizer != "", "--tokenizer is empty; give characters, bytes, or where one was saved")
         if self.shift_pixels is not None:
             at_least_one("--shift-pixels", self.shift_pixels)

@@ -175,6 +175,17 @@ def test_a_thread_makes_batches_where_that_pays(
         assert len(prefetch_threads()) == threads
 
 
+def test_all_threads_make_batches_at_once() -> None:
+    """With two batches ahead and no more, the third and fourth thread would wait for ever."""
+    together = threading.Barrier(4)
+
+    def meet(x: Any, *_: Any) -> Any:
+        together.wait(20)
+        return x
+
+    assert len(list(Loader(made_up(8), 2, transform=meet, workers=4))) == 4
+
+
 def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
     with pytest.raises(ShapeError, match="made 4 rows of float32 out of 5 rows of float32"):
         list(Loader(made_up(), 5, transform=lambda x, *_: x[1:]).epoch(0))

@@ -60,6 +60,14 @@ def loss(logits, labels):
     return ops.cross_entropy(logits, labels, reduction="sum")
 
 
+def of_each(logits, labels):
+    return (logits * logits).sum(axis=1)
+
+
+def number(logits, labels):
+    return 0.0
+
+
 class Plain(optim.SGD):
     pass
 
@@ -113,6 +121,8 @@ def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
         ("--schedule own.py:loss", "define loss(step, steps, lr)"),
         ("--dataset own.py:falling", "define falling()"),
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
+        ("--loss own.py:number --pp 3", "the loss gave a float; return the sum of the losses, a Tensor"),
+        ("--loss own.py:of_each", "the loss gave a Tensor of shape .*; return the sum of the losses, one number"),
         ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
     ],
 )

@@ -191,6 +191,7 @@ def test_pictures_show_what_there_is() -> None:
         ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
         ("--dataset iris --only-classes setosa,rose", "no class 'rose'; choose among setosa, versicolor, virginica"),
+        ("--dataset iris --only-classes ,", "--only-classes ',' has no name; give names with commas, or leave it out"),
         ("--dataset iris --only-classes setosa", "has one class alone, so that there is nothing to tell apart"),
         (
             "--dataset paradise-lost --model lstm --only-classes a,b",
