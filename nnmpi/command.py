@@ -296,15 +296,15 @@ def shortened(text: str) -> str:
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a plain type; a ValueError says that they are none."""
     if get_origin(kind) is tuple:
-        return tuple(map(int, words))
+        return tuple(_read_as(int, [word]) for word in words)
     (word,) = words  # a ValueError unless there is exactly one
     if kind is type(None) or get_origin(kind) is Literal:
         allowed = {"None": None} if kind is type(None) else {each: each for each in get_args(kind)}
         if word not in allowed:
             raise ValueError(word)
         return allowed[word]
-    if kind in (int, float) and not word.isascii():
-        raise ValueError(word)  # digits of other scripts, which Python reads
+    if kind in (int, float) and (not word.isascii() or "_" in word):
+        raise ValueError(word)  # digits of other scripts and 1_0, which Python reads
     return kind(word)
 
 

@@ -13,13 +13,16 @@ import hashlib
 import http.client
 import os
 import re
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from nnmpi.data.sources import Source
@@ -131,10 +134,49 @@ def _transfer(url: str, part: Path, source: Source, stall_s: float) -> None:
     except urllib.error.URLError as error:
         stalled = isinstance(error.reason, TimeoutError)
         raise MirrorError(f"no answer for {stall_s:g} s" if stalled else f"{error.reason}") from error
+    except ValueError as error:  # what its redirect names is no address
+        raise MirrorError(f"sent to an address that cannot be read ({error})") from error
     except (OSError, http.client.HTTPException) as error:
         raise MirrorError(f"connection broken ({error})", resume=True) from error
     if total is not None and _size(part) < total:
         raise MirrorError(f"broke off after {_size(part)} of {total} bytes", resume=True)
+
+
+class _Limited(urllib.request.AbstractHTTPHandler):
+    """Gives up a head of an answer that drips in: a socket's own limit is for each byte."""
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> http.client.HTTPResponse:
+        """Open it with a connection that ends when the head of its answer has not come within its limit."""
+
+        class Connection(http_class):  # type: ignore[misc]
+            def getresponse(self) -> Any:
+                """Return the answer once its head is here."""
+                late, sock = threading.Event(), self.sock
+
+                def give_up() -> None:
+                    late.set()
+                    with suppress(OSError):  # it may have ended by itself
+                        sock.shutdown(socket.SHUT_RDWR)
+
+                timer = threading.Timer(self.timeout, give_up)
+                timer.daemon = True
+                timer.start()
+                try:
+                    return super().getresponse()
+                finally:
+                    timer.cancel()
+                    if late.is_set():
+                        raise urllib.error.URLError(TimeoutError())
+
+        return super().do_open(Connection, req, **options)
+
+
+class _Http(_Limited, urllib.request.HTTPHandler):
+    """By http."""
+
+
+class _Https(_Limited, urllib.request.HTTPSHandler):
+    """By https."""
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -142,8 +184,8 @@ def _opener() -> urllib.request.OpenerDirector:
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
+        _Http,
+        _Https,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPRedirectHandler,
         urllib.request.HTTPErrorProcessor,

@@ -150,12 +150,20 @@ def dropout_of(config: ModelConfig) -> float:
 
 
 def check_samples(model: str, samples: Samples) -> None:
-    """Refuse a model that computes with quantities where the samples are tokens, and the other way round.
+    """Refuse quantities for a model of tokens, the other way round, and labels that its outputs are too few for.
 
     Raises:
         UsageError: naming both.
     """
-    if is_own(model) or samples.is_tokens == (model in SEQUENCE_MODELS):
+    if is_own(model):
+        return
+    if samples.is_tokens == (model in SEQUENCE_MODELS):
+        labels = samples.labels(np.arange(1))
+        if labels.ndim > 1 and labels.dtype.kind == "i" and not samples.is_tokens:
+            raise UsageError(
+                f"{samples.name} has labels of shape {labels.shape[1:]} for each sample, and --model {model} predicts "
+                "one class; give one label for each sample, or a model of your own"
+            )
         return
     what, others = ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
     raise UsageError(

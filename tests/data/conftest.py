@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -71,7 +72,7 @@ class Site:
 
     Manners: "plain" (knows Range), "no range", "cut" (half of what was asked for, then the connection closes),
     "stall" (half of it, then nothing), "drip" (a byte now and then), "silent" (no answer at all), "wrong range",
-    "endless length" (of 4,400 digits), "ftp" (sent there), "status 404" and other numbers.
+    "endless length" (of 4,400 digits), "dripping head", an address (sent there), "status 404" and other numbers.
     The last manner is kept.
     """
 
@@ -105,9 +106,14 @@ class Site:
                 if manner == "silent":
                     site.over.wait(20)
                     return
-                if manner == "ftp":
+                if manner == "dripping head":
+                    with suppress(OSError):  # until the other side has gone
+                        while not site.over.wait(0.05):
+                            self.wfile.write(b"H")
+                    return
+                if "://" in manner:
                     self.send_response(302)
-                    self.send_header("Location", "ftp://127.0.0.1/file.bin")
+                    self.send_header("Location", manner)
                     self.end_headers()
                     return
                 if manner.startswith("status"):

@@ -227,17 +227,26 @@ def test_real_mnist_files_pass_the_known_checksums(real_data: Path) -> None:
         assert check(real_data / "mnist" / known.filename, known) is None
 
 
-def test_a_mirror_that_drips_is_left(site: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("manner", ["drip", "dripping head"])
+def test_a_mirror_that_drips_is_left(manner: str, site: Any, tmp_path: Path) -> None:
     """Each byte came within the limit, and the file would have come in a year."""
-    wanted = source(site.put("/a", CONTENT, "drip"), site.put("/b", CONTENT))
+    wanted = source(site.put("/a", CONTENT, manner), site.put("/b", CONTENT))
     began = time.monotonic()
     assert download(wanted, tmp_path, stall_s=0.3, tries=2).read_bytes() == CONTENT
     assert time.monotonic() - began < 5
 
 
-def test_other_ways_than_http_are_not_taken(site: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="unknown url type: ftp"):
-        download(source(site.put("/a", CONTENT, "ftp")), tmp_path)
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("ftp://127.0.0.1/file.bin", "unknown url type: ftp"),
+        ("http://[bad", "sent to an address that cannot be read"),
+        ("http://..x/", "sent to an address that cannot be read"),
+    ],
+)
+def test_redirects_that_cannot_be_followed(place: str, said: str, site: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        download(source(site.put("/a", CONTENT, place)), tmp_path)
 
 
 def test_a_length_of_any_number_of_digits_is_no_traceback(site: Any, tmp_path: Path) -> None:

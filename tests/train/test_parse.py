@@ -89,6 +89,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--no-overlp", "--no-overlp is not an option; did you mean --no-overlap"),
         ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
+        ("--hidden \u0663", "--hidden is \u0663; it must be a list of whole numbers"),
+        ("--lr 1_0", "--lr is 1_0; it must be a number"),
         ("--lr \u0663", "--lr is \u0663; it must be a number"),
         ("--config absent.toml", "--config absent.toml cannot be read: "),
         ("--config .", "--config . cannot be read: not an ordinary file; give a TOML file"),

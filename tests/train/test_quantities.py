@@ -12,7 +12,7 @@ import nnmpi
 from nnmpi import ops
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.losses import ERRORS, SumError
-from nnmpi.errors import DataError, NnmpiError, ShapeError
+from nnmpi.errors import DataError, NnmpiError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import main as train
 from nnmpi.train.curves import draw
@@ -247,3 +247,9 @@ def test_data_of_other_shapes_are_not_taken() -> None:
     with pytest.raises(DataError, match=r"predicts? quantities of shape \(\)"):
         simulate(lambda group: evaluate(["run", "--dataset", "shaped.npz"], group), 1)
     assert ops.mae(Tensor(np.array([1.0, -2.0])), np.zeros(2)).item() == 1.5
+
+
+def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"signs has labels of shape \(2,\) for each sample, and --model mlp predicts"):
+        run("--dataset signs.npz", ranks=2)
+    assert not (tmp_path / "run").exists()
