@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.jit.scalar import exp, largest, log, product, tanh
+from nnmpi.backend.jit.scalar import empty_into, exp, largest, log, product, tanh
 
 ZERO = np.float32(0)
 ONE = np.float32(1)
@@ -32,9 +32,7 @@ def relu_grad_bias(grad: Array, y: Array, out: Array, to_bias: Array) -> None:
             row[i] = value
             part[i] += value
         if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
-            for i in range(part.size):
-                to_bias[i] += part[i]
-                part[i] = ZERO
+            empty_into(part, to_bias)
 
 
 def slope_grad_bias(grad: Array, slope: Array, out: Array, to_bias: Array) -> None:
@@ -48,9 +46,7 @@ def slope_grad_bias(grad: Array, slope: Array, out: Array, to_bias: Array) -> No
             row[i] = value
             part[i] += value
         if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
-            for i in range(part.size):
-                to_bias[i] += part[i]
-                part[i] = ZERO
+            empty_into(part, to_bias)
 
 
 def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -> None:
