@@ -10,7 +10,6 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulate import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.log import Console
 
@@ -74,12 +73,9 @@ class Prediction:
         """Return the time of one call, None where the model says nothing."""
         if self.fit is None or (self._operation, algorithm) not in COLLECTIVES and algorithm not in (NATIVE, SHARED):
             return None
-        if self._operation == ALL_REDUCE:
-            return None if algorithm == SHARED and self.fit.shared is None else self.fit.predict(algorithm, nbytes)
-        if algorithm == NATIVE:
+        if algorithm == SHARED and self.fit.shared is None or algorithm == NATIVE and self._operation != ALL_REDUCE:
             return None
-        collective = COLLECTIVES[self._operation, algorithm]
-        return simulate(collective, self.fit.ranks, nbytes, self.fit.machine).seconds
+        return self.fit.predict(algorithm, nbytes, operation=self._operation)
 
 
 def _make(file: Path | None, group: Group, console: Console) -> Fit:

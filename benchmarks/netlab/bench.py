@@ -18,12 +18,10 @@ from benchmarks.netlab.link import Speed
 from benchmarks.netlab.row import TABLE, LinkTimes, summary, verdict
 from benchmarks.netlab.shell import LabError
 from benchmarks.netlab.state import State
-from nnmpi.comm.algorithms.registry import NATIVE, find_collective
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class LabRun:
                 rate=speed.rate,
                 hosts=hosts,
                 operation=plan.operation,
-                predicted_s=predict(fit, plan.operation, finding["algorithm"], finding["bytes"]),
+                predicted_s=fit.predict(finding["algorithm"], finding["bytes"], operation=plan.operation),
                 auto=choose(finding["bytes"], hosts, fit).algorithm if plan.operation == ALL_REDUCE.name else "",
                 **finding,
             )
@@ -141,14 +139,6 @@ class LabRun:
             "rows": [row.record() for row in self.rows],
         }
         results.write(path, found)
-
-
-def predict(fit: Fit, operation: str, algorithm: str, nbytes: int) -> float:
-    """Return the seconds that the model gives a row: of what has no steps those that were measured before."""
-    if algorithm == NATIVE:
-        return fit.native(nbytes)
-    machine = fit.machine
-    return simulate(find_collective(operation, algorithm, machine.nodes), fit.ranks, nbytes, machine).seconds
 
 
 def _describe(link: Mapping[str, Any], speed: Speed) -> str:

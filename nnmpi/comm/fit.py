@@ -19,7 +19,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_algorithm
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_collective
+from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate
 from nnmpi.errors import NnmpiError, UsageError, counted
@@ -56,12 +57,15 @@ class Fit:
         """The number of ranks that it holds for."""
         return int(self.facts["ranks"])
 
-    def predict(self, algorithm: How, nbytes: int, started: bool = False) -> float:
-        """Return the seconds that an all-reduce of float32 will take.
+    def predict(self, algorithm: How, nbytes: int, started: bool = False, operation: str = ALL_REDUCE.name) -> float:
+        """Return the seconds that a collective of float32 will take, by default an all-reduce.
 
         Args:
-            algorithm: "native", "shared" or one of `registry.ALGORITHMS`.
+            algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", of the operation that they were measured
+                of: an all-reduce, in a fit of `comm.fitting`.
+            nbytes: of the whole array.
             started: whether it is started and polled, under computation, and not a blocking call.
+            operation: such as "broadcast".
 
         Raises:
             UsageError: for an unknown algorithm, or "shared" where there was no shared memory.
@@ -72,7 +76,7 @@ class Fit:
             if self.shared is None:
                 raise UsageError("this fit was made without shared memory and cannot predict the shared all-reduce")
             return self.shared(nbytes)
-        collective = find_algorithm(algorithm, self.machine.nodes)
+        collective = find_collective(operation, algorithm, self.machine.nodes)
         return simulate(collective, self.ranks, nbytes, self.machine).seconds
 
     def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import link, steps
-from benchmarks.netlab.bench import Plan, fit_of, predict
+from benchmarks.netlab.bench import Plan, fit_of
 from benchmarks.netlab.build import Builder, address_of, write_agent
 from benchmarks.netlab.command import main, make_plan, parse
 from benchmarks.netlab.host import Host
@@ -258,13 +258,13 @@ def test_predictions_are_those_of_the_closed_forms(hosts: int) -> None:
     nbytes, rounds, fit = 2**20, hosts.bit_length() - 1, fit_of(LINK, hosts, "MPI")
     alpha, beta, gamma = LINK["alpha_s"], LINK["beta_s_per_byte"] * nbytes, LINK["gamma_s_per_byte"] * nbytes
     ring = 2 * (hosts - 1) * (alpha + beta / hosts) + (hosts - 1) / hosts * gamma
-    assert predict(fit, "all-reduce", "ring", nbytes) == pytest.approx(ring)
-    assert predict(fit, "all-reduce", "tree", nbytes) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
+    assert fit.predict("ring", nbytes) == pytest.approx(ring)
+    assert fit.predict("tree", nbytes) == pytest.approx(2 * rounds * (alpha + beta) + rounds * gamma)
     server = 2 * (hosts - 1) * (alpha + beta) + (hosts - 1) * gamma
-    assert predict(fit, "all-reduce", "ps", nbytes) == pytest.approx(server)
-    assert predict(fit, "broadcast", "native", nbytes) == 0.5
-    assert predict(fit, "broadcast", "tree", nbytes) == pytest.approx(rounds * (alpha + beta))
-    assert predict(fit, "all-gather", "ring", nbytes) == pytest.approx((hosts - 1) * (alpha + beta / hosts))
+    assert fit.predict("ps", nbytes) == pytest.approx(server)
+    assert fit.predict("native", nbytes, operation="broadcast") == 0.5
+    assert fit.predict("tree", nbytes, operation="broadcast") == pytest.approx(rounds * (alpha + beta))
+    assert fit.predict("ring", nbytes, operation="all-gather") == pytest.approx((hosts - 1) * (alpha + beta / hosts))
     slow = fit_of({**LINK, "native": [[1024, 10.0]]}, hosts, "MPI")
     assert choose(nbytes, hosts, slow).algorithm in ("ring", "halving-doubling")
     assert choose(nbytes, hosts, fit_of({**LINK, "native": [[1024, 0.0]]}, hosts, "MPI")).algorithm == "native"
