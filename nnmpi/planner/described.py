@@ -17,9 +17,8 @@ from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
 from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
-from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import most_kept
 from nnmpi.shard import split
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
@@ -195,20 +194,8 @@ class DescribedShapes:
             if one.recompute != NEVER:
                 waiting, peak = entering, peak + max(inside.values())
             peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
-            found.append(round(most * (_most_kept(schedule, rank, waiting) + peak) / share))
+            found.append(round(most * (most_kept(schedule, rank, waiting) + peak) / share))
         return found
-
-
-def _most_kept(schedule: Schedule, rank: int, kept: Mapping[int, float]) -> float:
-    """Return the most bytes that wait for their backwards, of what each stage keeps of a microbatch."""
-    now = most = 0.0
-    for one in schedule.instructions(rank):
-        if one.kind is Kind.F:
-            now += kept[one.stage]
-        elif one.kind in (Kind.B, Kind.W):
-            now -= kept[one.stage]
-        most = max(most, now)
-    return most
 
 
 def grouped(links: Sequence[DescribedLink], count: int) -> list[DescribedLink]:

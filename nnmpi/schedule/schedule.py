@@ -5,15 +5,17 @@ Stage s lives on rank s % ranks. With as many stages as ranks each rank has one;
     2 ranks, 4 stages       rank 0: stages 0, 2      rank 1: stages 1, 3      0 -> 1 -> 2 -> 3 goes 0, 1, 0, 1
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule.instruction import BACKWARD, Instruction, Item, Kind, parts
 
 Program: TypeAlias = tuple[Item, ...]
 """What one rank does, in order."""
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +82,25 @@ class Schedule:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
-    """Return how many activations a rank keeps at most: one for each stage and microbatch from F to the end of B.
+    """Return how many activations a rank keeps at most: one for each stage and microbatch; see `most_kept`."""
+    return most_kept(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
+
+
+def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
+    """Return the most that a rank keeps of activations, each from F to the end of B, by what a stage keeps of one.
 
     Where backwards are halved, an activation is kept until W. Without backwards none is kept after its forward.
     """
     trains = schedule.trains
-    kept = peak = 0
+    now: N = 0
+    most: N = 0
     for one in schedule.instructions(rank):
         if one.kind is Kind.F:
-            kept += 1
-            peak = max(peak, kept)
+            now += kept[one.stage]
+            most = max(most, now)
         if one.kind in (Kind.B, Kind.W) or (one.kind is Kind.F and not trains):
-            kept -= 1
-    return peak
+            now -= kept[one.stage]
+    return most
 
 
 def staleness(schedule: Schedule, stage: int) -> tuple[int, ...]:
