@@ -6,7 +6,8 @@
     python benchmarks/training/whole.py --torch-python VENV/bin/python   # where PyTorch is, if not here
 
 nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is `whole_torch.py`, with
-a DataLoader, and torchrun for several ranks. One thread per rank; each command has its turn in every repeat; the least
+a DataLoader, and torchrun for several ranks. One thread per rank; each command has its turn in every repeat, and the
+least of its times counts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class ModelShapes:
         self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
         self._parts: dict[tuple[int, int, int], CutModel] = {}
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
-        self._bytes: dict[tuple[Any, ...], Any] = {}
+        self._whole: dict[tuple[tuple[int, int], int], int] = {}
+        self._stages: dict[tuple[Any, ...], tuple[StageBytes, ...]] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
         """Return what the rank with most of it holds; see `states`."""
@@ -124,28 +125,26 @@ class ModelShapes:
         return [round(between({max(most // 2, 1): low, most: high}, max(rows))) for low, high in places]
 
     def _activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
-        share = one.tp, one.sp
         if one.pp == 1:
-            measured = self.profile.steps[share].get(rows[0])
-            return [self._whole(share, rows[0]) if measured is None else measured.activations]
+            return [self._of_whole((one.tp, one.sp), rows[0])]
         schedule = lower(one.make())
-
         recomputes = [one.layout().recomputes(number, len(rows)) for number in range(len(rows))]
-        stages = [self._stages(one, *each) for each in zip(rows, recomputes, strict=True)]
+        stages = [self._of_stages(one, *each) for each in zip(rows, recomputes, strict=True)]
         everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
         return [max(most_bytes(schedule, rank, each) for each in everyones) for rank in range(one.pp)]
 
-    def _whole(self, share: tuple[int, int], rows: int) -> int:
-        if (share, rows) not in self._bytes:
-            self._bytes[share, rows] = measure_whole(self.workload, share, rows, self._backend)
-        found: int = self._bytes[share, rows]
-        return found
+    def _of_whole(self, share: tuple[int, int], rows: int) -> int:
+        measured = self.profile.steps[share].get(rows)
+        if measured is not None:
+            return measured.activations
+        if (share, rows) not in self._whole:
+            self._whole[share, rows] = measure_whole(self.workload, share, rows, self._backend)
+        return self._whole[share, rows]
 
-    def _stages(self, one: Candidate, rows: int, again: bool) -> tuple[StageBytes, ...]:
+    def _of_stages(self, one: Candidate, rows: int, again: bool) -> tuple[StageBytes, ...]:
         share, halves = (one.tp, one.sp), one.schedule == "zero-bubble"
         key = (share, one.pp * one.virtual_stages, rows, again, halves)
-        if key not in self._bytes:
+        if key not in self._stages:
             cuts = self.part(one.tp, one.pp, one.virtual_stages).cuts
-            self._bytes[key] = measure_stages(self.workload, cuts, share, rows, again, halves, self._backend)
-        found: tuple[StageBytes, ...] = self._bytes[key]
-        return found
+            self._stages[key] = measure_stages(self.workload, cuts, share, rows, again, halves, self._backend)
+        return self._stages[key]

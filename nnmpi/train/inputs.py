@@ -238,10 +238,12 @@ def text_source(config: Config) -> TextSource | None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
             raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         return None
-    own = {"--data-dir": data.data_dir is not None, "--target": bool(data.target)}
-    own["--only-classes"] = bool(data.only_classes)
-    for option, unused in own.items():
-        if unused:
+    for option, given in (
+        ("--data-dir", data.data_dir is not None),
+        ("--target", data.target),
+        ("--only-classes", data.only_classes),
+    ):
+        if given:
             raise UsageError(f"a text names its file itself, and its tokens are the labels; leave {option} out")
     tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")

@@ -175,8 +175,7 @@ class _Pass:
         self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
         self._count, self._sent, self._on_device = counted_here(), (0, 0, 0), pipeline.backend.is_device
         # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
-        ends = [boundaries[stage] for stage in boundaries]
-        self._waits = all(end.is_agreed(key) for end in ends for key in self._keys)
+        self._waits = all(end.is_agreed(key) for end in boundaries.values() for key in self._keys)
         self._report = PassReport(
             len(inputs), count=self._count, begin_bytes=0 if self._count is None else self._count.used
         )
