@@ -213,8 +213,8 @@ class Function:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
             xp.add(self.grad, grad, out=self.grad)
-        else:
-            self.grad, self.owns_grad = xp.add(self.grad, grad), True
+        else:  # of arrays without axes NumPy makes a number, which cannot be written to
+            self.grad, self.owns_grad = xp.add(self.grad, grad), self.shape != ()
 
     def release(self) -> None:
         """Drop everything that only a backward pass needs."""

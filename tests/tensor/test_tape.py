@@ -62,6 +62,15 @@ def test_a_tensor_used_many_times():
     np.testing.assert_array_equal(x.grad, [3000, 3000])
 
 
+def test_a_number_used_many_times():
+    """Without axes: NumPy adds such gradients up to a number, which is no array to add more to."""
+    x = leaf(3.0)
+    h = x * x
+    (h + h + h * h + h).backward()
+    assert isinstance(x.grad, np.ndarray)
+    assert x.grad == 3 * 6 + 4 * 27
+
+
 def test_a_deep_diamond_is_walked_once():
     """A graph with 2 ** 200 paths takes 200 steps, since each operation goes backward once."""
     x = leaf(1.0)
