@@ -71,7 +71,7 @@ SIMULATION = ("simulate", "simulation_seed", "network")
 DETAILS = {
     "sync": (
         *("staleness", "local_steps", "servers", "dedicated_servers", "backup", "neighbours", "staleness_lr"),
-        "sync_warmup_epochs",
+        *("sync_warmup_epochs", "loader_threads"),
     ),
 }
 

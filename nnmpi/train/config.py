@@ -339,6 +339,11 @@ class SyncConfig:
         """What messages cost between simulated ranks, each a node of its own; None where they take no time."""
         return parse_network(self.network, self.simulate) if self.network else None
 
+    @property
+    def named(self) -> str:
+        """The options of the rule, as they are told."""
+        return f"--sync {self.sync}" + (f" with --servers {self.servers}" if self.servers else "")
+
     def slowdown(self, seed: int) -> Slowdown:
         """Return which ranks are slowed down, and by how much."""
         return Slowdown.parse(self.straggler, seed)
@@ -351,7 +356,6 @@ class SyncConfig:
         """
         if not self.rule.asynchronous:
             return
-        what = f"--sync {self.sync}" + (f" with --servers {self.servers}" if self.servers else "")
         plain = ParallelConfig()
         for option, given, why in (
             ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
@@ -372,7 +376,7 @@ class SyncConfig:
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
             ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),
         ):
-            require(not given, f"{option} does not go with {what}: {why}; leave it out")
+            require(not given, f"{option} does not go with {self.named}: {why}; leave it out")
 
 
 # Which models know an option.
@@ -730,6 +734,12 @@ class Config:
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
+        )
+        idle = self.data.loader_threads and self.sync.rule.uses_servers
+        require(
+            not idle,
+            f"--loader-threads does not go with {self.sync.named}: a worker learns which samples are next when it has "
+            "done those before; leave it out",
         )
 
 

@@ -64,6 +64,8 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
         ("--sync asp --reduction fixed", "--reduction does not go with --sync asp: sums depend on who comes first"),
         ("--sync asp --check-weights", "--check-weights does not go with --sync asp: workers' weights differ between"),
         ("--sync asp --allreduce ring", "--allreduce does not go with --sync asp: no gradients are summed by"),
+        ("--sync asp --loader-threads 2", "--loader-threads does not go with --sync asp: a worker learns which"),
+        ("--servers 1 --loader-threads 1", "--loader-threads does not go with --sync bsp with --servers 1: a worker"),
         ("--sync-warmup-epochs 1", "--sync-warmup-epochs does nothing for --sync bsp; leave it out"),
         ("--sync asp --sync-warmup-epochs -1", "--sync-warmup-epochs is -1; "),
         ("--sync asp --pace-ms -1", "--pace-ms is -1.0; "),
