@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError, counted
+from nnmpi.models.torch_weights import save_arrays
 from nnmpi.nn.module import Module
 from nnmpi.reading import read_json
 
@@ -172,7 +172,7 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     arrays = {PREFIX + theirs: np.ascontiguousarray(weights[ours]) for ours, theirs in _names(layers)}
-    save_file(arrays, folder / WEIGHTS, {"format": "pt"})
+    save_arrays(folder / WEIGHTS, arrays)
 
 
 def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:

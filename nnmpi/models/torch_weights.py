@@ -13,6 +13,8 @@ A module's name is the path of attributes in both, so a PyTorch model of the sam
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -143,13 +145,25 @@ def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str,
     Raises:
         OSError: when it cannot be written, and for a device or a pipe, in whose place a file would come.
     """
-    check_ordinary(file)
     arrays = to_torch(model, sample)
+    save_arrays(file, arrays, metadata)
+    return len(arrays)
+
+
+def save_arrays(file: Path, arrays: dict[str, Array], metadata: Mapping[str, str] | None = None) -> None:
+    """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle.
+
+    Raises:
+        OSError: when it cannot be written, and for a device or a pipe, in whose place a file would come.
+    """
+    check_ordinary(file)
     try:
         save_file(arrays, file, {**(metadata or {}), "format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    return len(arrays)
+    except SafetensorError as error:  # which is no OSError, and names a temporary file
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(str(error)) from None
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
 
 
 def read_torch(file: Path) -> dict[str, Array]:

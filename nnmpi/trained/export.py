@@ -33,7 +33,7 @@ class ExportConfig:
     format: Literal["torch"] = "torch"
     """Whose names and layouts."""
     out: Path | None = None
-    """The file (default: RUN/torch.safetensors)."""
+    """The file, .safetensors (default: RUN/torch.safetensors)."""
     best: bool = False
     """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
     weights: Path | None = None
@@ -63,8 +63,10 @@ def export(folder: Path, options: ExportConfig) -> str:
         UsageError: when there is no such run, or the file cannot be written.
         CheckpointError: when the run has no checkpoint.
     """
-    run = load(folder, options.best, options.weights)
     file = options.out or folder / "torch.safetensors"
+    if file.suffix not in ("", ".safetensors"):
+        raise UsageError(f"--out {file} would hold safetensors, not what {file.suffix} means; name it .safetensors")
+    run = load(folder, options.best, options.weights)
     about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     try:

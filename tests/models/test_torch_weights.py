@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.errors import CheckpointError
-from nnmpi.models.torch_weights import from_torch, read_torch, to_torch, torch_weights, write_torch
+from nnmpi.models.torch_weights import from_torch, read_torch, save_arrays, to_torch, torch_weights, write_torch
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import no_grad
 
@@ -44,6 +44,13 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     other = models.mlp((8, 6, 2), 10, ()).initialize()
     with pytest.raises(CheckpointError, match="does not fit the model: missing"):
         from_torch(torch_weights(other, IMAGES[:1]), read_torch(tmp_path / "torch.safetensors"))
+
+
+def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> None:
+    """The library raises an error of its own, which names a temporary file; the end of a run looks for the system's."""
+    with pytest.raises(FileNotFoundError) as caught:
+        save_arrays(tmp_path / "missing" / "torch.safetensors", {"x": np.zeros(2)})
+    assert caught.value.strerror == "No such file or directory"
 
 
 def _torch_model(torch: Any, name: str) -> Any:
