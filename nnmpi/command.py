@@ -41,6 +41,7 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unl
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
 MOST_SHOWN = 200  # characters of what was given, in a sentence about it
+EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
 
@@ -65,12 +66,35 @@ class HelpAsked(Exception):
     """The user asked for help; the text is the message."""
 
 
+class _Help(argparse.HelpFormatter):
+    """argparse's help, as wide as that of the large commands; examples in a description stay lines of their own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return folded(text)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises the package's error where argparse would end the program."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError with the message as a sentence."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def folded(text: str) -> str:
+    """Return a text with its paragraphs wrapped to the width of the help; lines that are examples stay as they are."""
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.split("\n")
+        examples = all(line.startswith(EXAMPLE) for line in lines)
+        paragraphs.append(paragraph if examples else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False)))
+    return "\n\n".join(paragraphs)
 
 
 def positive_count(text: str) -> int:
@@ -335,10 +359,10 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
     lines = [
         f"usage: {program} [-h] [OPTIONS]",
         "",
-        description,
+        folded(description),
         "",
-        *_entry("-h, --help", "Print this."),
-        *_entry("--version", "Print which nnmpi this is."),
+        *entry("-h, --help", "Print this."),
+        *entry("--version", "Print which nnmpi this is."),
     ]
     for section in dict.fromkeys(option.section for option in options):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
@@ -346,11 +370,11 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
         for option in options:
             if option.section is section:
                 text = " ".join((option.help or texts[option.name]).split())
-                lines += _entry(_form(option), f"{text}{_show_default(option, text)}")
+                lines += entry(_form(option), f"{text}{_show_default(option, text)}")
     return "\n".join(lines)
 
 
-def _entry(form: str, text: str) -> list[str]:
+def entry(form: str, text: str) -> list[str]:
     """Return an option's form with the explanation beside it, or below it where the form is long."""
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"

@@ -1,14 +1,13 @@
 """`python -m nnmpi.report RUN`: a run as one page for a browser: curves, where time went, memory, layout, options.
 
-    python -m nnmpi.report runs/digits-cnn                    writes runs/digits-cnn/report.html
+    python -m nnmpi.report runs/digits-cnn                 writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
-    python -m nnmpi.report runs/digits-cnn/trace.json.gz      what each rank did when, of a run with --trace: trace.html
-    python -m nnmpi.report runs/digits-cnn --plot             the curves as PNG files, too: runs/digits-cnn/curves
+    python -m nnmpi.report runs/digits-cnn/trace.json.gz   of a run with --trace: what each rank did
+    python -m nnmpi.report runs/digits-cnn --plot          curves as PNG files, too
 
 All numbers are those of the run's own files. A run that is under way can be looked at, too.
 """
 
-import argparse
 import gzip
 import re
 import shlex
@@ -42,7 +41,7 @@ def main(words: Sequence[str]) -> str:
     Raises:
         UsageError: when there is no run, its files cannot be read, or the page cannot be written.
     """
-    parser = Parser("python -m nnmpi.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m nnmpi.report", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or a trace")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html, trace.html)")
     parser.add_argument("--plot", action="store_true", help="draw PNG files into RUN/curves, too; needs matplotlib")

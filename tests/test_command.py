@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import HelpAsked, Parser, Switch, options_of, printable, read_words
+from nnmpi.command import HelpAsked, Parser, Switch, folded, options_of, printable, read_words
 from nnmpi.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +107,13 @@ def test_help_has_forms_explanations_and_defaults() -> None:
         "  --overlap [auto|on|off], --no-overlap",
         "                          At the same time. (default: auto)",
     ]
+
+
+def test_paragraphs_are_wrapped_and_examples_are_not() -> None:
+    long, example = "word " * 40, "python -m nnmpi.train " + "--more " * 20 + "end"
+    text = folded(f"{long}\n\n{example}\n{example}\n\nEnd.")
+    assert text.endswith(f"\n\n{example}\n{example}\n\nEnd.") and len(text.splitlines()[0]) <= 80
+    assert Parser("one", description=f"{long}\n\n{example}").format_help().count(example) == 1
 
 
 def test_nothing_that_steers_a_terminal_is_printed() -> None:

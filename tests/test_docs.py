@@ -102,7 +102,7 @@ def test_the_map_shows_all_packages_and_modules() -> None:
 
 
 def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what `python -m WORDS --help` prints."""
+    """Return what `python -m WORDS --help` prints; nnmpi's fit a terminal of 100 columns."""
     printed = io.StringIO()
     monkeypatch.setattr(sys, "argv", [*words.split(), "--help"])
     name = words.split()[0]
@@ -111,7 +111,7 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
             monkeypatch.delitem(sys.modules, module, raising=False)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         runpy.run_module(name, run_name="__main__", alter_sys=False)
-    assert printed.getvalue()
+    assert 40 < max(map(len, printed.getvalue().splitlines())) <= (100 if name.startswith("nnmpi") else 120)
     return printed.getvalue()
 
 
@@ -119,7 +119,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
     modules = ("nnmpi.train", "nnmpi.verify", "nnmpi.generate", "nnmpi.schedule", "nnmpi.comm", "tests.harness")
     modules += ("nnmpi.evaluate", "nnmpi.plan", "nnmpi.predict", "nnmpi.export", "nnmpi.run", "nnmpi.doctor")
-    modules += ("nnmpi.report", "nnmpi.exercise")
+    modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory")
     helped = {module: help_of(module, monkeypatch) for module in modules}
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
         helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)

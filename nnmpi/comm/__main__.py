@@ -177,7 +177,7 @@ ALPHA_S, BETA_S = 1e-5, 1e-9
 
 
 def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.comm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m nnmpi.comm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     operations = ", ".join(dict.fromkeys(operation for operation, _ in COLLECTIVES))
     for name, command in _COMMANDS.items():

@@ -1,19 +1,18 @@
 """`python -m nnmpi.exercise`: exercises, and a checker that says which chunk, which rank, after which step is wrong.
 
-python -m nnmpi.exercise                                       lists them
-python -m nnmpi.exercise ring-all-reduce > my_ring.py          what is wanted, as a file to begin with
-python -m nnmpi.exercise ring-all-reduce my_ring.py            checks what was written there
+python -m nnmpi.exercise                               lists them
+python -m nnmpi.exercise ring-all-reduce > my_ring.py  what is wanted, as a file to begin with
+python -m nnmpi.exercise ring-all-reduce my_ring.py    checks what was written there
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from nnmpi.command import Parser, say, suggest
+from nnmpi.command import Parser, entry, folded, say, suggest
 from nnmpi.errors import UsageError
 from nnmpi.exercise import collectives, costs, operators, plans, schedules, sharding, staleness
 from nnmpi.exercise.exercise import Exercise, guarded
@@ -55,11 +54,11 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     if given.name is None:
-        width = max(len(each.name) for kind in KINDS.values() for each in kind)
-        rows = [(kind, [f"  {each.name:{width}}  {each.title}" for each in found]) for kind, found in KINDS.items()]
-        return "\n".join(
-            [*(line for kind, lines in rows for line in (f"{kind}:", *lines, "")), (__doc__ or "").strip()]
-        )
+        lists = [
+            [f"{kind}:", *(line for one in found for line in entry(one.name, one.title)), ""]
+            for kind, found in KINDS.items()
+        ]
+        return "\n".join([*(line for lines in lists for line in lines), folded(__doc__ or "")])
     exercise = find_exercise(given.name)
     if given.file is None:
         return exercise.starter().rstrip()
@@ -69,9 +68,7 @@ def main(words: Sequence[str]) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "python -m nnmpi.exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m nnmpi.exercise", description=__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="which exercise")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE.py", help="your solution")
     return parser

@@ -122,7 +122,7 @@ def _budget(text: str, plans: OptimalPlans) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m nnmpi.memory", description=__doc__)
     plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="the quickest plan in a budget")
     chain = plan.add_mutually_exclusive_group()
     chain.add_argument("--links", type=positive_count, default=8, help="so many equal links (8)")

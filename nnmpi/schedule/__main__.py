@@ -2,8 +2,8 @@
 
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
-python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --forward-ms 3 --backward-ms 5 --message-ms 0.2
-python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --png zb.png --trace zb.json
+python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --message-ms 0.2
+python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --png zb.png
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html
 """
 
@@ -121,9 +121,7 @@ def _by_rank(numbers: Sequence[int]) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "python -m nnmpi.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m nnmpi.schedule", description=__doc__)
     parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
     parser.add_argument("--stages", type=positive_count, required=True, help="stages of the pipeline, one on each rank")
     parser.add_argument("--microbatches", type=positive_count, required=True, help="microbatches in a step")

@@ -47,7 +47,7 @@ PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
 
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
-python -m nnmpi.plan --model cnn --shape 28 28 1 --batch-size 256 --ranks 64 --nodes 16 --network ethernet-10g
+python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network ethernet-10g
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB --race 3
 python -m nnmpi.plan --table
 

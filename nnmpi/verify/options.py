@@ -28,7 +28,7 @@ PROGRAM = "python -m nnmpi.verify"
 DESCRIPTION = """Does a model trained under a layout do what it does on one rank?
 
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
-mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --classes 10 --dp 3 --pp 2
+mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
 mpirun -n 4 python -m nnmpi.verify --dp 2 --pp 2 --reduction fixed
 mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2 --sp-attention ring
 
