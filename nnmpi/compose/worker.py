@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -602,9 +603,9 @@ class Worker(Trainer):
         kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes)
         wrong = [kind for kind, nbytes in found.predicted.items() if nbytes != found.peaks[kind]]
         agrees = f"; predicted otherwise: {', '.join(wrong)}" if wrong else ", as predicted" if found.predicted else ""
-        return [
-            f"memory at the peak {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; here: {kinds}{agrees}"
-        ]
+        rank = peaks.index(max(peaks))
+        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{'; of rank 0' if rank else ''}"
+        return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""

@@ -39,7 +39,8 @@ def train(
                 worker.step(batch)
         else:
             worker.step(batch)
-    found, line = nnmpi.memory.report(), worker.memory()[-1]
+    found, (line, *kinds) = nnmpi.memory.report(), worker.memory()
+    assert kinds and max(map(len, kinds)) <= 98
     worker.release()
     return found, line, to_chrome({group.rank: timeline.events})["traceEvents"]
 

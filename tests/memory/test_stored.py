@@ -77,7 +77,7 @@ def steps(group, layout, count=2, start=None):
         for batch in batches.epoch(epoch):
             worker.step(batch)
     state = [each.to_dict(everywhere=True) for each in worker.state()]
-    report, line = nnmpi.memory.report(), worker.memory()[-1]
+    report, line = nnmpi.memory.report(), worker.memory()[0]
     worker.release()
     return report, state, line
 
