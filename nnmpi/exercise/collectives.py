@@ -229,7 +229,13 @@ _TABLE: tuple[tuple[str, str, Wanted], ...] = (
     ),
 )
 
+_FORM = """
+The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
+    Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
+chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it takes the place of the old one.
+A step may also only send, or only receive."""
+
 EXERCISES = tuple(
-    Exercise(name, statement, "rank, size", partial(check, wanted), "from nnmpi.comm.steps import Step")
+    Exercise(name, f"{statement}\n{_FORM}", "rank, size", partial(check, wanted), "from nnmpi.comm.steps import Step")
     for name, statement, wanted in _TABLE
 )
