@@ -7,6 +7,7 @@ values are drawn from a stream keyed by seed and full name and so do not depend 
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,7 +37,8 @@ class Parameter(Tensor):
         guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None.
 
     Args:
-        shape: of the values; or an array of first values, which then needs no `init`.
+        shape: of the values; or an array or a list of first values, which then needs no `init`. A list of whole
+            numbers is a shape.
         init: draws its initial values; zeros by default.
         region: `shape` is then that of the part, and the values are the part's of those that the whole would get.
 
@@ -51,7 +53,7 @@ class Parameter(Tensor):
     def __init__(
         self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:
-        if isinstance(shape, list):
+        if isinstance(shape, list) and all(isinstance(each, Integral) for each in shape):
             shape = tuple(shape)
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())

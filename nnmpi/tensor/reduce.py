@@ -210,7 +210,7 @@ def smallest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return in_float32(Largest(_axes(axis, x.data.ndim), keepdims, largest=False), x)
 
 
-def argmax(x: Tensor, axis: int | None = None) -> Any:
+def argmax(x: Tensor, axis: int | None = None, keepdims: bool = False) -> Any:
     """Return the index array of the first largest element; not differentiable."""
-    values = to_float32(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
-    return values.argmax(axis=axis)
+    values: Any = to_float32(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
+    return values.argmax(axis=axis, keepdims=keepdims)

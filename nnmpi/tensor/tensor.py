@@ -139,7 +139,7 @@ class Tensor(Variable):
 
     def numel(self) -> int:
         """Return the number of elements."""
-        return self.data.size
+        return self.size
 
     @property
     def T(self) -> Tensor:
@@ -271,11 +271,11 @@ class Tensor(Variable):
         """Return the smallest element over axes. See `reduce.smallest`."""
         return reduce.smallest(self, axis, keepdims)
 
-    @also(dim="axis")
-    def argmax(self, axis: int | None = None) -> Any:
-        """Return the indices of the largest elements, as a plain array."""
+    @also(dim="axis", keepdim="keepdims")
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
+        """Return the indices of the largest elements along an axis, or of all, as a plain array of integers."""
         refuse("argmax")
-        return reduce.argmax(self, axis)
+        return reduce.argmax(self, axis, keepdims)
 
     def exp(self) -> Tensor:
         """Return e to the power of the elements."""
@@ -306,10 +306,20 @@ class Tensor(Variable):
         return shape.reshape(self, *sizes)
 
     def transpose(self, *axes: int | Sequence[int]) -> Tensor:
-        """Return the tensor with its axes in another order. See `shape.transpose`."""
+        """Return the tensor with its axes in another order; two numbers exchange these two, as in PyTorch.
+
+        Without axes their order is reversed. See `shape.transpose` and `shape.swapaxes`.
+        """
+        match axes:
+            case (int(first), int(second)):
+                return shape.swapaxes(self, first, second)
         return shape.transpose(self, *axes)
 
-    view, permute = reshape, transpose  # PyTorch's names
+    def permute(self, *axes: int | Sequence[int]) -> Tensor:
+        """Return the tensor with its axes in the given order. See `shape.transpose`."""
+        return shape.transpose(self, *axes)
+
+    view = reshape  # PyTorch's name
 
     @also(start_dim="start")
     def flatten(self, start: int = 1) -> Tensor:

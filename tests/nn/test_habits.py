@@ -65,7 +65,7 @@ def test_what_stands_elsewhere_is_said() -> None:
     """By the name that it has here."""
     model = models.mlp((4,), 3, ()).initialize()
     for name, sentence in (
-        ("train", "training is a block"),
+        ("train", "within a block: with nn.training"),
         ("to", "the backend is chosen once"),
         ("wrong", "wrong'$"),
     ):
@@ -135,6 +135,10 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     other.load_state_dict(model.state_dict())
     assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
     assert (Net().initialize().state_dict()["scale"] == 2).all()
+    assert (
+        nn.Parameter([2.0, 0.5, 0.5]).shape == (3,) and nn.Linear(2, 3).weight.numel() == 6
+    )  # before there are values
+    assert nnmpi.Tensor([[1.0, 2.0]]).argmax(dim=1, keepdim=True).shape == (1, 1)  # type: ignore[call-arg]
     assert nn.Parameter([2, 3]).shape == nn.Parameter((2, 3)).shape == (2, 3)  # type: ignore[arg-type]
     tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
     assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
