@@ -1,9 +1,81 @@
-"""`python -m nnmpi.export`: see `--help`."""
+"""`python -m nnmpi.export`: a run's weights as a file that other programs read."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
-from nnmpi.trained.export import main, parse
-from nnmpi.trained.options import launch
+import numpy as np
+
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.errors import UsageError
+from nnmpi.models.torch_weights import write_torch
+from nnmpi.train.cli import ask
+from nnmpi.train.config import to_json
+from nnmpi.train.signature import to_metadata
+from nnmpi.trained.options import launch, read_command
+from nnmpi.trained.run import load
+
+PROGRAM = "python -m nnmpi.export"
+DESCRIPTION = """Write a run's weights for other programs: python -m nnmpi.export RUN [options].
+
+torch: a state_dict as safetensors, with PyTorch's names and layouts; safetensors.torch.load_file reads it. The way back
+is --weights FILE of python -m nnmpi.evaluate, predict and export. (A run of --model gpt has left its weights as Hugging
+Face's transformers reads them in RUN/model.)"""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is written."""
+
+    format: Literal["torch"] = "torch"
+    """Whose names and layouts."""
+    out: Path | None = None
+    """The file, .safetensors (default: RUN/torch.safetensors)."""
+    best: bool = False
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    weights: Path | None = None
+    """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
+
+
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Write the file, on rank 0. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    folder, options = asked
+    console.say(on_root(group, partial(export, folder, options)))
+
+
+def export(folder: Path, options: ExportConfig) -> str:
+    """Write a run's weights, and return a sentence about them.
+
+    Raises:
+        UsageError: when there is no such run, or the file cannot be written.
+        CheckpointError: when the run has no checkpoint.
+    """
+    file = options.out or folder / "torch.safetensors"
+    if file.suffix not in ("", ".safetensors"):
+        raise UsageError(f"--out {file} would hold safetensors, not what {file.suffix} means; name it .safetensors")
+    run = load(folder, options.best, options.weights)
+    about = to_metadata(run.signature, to_json(run.config.model))
+    kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
+    try:
+        count = write_torch(file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about)
+    except OSError as error:
+        raise UsageError(f"--out {file} cannot be written ({error.strerror or error})") from None
+    return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
+
 
 if __name__ == "__main__":
     launch(sys.argv[1:], parse, main)

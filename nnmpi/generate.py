@@ -1,9 +1,133 @@
-"""`python -m nnmpi.generate`: see `--help`."""
+"""`python -m nnmpi.generate`: a prompt, and what a run's language model writes after it."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
-from nnmpi.trained.generate import main, parse
-from nnmpi.trained.options import launch
+import numpy as np
+
+from nnmpi import clock
+from nnmpi.backend.precision import use_precision
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.compose.writing import Writer, choose_token, write
+from nnmpi.data.tokenizer import Tokenizer
+from nnmpi.errors import UsageError
+from nnmpi.train.cli import ask
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    at_least_one,
+    not_negative,
+    require,
+)
+from nnmpi.trained.options import PlaceConfig, launch, read_command
+
+PROGRAM = "python -m nnmpi.generate"
+DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
+
+RUN is the folder of a run with --model lstm or gpt, whose last checkpoint is taken; or one of a GPT-2 as Hugging Face's
+transformers writes it. What was seen is kept, so that each token costs one pass of one token.
+
+mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
+
+
+@dataclass(frozen=True)
+class WritingConfig:
+    """What is written."""
+
+    prompt: str = ""
+    """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17 4"."""
+    tokens: int = 200
+    """How many tokens are written, if the text does not end before."""
+    temperature: float = 1.0
+    """Below 1 likely tokens become likelier; with 0 the likeliest is taken."""
+    top_k: int = 0
+    """Take only one of this many likeliest tokens; 0: any."""
+    top_p: float = 1.0
+    """Take only one of the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of what is drawn."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        at_least_one("--tokens", self.tokens)
+        for option, value in (("--temperature", self.temperature), ("--top-k", self.top_k), ("--seed", self.seed)):
+            not_negative(option, value)
+        require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
+
+
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, PlaceConfig))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print the prompt and what the model writes after it. Collective.
+
+    Raises:
+        UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does not fit.
+        NnmpiError: for everything else that has a sentence.
+    """
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    folder, options, place = asked
+    if place.sp > 1:
+        raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
+    begin = clock.now()
+    run = place.open(folder, group, partial(_check_model, folder))
+    writer = Writer(run.where, run.backend, run.classes)
+    context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
+    tokenizer, precision = run.tokenizer, run.config.run.precision
+    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, writer.vocabulary))
+    draw = np.random.default_rng(options.seed)
+    choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    ready = clock.now()
+    written: list[int] = []
+    with use_precision(precision):
+        for token in islice(write(writer, prompt, context, lambda logits: group.share(choose(logits))), options.tokens):
+            if token == end:
+                break
+            written.append(token)
+    seconds, text = clock.now() - ready, [*prompt, *written]
+    console.say(" ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text))
+    console.say(
+        f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a second; "
+        f"loading took {ready - begin:.2f} s"
+    )
+    writer.release()
+
+
+def _check_model(folder: Path, config: Config) -> None:
+    """Refuse a run whose model does not write."""
+    known, model = " or ".join(SEQUENCE_MODELS), config.model.model
+    require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")
+
+
+def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:
+    """Return a prompt's tokens, and the one that ends a text (-1 for none)."""
+    if tokenizer is not None:
+        require(
+            tokenizer.vocabulary_size <= vocabulary,
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary}; take the run's own",
+        )
+        try:
+            return tokenizer.encode(prompt), tokenizer.end
+        except UsageError as error:
+            raise UsageError(f"--prompt: {error}") from None
+    try:
+        tokens = [int(word) for word in prompt.split()]
+    except ValueError:
+        raise UsageError(f"--prompt is {prompt!r}, but the run has no tokenizer; give numbers of tokens") from None
+    for token in tokens:
+        require(
+            0 <= token < vocabulary,
+            f"--prompt: token {token} is not in the model's vocabulary, 0..{vocabulary - 1}",
+        )
+    return tokens, -1
+
 
 if __name__ == "__main__":
     launch(sys.argv[1:], parse, main)

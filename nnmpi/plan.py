@@ -1,10 +1,300 @@
-"""`python -m nnmpi.plan`: see `--help`."""
+"""`python -m nnmpi.plan`: which layout of a model on a machine takes the least time for a step."""
 
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import numpy as np
 
 from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.train.plan_command import launch
+from nnmpi.backend.random import stream
+from nnmpi.backend.record import Backend
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.fit import Fit, load_fit
+from nnmpi.comm.fitting.measure import find_fit
+from nnmpi.comm.group import Group
+from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.command import Option, options_of, read_words
+from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.errors import UsageError
+from nnmpi.planner.machine import PlannedNetwork, find_network
+from nnmpi.planner.price import Pricer
+from nnmpi.planner.report import describe, options, to_json
+from nnmpi.planner.search import plan
+from nnmpi.planner.shapes import ModelShapes
+from nnmpi.planner.survey import describe_survey, survey, survey_to_json
+from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
+from nnmpi.train.build import check_samples
+from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    RunConfig,
+    assemble,
+    at_least_one,
+    require,
+)
+from nnmpi.train.device import take_backend
+from nnmpi.train.inputs import load_samples, match_loss
+from nnmpi.train.log import Console
+
+PROGRAM = "python -m nnmpi.plan"
+DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
+
+mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
+python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network ethernet-10g
+mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB --race 3
+python -m nnmpi.plan --table
+
+The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price;
+those whose bounds are above the ten best are not looked at. Prints the ten, their bytes, why others fall out, and the
+command that runs the first."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The machine, and what is printed."""
+
+    ranks: int | None = None
+    """Ranks to plan for (default: those of this job)."""
+    nodes: int = 1
+    """Nodes that have as many of them each."""
+    memory: str | None = None
+    """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
+    network: str = "fit"
+    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; numbers between nodes, such as
+    alpha_us=50,gbit=10; or a network by its name: ethernet-1g, ethernet-10g, ethernet-25g, ethernet-100g,
+    infiniband-edr, infiniband-hdr, infiniband-ndr, pcie3-x16, nvlink2, nvlink3, nvlink4."""
+    shape: tuple[int, ...] | None = None
+    """Plan for random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt for tokens,
+    by their number, such as 64."""
+    classes: int = 10
+    """Classes of random samples, or tokens of the vocabulary."""
+    race: int = 0
+    """Run so many of the best layouts for some steps, on the ranks of this job, and take the fastest."""
+    kept: int = 10
+    """How many layouts are printed."""
+    table: bool = False
+    """Print no plan, but the table of the big ones: models of ten systems on devices of their time."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.ranks is not None:
+            at_least_one("--ranks", self.ranks)
+        at_least_one("--nodes", self.nodes)
+        at_least_one("--kept", self.kept)
+        at_least_one("--classes", self.classes)
+        require(self.race >= 0, f"--race is {self.race}; give 0 or more")
+        if self.shape is not None:
+            require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
+            at_least_one("--shape", min(self.shape))
+        _ = self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory as a number."""
+        return None if self.memory is None else parse_bytes(self.memory)
+
+
+SHARED = {
+    ModelConfig: None,
+    DataConfig: None,
+    OptimizationConfig: ("batch_size", "optimizer", "loss", "momentum", "nesterov", "weight_decay", "clip"),
+    RunConfig: ("backend", "dtype", "precision", "jit", "seed"),
+}
+
+
+def _all_options() -> list[Option]:
+    """Return this command's own options and those that it shares with the train command."""
+    shared = [
+        option
+        for section, names in SHARED.items()
+        for option in options_of(section)
+        if names is None or option.name in names
+    ]
+    return [*options_of(PlanConfig), *shared]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    machine: PlanConfig
+    config: Config
+    given: dict[str, Any]  # of the train command's options, as they stood there
+
+
+def parse(words: Sequence[str]) -> _Asked:
+    """Return what the words ask for.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names, values or combinations.
+    """
+    given = read_words(words, _all_options(), PROGRAM, DESCRIPTION)
+    own = {option.name for option in options_of(PlanConfig)}
+    machine = PlanConfig(**{name: value for name, value in given.items() if name in own})
+    rest = {name: _plain(value) for name, value in given.items() if name not in own}
+    require(
+        not (machine.shape and "dataset" in rest), "--shape stands in the place of --dataset; leave one of them out"
+    )
+    require(not (machine.shape and machine.race), "--race trains, for which it needs --dataset; leave --shape out")
+    config = assemble(rest)
+    tokens = machine.shape is not None and config.model.model in SEQUENCE_MODELS
+    require(
+        not tokens or len(machine.shape or ()) == 1,
+        f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
+    )
+    return _Asked(machine, config, rest)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print the best layouts. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return
+    machine, config = asked.machine, asked.config
+    if machine.table:
+        console.say(*on_root(group, lambda: _table(machine.json)))
+        return
+    ranks = group.size if machine.ranks is None else machine.ranks
+    require(
+        not machine.race or ranks == group.size,
+        f"--race runs layouts, and this job has {group.size} ranks, not {ranks}; start it with mpirun -n {ranks}",
+    )
+    local_rank = group.local_rank()
+    backend = take_backend(config.run.backend, group, local_rank)
+    samples = _samples(asked, group, local_rank, console)
+    with agreed(group):
+        check_samples(config.model.model, samples)
+    say = (lambda line: None) if machine.json else console.say
+    network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
+    workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)
+
+    def look() -> list[Any]:
+        pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
+        found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race))
+        lines = [
+            *_header(asked, ranks, network, profile_s=profile.seconds((1, 1), workload.batch_size)),
+            *describe(found),
+        ]
+        layouts = [dict(options(one)) for one in found.best]
+        return [to_json(found), lines, layouts, train_command(asked, ranks, layouts[0])]
+
+    found, lines, layouts, command = on_root(group, look)
+    if machine.race:
+        raced = _race(asked, layouts[: machine.race], group, backend, local_rank)
+        best = min(range(len(raced)), key=raced.__getitem__)
+        found["raced_s"] = raced
+        lines.append("")
+        lines += [
+            f"raced {i + 1}: predicted {format_seconds(found['best'][i]['step_s'], 3)}, took {format_seconds(took, 3)}"
+            for i, took in enumerate(raced)
+        ]
+        command = train_command(asked, ranks, layouts[best])
+    console.say(*([json.dumps({**found, "command": command}, indent=1)] if machine.json else [*lines, "", command]))
+
+
+def _table(as_json: bool) -> list[str]:
+    rows = list(survey())
+    if as_json:
+        return [json.dumps([survey_to_json(row) for row in rows], indent=1)]
+    return [line for row in rows for line in (*describe_survey(row), "")]
+
+
+def _race(asked: _Asked, layouts: Sequence[Any], group: Group, backend: Backend, local_rank: int) -> list[float]:
+    return [time_layout(with_options(asked.config, each), group, backend, local_rank).seconds for each in layouts]
+
+
+def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> Samples:
+    """Return the training set, or random samples. Collective."""
+    if asked.machine.shape is None:
+        return load_samples(asked.config, group, local_rank, console.say)[0]
+    with agreed(group):
+        return match_loss(
+            asked.config.optimization.loss, _draw(asked.machine.shape, asked.machine.classes, asked.config)
+        )
+
+
+def _draw(shape: tuple[int, ...], classes: int, config: Config) -> Dataset:
+    """Return a batch of random samples of a shape.
+
+    Raises:
+        UsageError: for a batch that is as large as the data set, or too large.
+    """
+    draws, wanted = stream(config.run.seed, "plan"), config.optimization.batch_size
+    if wanted == "full":
+        raise UsageError("--batch-size full is that of a data set, and --shape stands for none; give a number")
+    count = int(wanted)
+    try:
+        if config.model.model in SEQUENCE_MODELS:
+            tokens = draws.integers(0, classes, (count, shape[0] + 1))
+            return Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], classes)
+        x = draws.standard_normal((count, *shape), dtype=np.float32)
+        return Dataset("random samples", x, draws.integers(0, classes, count), classes)
+    except (MemoryError, ValueError):  # NumPy raises the second where no address could tell the bytes apart
+        raise UsageError(f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape") from None
+
+
+def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
+    """Return what messages cost. Collective."""
+    if machine.nodes == 1 and (ranks == 1 or (machine.network == "fit" and ranks == group.size > 1)):
+        return replace(take_network(group, say), ranks=ranks)
+    fit: Fit | None = find_fit(group) if group.size == ranks else None
+    other = find_fit(group) if group.size > 1 else None
+    word = machine.network
+    with agreed(group):
+        if Path(word).is_file():
+            fit, word = load_fit(Path(word)), "fit"
+            require(fit.ranks == ranks, f"--network {machine.network} is a fit of {fit.ranks} ranks, not of {ranks}")
+        return find_network(word, ranks, machine.nodes, fit, other)
+
+
+def _header(asked: _Asked, ranks: int, network: PlannedNetwork, profile_s: float) -> list[str]:
+    machine = asked.machine
+    memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
+    return [
+        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {_count(ranks, 'rank')} on "
+        f"{_count(len(set(network.nodes)), 'node')}, {memory}",
+        f"messages: {network.name}",
+        f"computing: measured here; a step of one rank takes {format_seconds(profile_s, 3)} without the update",
+        "",
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
+    """Return the command that trains with a layout, as a shell reads it."""
+    words = [f"mpirun -n {ranks} python -m nnmpi.train"]
+    for name, value in {**asked.given, **layout}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list) else [value]))]
+    if asked.machine.shape is not None:
+        words.append("--dataset DATA")
+    return " ".join(words)
+
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the train command does, whose steps are predicted
-    launch(sys.argv[1:])
+    start_ranks(sys.argv[1:], main, dict)

@@ -1,9 +1,186 @@
-"""`python -m nnmpi.predict`: see `--help`."""
+"""`python -m nnmpi.predict`: the class of samples in a file, and the probability of each; or quantities."""
 
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import json
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from nnmpi.trained.options import launch
-from nnmpi.trained.predict import main, parse
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.data.csvfile import read_features
+from nnmpi.data.npz import read_samples
+from nnmpi.errors import DataError, UsageError
+from nnmpi.train.cli import ask
+from nnmpi.train.config import SEQUENCE_MODELS, Config
+from nnmpi.train.signature import BYTES, ModelSignature
+from nnmpi.trained.options import PlaceConfig, launch, read_command
+from nnmpi.trained.run import TrainedRun
+
+FULL = 255.0
+
+
+def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
+    """Return the samples of a file as model input: (n, *sample_shape).
+
+    Args:
+        file: .npz, .csv, .csv.gz, or an image that Pillow reads.
+        signature: of the model that gets them.
+        dtype: of the model.
+        invert: take an image's dark for light.
+
+    Raises:
+        UsageError: for a file that is not there, or of another kind.
+        DataError: for a damaged one, or samples that do not fit the model.
+    """
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give an .npz, a .csv or an image")
+    try:
+        if file.suffix == ".npz":
+            return signature.prepare(read_samples(file), dtype)
+        if file.name.endswith((".csv", ".csv.gz")):
+            if len(signature.sample_shape) != 1:
+                raise DataError(f"rows of a table do not fit a model that takes {signature.sample_shape}")
+            return signature.prepare(read_features(file, signature.sample_shape[0], signature.target), dtype)
+    except DataError as error:
+        raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
+    return read_image(file, signature, dtype, invert)
+
+
+def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
+    """Return an image as model input: (1, height, width, channels), of the size that the model takes.
+
+    It becomes gray for a model of one channel, and is resized; black is 0 and white 1, before the normalization.
+
+    Args:
+        file: anything that Pillow reads.
+        signature, dtype, invert: see `read_file`.
+
+    Raises:
+        UsageError: without Pillow, and for a model whose samples are no images of bytes.
+        DataError: when the file cannot be read.
+    """
+    shape = signature.sample_shape
+    if len(shape) != 3 or shape[2] not in (1, 3) or signature.stored != BYTES:
+        raise UsageError(
+            f"{file} is taken for an image, but the model's samples are {signature.stored} of shape {shape}; give an "
+            ".npz or a .csv"
+        )
+    if importlib.util.find_spec("PIL") is None:
+        raise UsageError(f"{file}: images are read by Pillow, which is not installed (pip install 'nnmpi[image]')")
+    images: Any = importlib.import_module("PIL.Image")
+    try:
+        with images.open(file) as image:
+            plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
+            pixels = np.asarray(plain, dtype).reshape(1, *shape) / np.asarray(FULL, dtype)
+    except OSError as error:  # what Pillow raises for what is no image, too
+        raise DataError(f"{file} cannot be read as an image: {error}") from None
+    return signature.normalized(1 - pixels if invert else pixels)
+
+
+PROGRAM = "python -m nnmpi.predict"
+DESCRIPTION = """Say of what class samples are, or predict quantities: python -m nnmpi.predict RUN FILE [options].
+
+FILE is an .npz with x, a .csv with the features that the run was trained on (a label behind them is not looked at), or
+an image such as digit.png. The run's own scaling and normalization are applied. Out comes a line for each sample: its
+class, and the probability of every class; or the quantities that are predicted."""
+
+
+@dataclass(frozen=True)
+class PredictionConfig:
+    """What comes out."""
+
+    format: Literal["csv", "json"] = "csv"
+    """csv: a line for each sample; json: one object."""
+    out: Path | None = None
+    """The file that it is written into (default: printed)."""
+    invert: bool = False
+    """Take an image's dark for light: MNIST's digits are white on black."""
+
+
+parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, PlaceConfig))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print or write what a run's model says of samples. Collective.
+
+    Raises:
+        NnmpiError: on all ranks, for everything that has a sentence.
+    """
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return None
+    folder, file, options, place = asked
+    run = place.open(folder, group, _check_model)
+    with agreed(group):
+        x = read_file(file, run.signature, run.config.run.dtype, options.invert)
+    text = format_predictions(run, run.answers(x), options.format)
+    if options.out is None:
+        return console.say(text)
+
+    def write() -> None:
+        assert options.out is not None
+        try:
+            options.out.write_text(text + "\n")
+        except OSError as error:
+            raise UsageError(f"--out {options.out} cannot be written ({error.strerror or error})") from None
+
+    on_root(group, write)
+    return None
+
+
+def _check_model(config: Config) -> None:
+    """Refuse a run that writes texts."""
+    if config.model.model in SEQUENCE_MODELS:
+        raise UsageError(f"a run of model {config.model.model} says what comes next: see python -m nnmpi.generate")
+
+
+def format_predictions(run: TrainedRun, answers: Array, kind: str) -> str:
+    """Return what a model says as text: classes and their probabilities, or quantities.
+
+    Args:
+        run: whose answers they are.
+        answers: what `TrainedRun.predict` gives.
+        kind: "csv" or "json".
+    """
+    if run.signature.predicts != "quantities" and not run.signature.target_shape:
+        return _format_classes(run, answers, kind)
+    if kind == "json":
+        return json.dumps({"run": str(run.folder), "samples": [{"values": row.tolist()} for row in answers]})
+    rows = answers.reshape(len(answers), -1)
+    count = rows.shape[1]
+    header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
+    return _table([header, *([f"{each:.6g}" for each in row] for row in rows)])
+
+
+def _format_classes(run: TrainedRun, probabilities: Array, kind: str) -> str:
+    names, best = run.class_names, probabilities.argmax(axis=-1)
+    if kind == "json":
+        rows = [
+            {"class": names[number], "probabilities": list(map(float, row))}
+            for number, row in zip(best, probabilities, strict=True)
+        ]
+        return json.dumps({"run": str(run.folder), "classes": names, "samples": rows})
+    lines = ([names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True))
+    return _table([["class", *names], *lines])
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue().rstrip("\n")
+
 
 if __name__ == "__main__":
     launch(sys.argv[1:], parse, main)

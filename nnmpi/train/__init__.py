@@ -7,7 +7,6 @@ From `python -m nnmpi.train` to the first update, in the order to read it:
     config              every option, with its default, help and checks; options by name, as JSON and TOML have them
     session             one run: set up, restore, train, print the result, draw the curves
     auto_layout         --layout auto: measure, plan, race
-    plan_command        python -m nnmpi.plan
     build               what the options ask for: layout, data, model, optimizer, schedule, trainer; RunContext
     inputs              data sets and loaders
     device              the backend, shared by the ranks of a device

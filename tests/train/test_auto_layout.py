@@ -7,17 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nnmpi import plan
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
+from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
-from nnmpi.train import auto_layout, plan_command
+from nnmpi.train import auto_layout
 from nnmpi.train.auto_layout import check_open, compare, take_profile, workload_of
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
-from nnmpi.train.plan_command import parse as parse_plan
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
 
@@ -108,7 +109,7 @@ def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str
 
 def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
     given = ["--data-dir", "my data; rm", "--dataset", "it's.csv", "--hidden", "3", "4", "--no-normalize"]
-    words = shlex.split(plan_command.train_command(parse_plan(given), 2, {"dp": 2}))
+    words = shlex.split(plan.train_command(parse_plan(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
 
@@ -116,8 +117,8 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
 @pytest.mark.simulated
 def test_random_samples_have_classes_which_not_every_loss_takes(group: Group) -> None:
     with pytest.raises(UsageError, match="random samples has classes, and --loss mse predicts numbers"):
-        plan_command.main(["--shape", "4", "--loss", "mse"], group)
+        plan.main(["--shape", "4", "--loss", "mse"], group)
     with pytest.raises(UsageError, match="32 samples of shape .* do not fit this memory"):
-        plan_command.main(["--shape", str(10**6), str(10**8)], group)
+        plan.main(["--shape", str(10**6), str(10**8)], group)
     with pytest.raises(UsageError, match="cannot be as many on each of 7 nodes"):
-        plan_command.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)
+        plan.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)

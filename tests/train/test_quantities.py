@@ -13,12 +13,12 @@ from nnmpi import ops
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.losses import ERRORS, SumError
 from nnmpi.errors import DataError, NnmpiError, ShapeError, UsageError
+from nnmpi.evaluate import main as evaluate
+from nnmpi.predict import main as predict
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import main as train
 from nnmpi.train.curves import draw
 from nnmpi.train.metrics import read_metrics
-from nnmpi.trained.evaluate import main as evaluate
-from nnmpi.trained.predict import main as predict
 from tests.device.here import here
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)

@@ -9,9 +9,9 @@ import pytest
 
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
-from nnmpi.trained.generate import main, parse
 
 TOKENS, CONTEXT = 17, 12
 

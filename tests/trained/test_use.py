@@ -12,11 +12,11 @@ import pytest
 import nnmpi
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import CheckpointError, DataError, UsageError
+from nnmpi.evaluate import main as evaluate
+from nnmpi.export import main as export
 from nnmpi.models.torch_weights import read_torch
+from nnmpi.predict import main as predict
 from nnmpi.train.cli import main as train
-from nnmpi.trained.evaluate import main as evaluate
-from nnmpi.trained.export import main as export
-from nnmpi.trained.predict import main as predict
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
