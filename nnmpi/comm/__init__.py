@@ -29,7 +29,6 @@ Running them, from the bottom up:
 Beside them:
 
     agreement            one rank fails and all raise; is it the same on every rank; meeting now and then
-    clock_offsets        how far the ranks' clocks are apart
     describe             what runs here, in words
     units                bytes and seconds as people write them
 

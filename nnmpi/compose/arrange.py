@@ -31,9 +31,9 @@ from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.stored import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.mesh import BoundMesh, Mesh
-from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.pipeline.profile import LinkCost, profile
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads

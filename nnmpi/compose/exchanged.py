@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.models.gpt import GPTEmbedding
-from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import TiedLinear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
-from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock
 from nnmpi.parallel.sequence.group import RING
 from nnmpi.shard import split
 

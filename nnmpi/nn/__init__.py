@@ -8,7 +8,6 @@ To add a layer: a `Module` in a file of its own, its name here; where it mixes f
 """
 
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
-from nnmpi.nn.attention import CausalSelfAttention
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.dropout import Dropout
@@ -20,7 +19,7 @@ from nnmpi.nn.mode import continued, current, evaluation, observed, training, un
 from nnmpi.nn.module import Buffer, Module, Parameter
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock
 
 # PyTorch's names: one class normalizes all shapes, and a module finds what stands in its lists.
 BatchNorm1d = BatchNorm2d = BatchNorm

@@ -6,8 +6,7 @@ from typing import Final
 
 from nnmpi.backend.array import Array
 from nnmpi.optim.blocks import BufferBlock, block_kernels
-from nnmpi.optim.checks import below_one, non_negative
-from nnmpi.optim.optimizer import Optimizer, decayed_gradient
+from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, non_negative
 from nnmpi.optim.storage import Storage
 
 

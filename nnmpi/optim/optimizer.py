@@ -1,15 +1,17 @@
-"""What all optimizers share: learning rate, step count, state arrays, weight decay by group, and the blocks.
+"""What all optimizers share: learning rate, step count, state arrays, weight decay by group, blocks, checks of options.
 
 The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and sets `steps`;
 the next update is then, bit for bit, the one that a run without a break would have done.
 """
 
+import math
 import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
+from reprlib import repr as shortened
 from typing import Any, Self
 
 import numpy as np
@@ -19,8 +21,70 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
-from nnmpi.optim.checks import non_negative
 from nnmpi.optim.storage import StateKeeper, Storage, check
+
+
+def non_negative(name: str, value: float) -> float:
+    """Return the value as a float that is finite and at least 0.
+
+    Raises:
+        UsageError: for a negative or infinite value, NaN, or what is no number.
+    """
+    number = _number(name, value, "a finite number of at least 0")
+    if not 0 <= number < math.inf:  # false for NaN too
+        raise UsageError(f"{name} is {number}; give a finite number of at least 0")
+    return number
+
+
+def below_one(name: str, value: float) -> float:
+    """Return the value as a float in [0, 1): what a decaying average may keep of its past.
+
+    Raises:
+        UsageError: for a value outside [0, 1), NaN, or what is no number.
+    """
+    number = _number(name, value, "a number of at least 0 and below 1")
+    if not 0 <= number < 1:
+        raise UsageError(f"{name} is {number}; give a number of at least 0 and below 1")
+    return number
+
+
+def at_most_one(name: str, value: float) -> float:
+    """Return the value as a float in [0, 1].
+
+    Raises:
+        UsageError: for a value outside [0, 1], NaN, or what is no number.
+    """
+    number = _number(name, value, "a number from 0 to 1")
+    if not 0 <= number <= 1:
+        raise UsageError(f"{name} is {number}; give a number from 0 to 1")
+    return number
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """Return the value if it is not below `least`; an error calls it `name`.
+
+    Raises:
+        UsageError: for a smaller value, or what is no number.
+    """
+    try:
+        too_small = value < least
+    except TypeError:
+        raise _no_number(name, value, f"at least {least}") from None
+    if too_small:
+        raise UsageError(f"{name} is {value}; give at least {least}")
+    return value
+
+
+def _number(name: str, value: Any, wanted: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _no_number(name, value, wanted) from None
+
+
+def _no_number(name: str, value: Any, wanted: str) -> UsageError:
+    """Return the error for a value that no number can be made of."""
+    return UsageError(f"{name} is {shortened(value)}; give {wanted}")
 
 
 class Optimizer(ABC):

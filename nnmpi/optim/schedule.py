@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nnmpi.errors import UsageError
-from nnmpi.optim.checks import at_least, at_most_one, non_negative
+from nnmpi.optim.optimizer import at_least, at_most_one, non_negative
 
 Schedule: TypeAlias = Callable[[int], float]
 

@@ -9,8 +9,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.updates import UpdateKernels
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import BufferBlock, block_kernels
-from nnmpi.optim.checks import below_one
-from nnmpi.optim.optimizer import Optimizer, decayed_gradient, factor
+from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, factor
 from nnmpi.optim.storage import Storage
 
 

@@ -18,10 +18,9 @@ from nnmpi.errors import UsageError, counted
 from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
-from nnmpi.schedule.film import compare
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
-from nnmpi.schedule.render import draw, draw_slide, events, render
+from nnmpi.schedule.render import compare, draw, draw_slide, events, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from nnmpi.timeline import to_chrome, write_chrome

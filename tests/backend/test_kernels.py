@@ -119,9 +119,9 @@ def test_a_changed_helper_is_noticed(tmp_path):
     pytest.importorskip("numba")
     program = """
 import sys
-from nnmpi.backend.jit import build, updates
+from nnmpi.backend.jit import build, loops
 build.sources = lambda: sys.argv[0] + "{}"
-sgd = build.build(updates.sgd, build.write(1), build.read(1), build.float64, build.float64)
+sgd = build.build(loops.sgd, build.write(1), build.read(1), build.float64, build.float64)
 print(sum(sgd.stats.cache_hits.values()), sum(sgd.stats.cache_misses.values()))
 """
     found = [run(program.format(state), NUMBA_CACHE_DIR=str(tmp_path)) for state in ("old", "old", "new")]
@@ -251,7 +251,7 @@ def test_layer_norm(compiled, rows, n):
 
 def test_layer_norm_of_infinite_variance(compiled):
     """It is NaN, also as the function says it: what machine code makes of 1 / sqrt(infinity) is up to the compiler."""
-    from nnmpi.backend.jit.rows import layer_norm
+    from nnmpi.backend.jit.loops import layer_norm
 
     ones = np.ones(4, np.float32)
     for function in (compiled.layer_norm, layer_norm):

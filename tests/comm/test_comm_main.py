@@ -9,9 +9,8 @@ import pytest
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.film import compare
 from nnmpi.comm.fit import save_fit
-from nnmpi.comm.render import render
+from nnmpi.comm.render import compare, render
 from nnmpi.comm.units import format_seconds
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.own import load_own

@@ -9,8 +9,9 @@ import pytest
 
 from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.optim import blocks, checks
+from nnmpi.optim import blocks
 from nnmpi.optim.adam import Adam, AdamW
+from nnmpi.optim.optimizer import at_least, at_most_one, below_one, non_negative
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays
 
@@ -193,10 +194,10 @@ def test_a_bad_learning_rate_is_refused_before_anything_changes(make, lr):
 @pytest.mark.parametrize(
     ("check", "wanted"),
     [
-        (checks.non_negative, "a finite number of at least 0"),
-        (checks.below_one, "a number of at least 0 and below 1"),
-        (checks.at_most_one, "a number from 0 to 1"),
-        (lambda name, value: checks.at_least(name, value, 1), "at least 1"),
+        (non_negative, "a finite number of at least 0"),
+        (below_one, "a number of at least 0 and below 1"),
+        (at_most_one, "a number from 0 to 1"),
+        (lambda name, value: at_least(name, value, 1), "at least 1"),
     ],
 )
 def test_what_is_no_number_is_refused_by_every_check(check, wanted):

@@ -12,8 +12,8 @@ import pytest
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.collective import everyone
-from nnmpi.comm.film import PRICED, coefficients, film
 from nnmpi.comm.machine import Machine
+from nnmpi.comm.render import PRICED, coefficients, film
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 from nnmpi.memory.__main__ import main as memory

@@ -4,7 +4,7 @@ Read in this order:
 
     kernels   `CompiledKernels`: what operations call, those of `backend.kernels.base.Kernels` that are compiled
     table     every compiled function with its arguments; each is compiled, or read from disk, when it is first used
-    rows, pooling, updates                           plain loops, each few passes over the data
+    loops                                            plain loops, each few passes over the data
     winograd, direct, tiling                         convolutions with a 3 x 3 kernel
     scalar    exp, tanh, log and maxima of single numbers, written so that loops over them are vectorised
     build     the compiler's flags, the cache on disk, and one process per node that compiles while others wait

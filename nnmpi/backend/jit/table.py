@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numba import types
 
-from nnmpi.backend.jit import blas, direct, pooling, rows, updates, winograd
+from nnmpi.backend.jit import blas, direct, loops, winograd
 from nnmpi.backend.jit.build import boolean, build, float64, int64, read, strided, write
 from nnmpi.backend.jit.tiling import FlatGradients, GradientScratch, Scratch, Sizes
 
@@ -39,7 +39,7 @@ class CompiledFunctions:
     @cached_property
     def bias_relu(self) -> Kernel:
         """(y: (rows, n) in place, bias: (n,)): y = max(y + bias, 0)."""
-        return build(rows.bias_relu, write(2), read(1))
+        return build(loops.bias_relu, write(2), read(1))
 
     @cached_property
     def relu_grad_bias(self) -> Kernel:
@@ -47,7 +47,7 @@ class CompiledFunctions:
 
         out is grad where the ReLU's output y is positive, and else 0; to_bias its sum over the rows. out may be grad.
         """
-        return build(rows.relu_grad_bias, read(2), read(2), write(2), write(1))
+        return build(loops.relu_grad_bias, read(2), read(2), write(2), write(1))
 
     @cached_property
     def softmax_loss(self) -> Kernel:
@@ -56,12 +56,12 @@ class CompiledFunctions:
         losses[r] = -log softmax(logits[r])[labels[r]], and each loss's own gradient: softmax less one at the label.
         Labels must be in range. gradient may be logits.
         """
-        return build(rows.softmax_loss, read(2), read(1, types.int64), write(1), write(2))
+        return build(loops.softmax_loss, read(2), read(1, types.int64), write(1), write(2))
 
     @cached_property
     def slope_grad_bias(self) -> Kernel:
         """(grad: (rows, n), slope: (rows, n), out: (rows, n), to_bias: out (n,)): grad * slope, and its sum."""
-        return build(rows.slope_grad_bias, read(2), read(2), write(2), write(1))
+        return build(loops.slope_grad_bias, read(2), read(2), write(2), write(1))
 
     # ---- transformers
 
@@ -74,7 +74,7 @@ class CompiledFunctions:
         keys. top, total and before, which is like them, have any strides. Query i does not see the keys after
         corner + i: there p becomes 0.
         """
-        return build(rows.powers, write(4), strided(3), strided(3), strided(3), boolean, int64)
+        return build(loops.powers, write(4), strided(3), strided(3), strided(3), boolean, int64)
 
     @cached_property
     def attention_score_gradients(self) -> Kernel:
@@ -82,7 +82,7 @@ class CompiledFunctions:
 
         inner has any strides.
         """
-        return build(rows.score_gradients, write(4), read(4), strided(3))
+        return build(loops.score_gradients, write(4), read(4), strided(3))
 
     @cached_property
     def layer_norm(self) -> Kernel:
@@ -91,7 +91,7 @@ class CompiledFunctions:
         normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps), y = normal * scale + shift.
         A row whose variance is infinite is NaN.
         """
-        return build(rows.layer_norm, read(2), read(1), read(1), float64, write(2), write(2), write(1))
+        return build(loops.layer_norm, read(2), read(1), read(1), float64, write(2), write(2), write(1))
 
     @cached_property
     def layer_norm_grad(self) -> Kernel:
@@ -99,46 +99,46 @@ class CompiledFunctions:
 
         to_x: (rows, n); to_scale and to_shift: (n,), sums over the rows.
         """
-        return build(rows.layer_norm_grad, read(2), read(2), read(1), read(1), write(2), write(1), write(1))
+        return build(loops.layer_norm_grad, read(2), read(2), read(1), read(1), write(2), write(1), write(1))
 
     @cached_property
     def gelu_tanh(self) -> Kernel:
         """(x: (n,), y: out (n,)): y = GELU(x), its tanh form. y may be x."""
-        return build(rows.gelu_tanh, read(1), write(1))
+        return build(loops.gelu_tanh, read(1), write(1))
 
     @cached_property
     def bias_gelu_tanh_slope(self) -> Kernel:
         """(x: (rows, n) in place, bias: (n,), slope: out (rows, n)): x = GELU(x + bias), and its slope."""
-        return build(rows.bias_gelu_tanh_slope, write(2), read(1), write(2))
+        return build(loops.bias_gelu_tanh_slope, write(2), read(1), write(2))
 
     @cached_property
     def gelu_tanh_grad(self) -> Kernel:
         """(x: (n,), grad: (n,), out: (n,)): grad times GELU's derivative at x. out may be grad."""
-        return build(rows.gelu_tanh_grad, read(1), read(1), write(1))
+        return build(loops.gelu_tanh_grad, read(1), read(1), write(1))
 
     # ---- long short-term memory; all arrays (n, features), gates (n, 4 features)
 
     @cached_property
     def lstm_step(self) -> Kernel:
         """(gates in place, product: like gates, c, new_c: out, new_h: out): a step, see `backend.kernels.recurrent`."""
-        return build(rows.lstm_step, write(2), read(2), read(2), write(2), write(2))
+        return build(loops.lstm_step, write(2), read(2), read(2), write(2), write(2))
 
     @cached_property
     def lstm_step_grad(self) -> Kernel:
         """(gates, slopes: out, like gates, h, grad, cell, last_c, to_c in place): its gradients."""
-        return build(rows.lstm_step_grad, read(2), write(2), *(read(2),) * 4, write(2))
+        return build(loops.lstm_step_grad, read(2), write(2), *(read(2),) * 4, write(2))
 
     # ---- images, (n, h, w, c)
 
     @cached_property
     def max_pool2(self) -> Kernel:
         """(x: (n, h, w, c), y: out (n, h // 2, w // 2, c), corner: out uint8, like y): the largest of 2 x 2 pixels."""
-        return build(pooling.max_pool2, read(4), write(4), write(4, types.uint8))
+        return build(loops.max_pool2, read(4), write(4), write(4, types.uint8))
 
     @cached_property
     def max_pool2_grad(self) -> Kernel:
         """(grad: (n, h // 2, w // 2, c), corner: uint8, like grad, out: (n, h, w, c)): each to its window's winner."""
-        return build(pooling.max_pool2_grad, read(4), read(4, types.uint8), write(4))
+        return build(loops.max_pool2_grad, read(4), read(4, types.uint8), write(4))
 
     @property
     def has_products(self) -> bool:
@@ -179,12 +179,12 @@ class CompiledFunctions:
     @cached_property
     def sgd(self) -> Kernel:
         """(data in place, grad, lr, decay): data -= lr * (grad + decay * data)."""
-        return build(updates.sgd, write(1), read(1), float64, float64)
+        return build(loops.sgd, write(1), read(1), float64, float64)
 
     @cached_property
     def sgd_momentum(self) -> Kernel:
         """(data in place, grad, momentum in place, lr, keep, decay, nesterov: bool), see optim.SGD."""
-        return build(updates.sgd_momentum, write(1), read(1), write(1), float64, float64, float64, boolean)
+        return build(loops.sgd_momentum, write(1), read(1), write(1), float64, float64, float64, boolean)
 
     @cached_property
     def adam(self) -> Kernel:
@@ -193,7 +193,7 @@ class CompiledFunctions:
         data = factor * data - rate * m / (sqrt(v) + eps) after m and v took in grad + decay * data; rate and eps hold
         the corrections of the first updates.
         """
-        return build(updates.adam, write(1), read(1), write(1), write(1), *(float64,) * 6)
+        return build(loops.adam, write(1), read(1), write(1), write(1), *(float64,) * 6)
 
 
 def _winograd(z: Sizes, pooled: bool, least: float) -> Pair:

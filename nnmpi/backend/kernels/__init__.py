@@ -49,5 +49,5 @@ who computes when: `lookup`.
     tables      embeddings and dropout
     pooling     the largest or the mean of windows of images; `planes` is how NumPy finds the largest
     updates     optimizers' updates, where compiled code computes them
-    blocks      blocks of rows that fit into a processor's cache
+    sums        sums over many rows that keep their digits; blocks of rows that fit into a cache
 """

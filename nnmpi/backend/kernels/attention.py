@@ -32,7 +32,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.blocks import ELEMENTS
+from nnmpi.backend.kernels.sums import ELEMENTS
 from nnmpi.backend.random import random_bits
 
 # Queries of a band: those who do not see all keys, and others.

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace, zero
-from nnmpi.backend.kernels.blocks import row_blocks
-from nnmpi.backend.kernels.sums import row_sum
+from nnmpi.backend.kernels.sums import row_blocks, row_sum
 from nnmpi.backend.matrices import HALF_BYTES
 
 _FLOAT32: np.dtype[Any] = np.dtype(np.float32)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.kernels.blocks import row_blocks
-from nnmpi.backend.kernels.sums import product_sum, row_sum
+from nnmpi.backend.kernels.sums import product_sum, row_blocks, row_sum
 
 
 class NormKernels:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, ones, steps
-from nnmpi.backend.kernels.blocks import row_blocks
+from nnmpi.backend.kernels.sums import row_blocks
 
 FEW_CLASSES = 32
 

@@ -9,6 +9,10 @@ added up in blocks, and the blocks' sums in float64.
     float64              sum
 
 On a device, whose threads add up parts anyway, it is one call.
+
+`row_blocks` cuts rows into blocks that stay in a cache while several passes run over them. A pass over megabytes costs
+what memory costs, a pass over a block that lies in the cache a quarter of that. On a device, where each call costs more
+than it computes, everything is one block.
 """
 
 from __future__ import annotations
@@ -103,3 +107,16 @@ def product_sum(xp: Any, a: Array, b: Array) -> Array:
     xp.einsum("kij,kij->kj", *blocks, out=parts[:whole])
     xp.einsum("ij,ij->j", a[place:], b[place:], out=parts[whole])
     return row_sum(xp, parts)
+
+
+# A block of that many float32, its results and its scratch fit into 1 MiB, the smallest L2 cache of server processors.
+ELEMENTS = 2**16
+
+
+def row_blocks(rows: Array) -> list[slice]:
+    """Return slices that cover the first axis, at least one; those of an empty array are empty."""
+    count = len(rows)
+    if type(rows) is not np.ndarray or rows.size <= ELEMENTS:
+        return [slice(0, count)]
+    step = max(1, ELEMENTS * count // rows.size)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

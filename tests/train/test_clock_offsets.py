@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.clock_offsets import Answer, estimate, offsets
 from nnmpi.comm.group import Group
+from nnmpi.train.trace import Answer, estimate, offsets
 
 seconds = st.floats(0, 1)
 

@@ -1,4 +1,9 @@
-"""Kernels that go over rows: around the products of dense layers, layer normalization, GELU, attention, LSTM."""
+"""Kernels that are plain loops, each few passes over the data.
+
+Over rows: around the products of dense layers, layer normalization, GELU, attention, LSTM. Max-pooling over 2 x 2
+pixels, the windows side by side: the first of equal elements wins, and a NaN wins over numbers, so that it is seen.
+Optimizers' updates in one pass over a block; arguments are those of `backend.kernels.updates.UpdateKernels`.
+"""
 
 import math
 
@@ -268,3 +273,104 @@ def lstm_step_grad(g: Array, slopes: Array, h: Array, grad: Array, cell: Array, 
             to_f[j] = to_cell * before[j] * f[j] * (ONE - f[j])
             to_g[j] = to_cell * i[j] * (ONE - candidate[j] * candidate[j])
             total[j] = to_cell * f[j]
+
+
+def sgd(data: Array, grad: Array, lr: float, decay: float) -> None:
+    """data -= lr * (grad + decay * data)."""
+    rate, shrink = np.float32(lr), np.float32(decay)
+    for i in range(data.size):
+        data[i] -= rate * (grad[i] + shrink * data[i])
+
+
+def sgd_momentum(
+    data: Array, grad: Array, momentum: Array, lr: float, keep: float, decay: float, nesterov: bool
+) -> None:
+    """momentum = keep * momentum + g, g = grad + decay * data; data -= lr * momentum, or what Nesterov's takes."""
+    rate, kept, shrink = np.float32(lr), np.float32(keep), np.float32(decay)
+    if nesterov:
+        for i in range(data.size):
+            g = grad[i] + shrink * data[i]
+            b = kept * momentum[i] + g
+            momentum[i] = b
+            data[i] -= rate * (g + kept * b)
+        return
+    for i in range(data.size):
+        b = kept * momentum[i] + (grad[i] + shrink * data[i])
+        momentum[i] = b
+        data[i] -= rate * b
+
+
+def adam(
+    data: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    rate: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    decay: float,
+    factor: float,
+) -> None:
+    """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
+    step, small, shrink, kept = np.float32(rate), np.float32(eps), np.float32(decay), np.float32(factor)
+    move1, keep2, move2 = np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2)
+    for i in range(data.size):
+        g = grad[i] + shrink * data[i]
+        mean = m[i] + (g - m[i]) * move1
+        square = keep2 * v[i] + move2 * g * g
+        m[i] = mean
+        v[i] = square
+        data[i] = kept * data[i] - step * mean / (np.float32(math.sqrt(square)) + small)
+
+
+def max_pool2(x: Array, y: Array, corner: Array) -> None:
+    """Write the largest of each window, and which of its pixels that was. Odd rows and columns are left out.
+
+    Args:
+        x: (n, h, w, c).
+        y: out, (n, h // 2, w // 2, c).
+        corner: out, like y, uint8: 0 and 1 above, 2 and 3 below.
+    """
+    c = x.shape[3]
+    for b in range(y.shape[0]):
+        for i in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                x0, x1, x2, x3 = (
+                    x[b, 2 * i, 2 * j],
+                    x[b, 2 * i, 2 * j + 1],
+                    x[b, 2 * i + 1, 2 * j],
+                    x[b, 2 * i + 1, 2 * j + 1],
+                )
+                best, place = y[b, i, j], corner[b, i, j]
+                for k in range(c):
+                    top, which = x0[k], 0
+                    if x1[k] > top or x1[k] != x1[k]:
+                        top, which = x1[k], 1
+                    if x2[k] > top or x2[k] != x2[k]:
+                        top, which = x2[k], 2
+                    if x3[k] > top or x3[k] != x3[k]:
+                        top, which = x3[k], 3
+                    best[k] = top
+                    place[k] = which
+
+
+def max_pool2_grad(grad: Array, corner: Array, out: Array) -> None:
+    """Write each window's gradient at its winner, and else 0.
+
+    Args:
+        grad: (n, h // 2, w // 2, c).
+        corner: like grad, as `max_pool2` wrote it.
+        out: (n, h, w, c).
+    """
+    if out.shape[1] % 2 or out.shape[2] % 2:
+        out[...] = ZERO
+    c = grad.shape[3]
+    for b in range(grad.shape[0]):
+        for i in range(grad.shape[1]):
+            for j in range(grad.shape[2]):
+                above, place = grad[b, i, j], corner[b, i, j]
+                for a in range(4):
+                    row = out[b, 2 * i + a // 2, 2 * j + a % 2]
+                    for k in range(c):
+                        row[k] = above[k] if place[k] == a else ZERO
