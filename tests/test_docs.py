@@ -110,7 +110,7 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
         if not hasattr(sys.modules.get(module), "__path__"):
             monkeypatch.delitem(sys.modules, module, raising=False)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        runpy.run_module(name, run_name="__main__", alter_sys=False)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     assert 40 < max(map(len, printed.getvalue().splitlines())) <= (100 if name.startswith("nnmpi") else 120)
     return printed.getvalue()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
+DRAW = np.random.default_rng(7)
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,29 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """A row: the public function that it covers, by module and name, and what draws its call."""
+    """A row: the public function that it covers, by module and name, and its call."""
 
     name: str
     public: str
-    sample: Callable[[np.random.Generator], Sample]
+    sample: Sample
 
 
-def anywhere(draw: np.random.Generator, *sizes: int) -> Any:
+def anywhere(*sizes: int, draw: np.random.Generator = DRAW) -> Any:
     """Return numbers between -2 and 2."""
     return draw.uniform(-2, 2, sizes)
 
 
-def positive(draw: np.random.Generator, *sizes: int) -> Any:
+def positive(*sizes: int, draw: np.random.Generator = DRAW) -> Any:
     """Return numbers between 0.5 and 2."""
     return draw.uniform(0.5, 2, sizes)
 
 
-def nonzero(draw: np.random.Generator, *sizes: int) -> Any:
+def nonzero(*sizes: int) -> Any:
     """Return numbers of both signs, at least 0.5 from 0."""
-    return positive(draw, *sizes) * draw.choice((-1.0, 1.0), sizes)
+    return positive(*sizes) * DRAW.choice((-1.0, 1.0), sizes)
 
 
-def ranked(draw: np.random.Generator, rows: int, columns: int) -> Any:
+def ranked(rows: int, columns: int, draw: np.random.Generator = DRAW) -> Any:
     """Return whole numbers that differ within a row, and within a column of up to 250 rows."""
     return ((7 * np.arange(rows)[:, None] + 13 * draw.permutation(columns)) % 251 - 125).astype(float)
 
@@ -73,77 +75,60 @@ def images(n: int, h: int, w: int, c: int) -> Any:
     return ((3 * places[0] + 7 * places[1] + 13 * places[2] + 29 * places[3]) % 251 - 125.5) / 8
 
 
-def check(public: str, name: str, sample: Callable[[np.random.Generator], Sample]) -> Check:
-    """Return a row."""
-    return Check(f"{public}-{name}", public, sample)
+def check(public: str, name: str, function: Any, inputs: Sequence[Any], *rest: Any) -> Check:
+    """Return a row; the rest is that of a `Sample`."""
+    return Check(f"{public}-{name}", public, Sample(function, inputs, *rest))
 
 
 def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain") -> Check:
     """Return the row of a function of one array of any shape."""
-    return check(public, name, lambda draw: Sample(function, [domain(draw, ROWS, COLUMNS)]))
+    return check(public, name, function, [domain(ROWS, COLUMNS)])
 
 
 def binary(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
     """Return the rows of a function of two arrays: of one shape, and broadcast over rows and over columns."""
     other = {"same": (ROWS, COLUMNS), "row": (COLUMNS,), "column": (ROWS, 1)}
-    return [
-        check(
-            public,
-            name,
-            lambda draw, sizes=sizes: Sample(function, [domain(draw, ROWS, COLUMNS), domain(draw, *sizes)]),
-        )
-        for name, sizes in other.items()
-    ]
+    return [check(public, name, function, [domain(ROWS, COLUMNS), domain(*size)]) for name, size in other.items()]
 
 
 def extremum(public: str, function: Any) -> Check:
     """Return the row of a function that takes one of two elements."""
-    return check(public, "plain", lambda draw: Sample(function, [ranked(draw, 9, 130), ranked(draw, 9, 130) + 0.5]))
+    return check(public, "plain", function, [ranked(9, 130), ranked(9, 130) + 0.5])
 
 
 def reductions(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
     """Return the rows of a reduction: everything, rows, columns, with the axis kept, and two axes of three."""
     ways: dict[str, tuple[Any, bool]] = {"all": (None, False), "rows": (0, False), "columns": (-1, True)}
-    found = [
-        check(public, name, lambda draw, way=way: Sample(lambda x: function(x, *way), [domain(draw, ROWS, COLUMNS)]))
-        for name, way in ways.items()
+    return [
+        *(
+            check(public, name, lambda x, way=way: function(x, *way), [domain(ROWS, COLUMNS)])
+            for name, way in ways.items()
+        ),
+        check(public, "two", lambda x: function(x, (0, 2)), [domain(65, 6).reshape(5, 13, 6)]),
     ]
-    shaped = check(
-        public,
-        "two",
-        lambda draw: Sample(lambda x: function(x, (0, 2)), [domain(draw, 65, 6).reshape(5, 13, 6)]),
-    )
-    return [*found, shaped]
 
 
 def product(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> Check:
     """Return the row of a product of arrays of two shapes."""
-    return check("tensor.matmul", name, lambda draw: Sample(matmul, [anywhere(draw, *first), anywhere(draw, *second)]))
+    return check("tensor.matmul", name, matmul, [anywhere(*first), anywhere(*second)])
 
 
 def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Check:
     """Return the row of a function of samples and parameters."""
-    return check(
-        public,
-        name,
-        lambda draw: Sample(function, [anywhere(draw, *each) for each in sizes], parameters=len(sizes) - 1),
-    )
+    return check(public, name, function, [anywhere(*each) for each in sizes], (), len(sizes) - 1)
 
 
 def dense(public: str, function: Any) -> list[Check]:
     """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away from ReLU's kink."""
 
-    def sample(draw: np.random.Generator, leading: tuple[int, ...], bias: bool) -> Sample:
-        signs = draw.choice((-1.0, 1.0), 67)
-        weight = signs * positive(draw, COLUMNS, 67) / 8
-        inputs = [positive(draw, *leading, COLUMNS), weight, *([signs * positive(draw, 67)] if bias else [])]
-        return Sample(function, inputs, parameters=len(inputs) - 1)
+    def row(name: str, leading: tuple[int, ...], bias: bool) -> Check:
+        signs = DRAW.choice((-1.0, 1.0), 67)
+        weight = signs * positive(COLUMNS, 67) / 8
+        inputs = [positive(*leading, COLUMNS), weight, *([signs * positive(67)] if bias else [])]
+        return check(public, f"{name}{' bias' * bias}", function, inputs, (), len(inputs) - 1)
 
-    return [
-        check(public, f"{name}{' bias' * bias}", lambda draw, at=leading, bias=bias: sample(draw, at, bias))
-        for name, leading in {"matrix": (ROWS,), "stack": (3, 11)}.items()
-        for bias in (True, False)
-    ]
+    ways = {"matrix": (ROWS,), "stack": (3, 11)}
+    return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
 def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) -> Check:
@@ -155,88 +140,40 @@ def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) 
 
 def fused(public: str, name: str, function: Any, kernel: int = 3) -> Check:
     """Return the row of a convolution with ReLU, whose kernel is the identity, so that all stays away from kinks."""
-
-    def sample(draw: np.random.Generator) -> Sample:
-        weight = np.zeros((kernel, kernel, 5, 5))
-        weight[kernel // 2, kernel // 2] = np.eye(5)
-        return Sample(function, [images(3, 10, 12, 5), weight, np.zeros(5)], parameters=2)
-
-    return check(public, name, sample)
+    weight = np.zeros((kernel, kernel, 5, 5))
+    weight[kernel // 2, kernel // 2] = np.eye(5)
+    return check(public, name, function, [images(3, 10, 12, 5), weight, np.zeros(5)], (), 2)
 
 
 def pooling(public: str, function: Any) -> list[Check]:
     """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a border."""
     ways = {"two": (2,), "overlap": (3, 2, 1), "gaps": (2, 3), "uneven": ((3, 2), (1, 2), (1, 0)), "odd": (2, 2)}
     return [
-        check(
-            public,
-            name,
-            lambda draw, way=way, name=name: Sample(
-                lambda x: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)]
-            ),
-        )
+        check(public, name, lambda x, way=way: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)])
         for name, way in ways.items()
     ]
 
 
 def attending(heads: int, time: int, causal: bool) -> Check:
     """Return the row of packed self-attention."""
-    features = 3 * heads * 20
     name = f"{time} {'causal' if causal else 'all'}"
-    return check(
-        "ops.attention",
-        name,
-        lambda draw: Sample(lambda qkv: ops.attention(qkv, heads, causal), [anywhere(draw, 2, time, features)]),
-    )
-
-
-def labels(draw: np.random.Generator, rows: int = ROWS, classes: int = COLUMNS) -> Any:
-    """Return labels."""
-    return draw.integers(0, classes, rows)
+    return check("ops.attention", name, lambda x: ops.attention(x, heads, causal), [anywhere(2, time, 60 * heads)])
 
 
 def losses() -> list[Check]:
     """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow dtypes."""
+    ways = {"plain": (None, 0.0, np.int64), "smooth": (None, 0.1, np.int32), "ignored": (3, 0.0, np.uint8)}
     found = []
     for reduction in ("mean", "sum", "none"):
-        for public, function in (
-            ("ops.mse", ops.mse),
-            ("ops.mae", ops.mae),
-            ("ops.huber", ops.huber),
-            ("ops.binary_cross_entropy", ops.binary_cross_entropy),
-        ):
-            found.append(
-                check(
-                    public,
-                    reduction,
-                    lambda draw, f=function, r=reduction: Sample(
-                        lambda x, y: f(x, y, r), [anywhere(draw, ROWS, COLUMNS)], [positive(draw, ROWS, COLUMNS)], 0, 1
-                    ),
-                )
-            )
-        for name, options, dtype in (
-            ("plain", (None, 0.0), np.int64),
-            ("smooth", (None, 0.1), np.int32),
-            ("ignored", (3, 0.0), np.uint8),
-        ):
-            found.append(
-                check(
-                    "ops.cross_entropy",
-                    f"{reduction} {name}",
-                    lambda draw, r=reduction, o=options, d=dtype: Sample(
-                        lambda x, y: ops.cross_entropy(x, y, r, *o),
-                        [anywhere(draw, ROWS, COLUMNS)],
-                        [labels(draw).astype(d)],
-                    ),
-                )
-            )
+        for function in (ops.mse, ops.mae, ops.huber, ops.binary_cross_entropy):
+            near = partial(function, reduction=reduction)
+            target = [positive(ROWS, COLUMNS)]
+            found.append(check(f"ops.{function.__name__}", reduction, near, [anywhere(ROWS, COLUMNS)], target, 0, 1))
+        for name, (ignored, smoothing, dtype) in ways.items():
+            labelled = partial(ops.cross_entropy, reduction=reduction, ignore_index=ignored, label_smoothing=smoothing)
+            labels = [DRAW.integers(0, COLUMNS, ROWS).astype(dtype)]
+            found.append(check("ops.cross_entropy", f"{reduction} {name}", labelled, [anywhere(ROWS, COLUMNS)], labels))
     return found
-
-
-def cross(draw: np.random.Generator) -> Sample:
-    """Attention of fewer queries than keys, values of another width."""
-    sizes = [(2, 3, 9, 20), (2, 3, 70, 20), (2, 3, 70, 33)]
-    return Sample(ops.scaled_dot_product_attention, [anywhere(draw, *each) for each in sizes])
 
 
 TENSOR: list[Check] = [
@@ -250,11 +187,9 @@ TENSOR: list[Check] = [
     check(
         "tensor.where",
         "plain",
-        lambda draw: Sample(
-            lambda x, y, mask: arithmetic.where(mask, x, y),
-            [anywhere(draw, ROWS, COLUMNS), anywhere(draw, COLUMNS)],
-            [draw.random((ROWS, COLUMNS)) > 0.5],
-        ),
+        lambda x, y, mask: arithmetic.where(mask, x, y),
+        [anywhere(ROWS, COLUMNS), anywhere(COLUMNS)],
+        [DRAW.random((ROWS, COLUMNS)) > 0.5],
     ),
     unary("tensor.negate", elementwise.negate),
     unary("tensor.absolute", elementwise.absolute, nonzero),
@@ -289,28 +224,18 @@ TENSOR: list[Check] = [
     unary("tensor.flatten", lambda x: shape.flatten(x, 0)),
     unary("tensor.flip", lambda x: shape.flip(x, 1)),
     unary("tensor.pad", lambda x: shape.pad(x, [(2, 1), (0, 3)], 0.5)),
-    check(
-        "tensor.concatenate",
-        "plain",
-        lambda draw: Sample(lambda x, y: shape.concatenate([x, y], 1), [anywhere(draw, 9, 130), anywhere(draw, 9, 3)]),
-    ),
-    check(
-        "tensor.stack",
-        "plain",
-        lambda draw: Sample(lambda x, y: shape.stack([x, y], 1), [anywhere(draw, 9, 130), anywhere(draw, 9, 130)]),
-    ),
+    check("tensor.concatenate", "plain", lambda x, y: shape.concatenate([x, y], 1), [anywhere(9, 130), anywhere(9, 3)]),
+    check("tensor.stack", "plain", lambda x, y: shape.stack([x, y], 1), [anywhere(9, 130), anywhere(9, 130)]),
     unary("tensor.getitem", lambda x: index.getitem(x, (slice(3, 30, 2), slice(None, None, -3))), name="slices"),
     check(
-        "tensor.getitem",
-        "indices",
-        lambda draw: Sample(lambda x, at: index.getitem(x, at), [anywhere(draw, 50, 33)], [draw.integers(0, 50, 90)]),
+        "tensor.getitem", "indices", lambda x, at: index.getitem(x, at), [anywhere(50, 33)], [DRAW.integers(0, 50, 90)]
     ),
     check(
         "tensor.take_along_axis",
         "plain",
-        lambda draw: Sample(
-            lambda x, at: index.take_along_axis(x, at, 1), [anywhere(draw, 20, 33)], [draw.integers(0, 33, (20, 5))]
-        ),
+        lambda x, at: index.take_along_axis(x, at, 1),
+        [anywhere(20, 33)],
+        [DRAW.integers(0, 33, (20, 5))],
     ),
 ]
 
@@ -359,18 +284,15 @@ OPS: list[Check] = [
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
-    check("ops.scaled_dot_product_attention", "crossed", cross),
+    check(
+        "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width
+        "crossed",
+        ops.scaled_dot_product_attention,
+        [anywhere(2, 3, 9, 20), anywhere(2, 3, 70, 20), anywhere(2, 3, 70, 33)],
+    ),
     *losses(),
-    check(
-        "ops.embedding",
-        "many",
-        lambda draw: Sample(ops.embedding, [anywhere(draw, 40, 33)], [draw.integers(0, 40, (7, 90))], 1),
-    ),
-    check(
-        "ops.embedding",
-        "narrow",
-        lambda draw: Sample(ops.embedding, [anywhere(draw, 40, 33)], [draw.integers(0, 40, 90).astype(np.uint8)], 1),
-    ),
+    check("ops.embedding", "many", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, (7, 90))], 1),
+    check("ops.embedding", "narrow", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, 90).astype(np.uint8)], 1),
 ]
 # a second function under a name of its own
 OPS = [

@@ -18,7 +18,7 @@ from tests.gpu.table import COLUMNS, ROWS, Sample, anywhere, images, positive, r
 from tests.nn.test_layers import NO_LAYERS
 
 DRAW = np.random.default_rng(3)
-FLAT, SEQUENCES, PIXELS = anywhere(DRAW, 21, 24), anywhere(DRAW, 3, 17, 24), images(3, 8, 9, 4)
+FLAT, SEQUENCES, PIXELS = anywhere(21, 24, draw=DRAW), anywhere(3, 17, 24, draw=DRAW), images(3, 8, 9, 4)
 
 LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
     "Linear": (lambda: nn.Linear(24, 35), FLAT),
@@ -89,7 +89,7 @@ def test_every_layer_is_here() -> None:
     assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {name.split()[0] for name in LAYERS}
 
 
-PAIR = (anywhere(DRAW, ROWS, COLUMNS), positive(DRAW, ROWS, COLUMNS))
+PAIR = (anywhere(ROWS, COLUMNS, draw=DRAW), positive(ROWS, COLUMNS, draw=DRAW))
 # Methods and operators by name: what they are called with, and on what.
 METHODS: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "__add__": (lambda x, y: x + y, PAIR),
@@ -102,7 +102,7 @@ METHODS: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "__rtruediv__": (lambda x: 2 / x, PAIR[1:]),
     "__pow__": (lambda x: x**3, PAIR[:1]),
     "__rpow__": (lambda x: 2**x, PAIR[:1]),
-    "__matmul__": (lambda x, y: x @ y, (PAIR[0], anywhere(DRAW, COLUMNS, 9))),
+    "__matmul__": (lambda x, y: x @ y, (PAIR[0], anywhere(COLUMNS, 9, draw=DRAW))),
     "__rmatmul__": (lambda x: np.eye(ROWS) @ x if isinstance(x.data, np.ndarray) else x, PAIR[:1]),
     "__neg__": (lambda x: -x, PAIR[:1]),
     "__abs__": (lambda x: abs(x), PAIR[1:]),
@@ -112,8 +112,8 @@ METHODS: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sum": (lambda x: x.sum(0), PAIR[:1]),
     "mean": (lambda x: x.mean(1, keepdims=True), PAIR[:1]),
     "var": (lambda x: x.var(0, correction=1), PAIR[:1]),
-    "max": (lambda x: x.max(1), (ranked(DRAW, 9, 130),)),
-    "min": (lambda x: x.min(0), (ranked(DRAW, 9, 130),)),
+    "max": (lambda x: x.max(1), (ranked(9, 130, draw=DRAW),)),
+    "min": (lambda x: x.min(0), (ranked(9, 130, draw=DRAW),)),
     "exp": (lambda x: x.exp(), PAIR[:1]),
     "log": (lambda x: x.log(), PAIR[1:]),
     "sqrt": (lambda x: x.sqrt(), PAIR[1:]),
