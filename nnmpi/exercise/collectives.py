@@ -25,7 +25,7 @@ from nnmpi.comm.collective import (
 from nnmpi.comm.cost import levels
 from nnmpi.comm.prove import Proof, prove_steps
 from nnmpi.comm.steps import Step
-from nnmpi.errors import ScheduleError
+from nnmpi.errors import ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call
 
 Limit: TypeAlias = Callable[[int], int]
@@ -80,7 +80,7 @@ def check(wanted: Wanted, function: Function) -> str:
         try:
             proof = prove_steps(steps, wanted.contract)
         except ScheduleError as error:
-            raise WrongAnswer(f"on {size} ranks: {error}") from None
+            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
         _check_limits(wanted, steps, proof)
     sizes = ", ".join(map(str, wanted.sizes))
     return f"right on {sizes} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
@@ -90,16 +90,16 @@ def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
     try:
         steps = call(function, rank, size)
     except ScheduleError as error:  # of a step that means nothing
-        raise WrongAnswer(f"on {size} ranks, rank {rank}: {error}") from None
+        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank}: {error}") from None
     if not isinstance(steps, tuple | list) or not all(isinstance(each, Step) for each in steps):
-        raise WrongAnswer(f"on {size} ranks, rank {rank} gives {steps!r}; give a list of Step")
+        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank} gives {steps!r}; give a list of Step")
     return tuple(steps)
 
 
 def _check_limits(wanted: Wanted, steps: Sequence[Sequence[Step]], proof: Proof) -> None:
     """Refuse what is right but not what was asked for."""
     size = len(steps)
-    right = f"on {size} ranks: the result is right, but"
+    right = f"on {counted(size, 'rank')}: the result is right, but"
     for rank, own in enumerate(steps):
         for at, step in enumerate(own):
             for partner in (step.to, step.from_):

@@ -50,6 +50,12 @@ def check(exact: Seconds, further: tuple[int, ...], function: Function) -> str:
                         f"{given} the formula has {found / unit:g} {letters}, but the steps take {wanted / unit:g} "
                         f"{letters} along their critical path"
                     )
+            found, wanted = _number(function, N, 1, 0.0, 1.0, *rest), wanted / M  # of one byte, by what // makes 0
+            if not isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9):
+                raise WrongAnswer(
+                    f"with N = {N}, M = 1 the formula has {found:g} beta, and must have {wanted:g} beta: a message's "
+                    "bytes are divided by /, not by //"
+                )
             found, wanted = (f(N, M, ALPHA_S, BETA_S, *rest) for f in (partial(_number, function), exact))
             if not isclose(found, wanted, rel_tol=1e-9):
                 raise WrongAnswer(

@@ -46,7 +46,11 @@ def check(
     inputs = [draw.normal(size=shape) for shape in shapes.values()]
 
     def gradients(grad: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        found = call(function, grad, *(array.copy() for array in arrays), *([] if further is None else [further]))
+        given = [array.copy() for array in (grad, *arrays)]
+        found = call(function, *given, *([] if further is None else [further]))
+        for name, before, after in zip(("grad", *shapes), (grad, *arrays), given, strict=True):
+            if not np.array_equal(before, after):
+                raise WrongAnswer(f"it changes {name}, which others still need; compute on copies")
         found = found if isinstance(found, tuple) else (found,)
         if len(found) != len(shapes):
             raise WrongAnswer(f"it gives {len(found)} gradients, and must give {len(shapes)}: of {', '.join(shapes)}")

@@ -11,7 +11,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
-from nnmpi.errors import CommError
+from nnmpi.errors import CommError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
 from nnmpi.shard import split
 
@@ -36,9 +36,9 @@ def check(trial: Trial, function: Function) -> str:
         try:
             results = simulate(main, ranks=size)
         except CommError as error:
-            raise WrongAnswer(f"on {size} ranks: {error}") from None
+            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
         for rank, (found, wanted) in enumerate(results):
-            compare(f"on {size} ranks, the result of rank {rank}", found, wanted)
+            compare(f"on {counted(size, 'rank')}, the result of rank {rank}", found, wanted)
     return f"equal to the serial result on {', '.join(map(str, SIZES))} ranks"
 
 

@@ -91,6 +91,8 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         "with N = ",
     )
     yield "a product of both", changed(right, lambda s, N, M, a, b, *rest: s + a * b), "two parts are right"
+    if name == "ring-cost":
+        yield "divided by //", lambda N, M, alpha, beta: 2 * (N - 1) * (alpha + M // N * beta), "by /, not by //"
     yield "no number", lambda *values: "cheap", "must give a number"
 
 
@@ -137,6 +139,17 @@ def of_operator(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
     yield "a little too large", first(lambda array: 1.001 * array), r"it gives .* for \w+, element \(0, 0\)"
     yield "one element", first(bump), r"element \(\d, 2\)"
+
+    def in_place(grad, x, *rest):
+        found = right(grad, x.copy(), *rest)
+        x *= 2
+        return found
+
+    yield (
+        "in place",
+        in_place,
+        "it changes x, which others still need" if name != "cross-entropy-gradient" else "changes scores",
+    )
     yield "transposed", first(np.transpose), "has shape .*, and must have"
     yield "one too many", changed(right, lambda found, *values: (found, found, found, found)), "it gives 4 gradients"
 
@@ -164,7 +177,7 @@ def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield "nothing is summed", alone, r"on 2 ranks, the result of rank 0.*is .*, and must be"
     yield "only rank 0 sums", not_all, r"on 2 ranks: .*rank"
     if name != "zero-update":
-        yield "no result", changed(right, lambda found, *values: None), r"on 1 ranks, the result of rank 0 is None"
+        yield "no result", changed(right, lambda found, *values: None), r"on 1 rank, the result of rank 0 is None"
 
 
 def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
