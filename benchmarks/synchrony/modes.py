@@ -26,6 +26,7 @@ MODES: Mapping[str, Sync] = MappingProxyType(
 FACTOR, PROBABILITY = 3.0, 0.25
 EQUAL, ONE, CHANCE = "equal", "one slow", "by chance"
 SLOW = (EQUAL, ONE, CHANCE)
+PLAIN, WITH_MOMENTUM = "plain SGD", "momentum 0.8"  # recipes in which workers see all samples
 OWN = "own classes"  # the recipe in which every worker sees a part of the samples sorted by class, and no other
 
 

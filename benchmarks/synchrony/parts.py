@@ -10,7 +10,18 @@ from benchmarks.harness.launch import run_job
 from benchmarks.harness.parts import Part, Suite
 from benchmarks.synchrony import plots, tables, targets
 from benchmarks.synchrony.curve import reach_goal, read
-from benchmarks.synchrony.modes import EQUAL, MODES, ONE, OWN, REFERENCE, SLOW, last_ones, stragglers
+from benchmarks.synchrony.modes import (
+    EQUAL,
+    MODES,
+    ONE,
+    OWN,
+    PLAIN,
+    REFERENCE,
+    SLOW,
+    WITH_MOMENTUM,
+    last_ones,
+    stragglers,
+)
 from benchmarks.synchrony.recipe import Recipe
 from benchmarks.synchrony.simulated import SimulatedRun, settings, simulate_all
 from nnmpi.synchrony.sync import Sync
@@ -19,8 +30,8 @@ PACE_S, NETWORK = 0.02, "alpha_us=50,gbit=10"
 WORKERS, WORKERS_CHECK = (4, 16), (4,)
 NOISE_SEEDS = (1, 2, 3, 4)  # of further runs: how much of a difference means nothing
 SERVERS = (1, 2, 4)
-# Lively: so much momentum that stale gradients hurt; calm is the recipe of the other tables.
-LIVELY_LR, LIVELY_MOMENTUM = 0.2, 0.8
+# So much momentum that stale gradients hurt, beside the recipe of the other tables.
+MOMENTUM_LR, MOMENTUM = 0.2, 0.8
 SHORT_STEPS = 300
 FACTORS, SLOW_ONES, SEEDS, FEWER = (1.0, 2.0, 4.0, 8.0), 4, (0, 1, 2), (1, 2, 4, 8)
 PACE_RANKS_S, LONGER = 0.02, 1.12  # a run on ranks is so much longer than its prediction's way to the goal
@@ -77,24 +88,24 @@ def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
     factors, seeds = (FACTORS[::3], SEEDS[:1]) if check else (FACTORS, SEEDS)
     asp, adapted = ("asp", Sync("asp")), ("asp, adapted", Sync("asp", adapt=True))
     runs: list[tuple[str, str, Sync, int, float]] = []
-    for kind in ("calm", "lively", OWN):
+    for kind in (PLAIN, WITH_MOMENTUM, OWN):
         runs.append((kind, "bsp", Sync(), workers, 1.0))
         runs += [(kind, *asp, workers, factor) for factor in factors]
         runs += [(kind, *adapted, workers, factor) for factor in factors[1:]]
     runs += [(OWN, "ssp, S = 4", MODES["ssp, S = 4"], workers, factor) for factor in factors]
-    runs += [("lively", *asp, count, 1.0) for count in FEWER if count < workers]
+    runs += [(WITH_MOMENTUM, *asp, count, 1.0) for count in FEWER if count < workers]
     cases = []
     for kind, name, sync, count, factor in runs:
         for seed in seeds:
             recipe = replace(base, seed=seed, steps=min(base.steps, SHORT_STEPS))
-            if kind == "lively":
-                recipe = replace(recipe, lr=LIVELY_LR, momentum=LIVELY_MOMENTUM)
+            if kind == WITH_MOMENTUM:
+                recipe = replace(recipe, lr=MOMENTUM_LR, momentum=MOMENTUM)
             elif kind == OWN:
                 recipe = replace(recipe, partition="label")
             labels = {"recipe": kind, "mode": name, "factor": factor, "seed": seed}
             slow = last_ones(few, count, factor)
             cases.append(SimulatedRun(sync, count, slow, recipe, PACE_S, NETWORK, labels, observed=False))
-    common = {**settings(cases[0]), "lively": {"lr": LIVELY_LR, "momentum": LIVELY_MOMENTUM}}
+    common = {**settings(cases[0]), WITH_MOMENTUM: {"lr": MOMENTUM_LR, "momentum": MOMENTUM}}
     return {"settings": {**common, "slow_ones": few, "workers": workers}, "rows": simulate_all(cases)}
 
 

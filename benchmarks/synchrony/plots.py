@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness.parts import Content
 from benchmarks.harness.plots import new_figure, put_legend_above, save
 from benchmarks.synchrony.curve import read
-from benchmarks.synchrony.modes import MODES
+from benchmarks.synchrony.modes import MODES, WITH_MOMENTUM
 from benchmarks.synchrony.tables import WORDS, pick, spread
 
 _COLOURS = ("#222222", "#999999", "#c6dbef", "#6baed6", "#08519c", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd")
@@ -113,7 +113,7 @@ def draw_heterogeneity(folder: Path, content: Content) -> None:
                 _bars(axes, {factor: own for factor, own in runs.items() if own}, colour, mode)
         level[recipe] = fmean(100 * row["accuracy"] for row in pick(content, recipe=recipe, mode="bsp"))
         axes.axhline(level[recipe], color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
-        axes.set_title(f"{workers} workers, recipe: {recipe}", fontsize=10)
+        axes.set_title(f"{workers} workers, {recipe}", fontsize=10)
         _label(axes, factors, f"factor of {content['settings']['slow_ones']} slow workers", "test accuracy, %")
     lags = [[r["staleness"] for r in slowed if (r["mode"], r["factor"]) == ("asp", factor)] for factor in factors]
     axes = panels[3]
@@ -121,12 +121,12 @@ def draw_heterogeneity(folder: Path, content: Content) -> None:
     axes.plot(factors, [fmean(lag["mean"] for lag in each) for each in lags], "o-", label="mean", color="#999999")
     axes.set_title(f"{workers} workers, asp", fontsize=10)
     _label(axes, factors, f"factor of {content['settings']['slow_ones']} slow workers", "staleness")
-    equal = pick(content, recipe="lively", mode="asp", factor=1.0)
+    equal = pick(content, recipe=WITH_MOMENTUM, mode="asp", factor=1.0)
     counts = sorted({row["workers"] for row in equal})
     runs = {count: [row for row in equal if row["workers"] == count] for count in counts}
     _bars(panels[4], runs, STYLE["asp"], "asp")
-    panels[4].axhline(level["lively"], color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
-    panels[4].set_title("equal workers, recipe: lively", fontsize=10)
+    panels[4].axhline(level[WITH_MOMENTUM], color=STYLE["bsp, ring"], linestyle="--", linewidth=1, label="bsp")
+    panels[4].set_title(f"equal workers, {WITH_MOMENTUM}", fontsize=10)
     _label(panels[4], counts, "workers; the mean staleness is one less", "test accuracy, %")
     panels[5].set_axis_off()
     save(figure, folder / "heterogeneity.png", dpi=80)

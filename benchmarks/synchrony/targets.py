@@ -11,7 +11,7 @@ from benchmarks.harness.parts import Content
 from benchmarks.synchrony.compare import compare_runs, groups, select
 from benchmarks.synchrony.counts import in_segment
 from benchmarks.synchrony.curve import reach_goal, read
-from benchmarks.synchrony.modes import EQUAL, MODES, OWN
+from benchmarks.synchrony.modes import EQUAL, MODES, OWN, WITH_MOMENTUM
 from benchmarks.synchrony.tables import pick, reached_on_ranks, server_step_s, spread
 from nnmpi.parallel.server.wire_format import HEADER_BYTES
 
@@ -92,11 +92,13 @@ def missed_heterogeneity(content: Content) -> list[str]:
             found.append(f"{recipe}: the mean staleness is {means}, not {workers - 1}")
     if content["settings"]["recipe"]["dataset"] == FULL:
         counts = sorted({row["workers"] for row in content["rows"]})
-        few, many = (pick(content, recipe="lively", mode="asp", workers=counts[end], factor=1.0) for end in (0, -1))
+        few, many = (
+            pick(content, recipe=WITH_MOMENTUM, mode="asp", workers=counts[end], factor=1.0) for end in (0, -1)
+        )
         fall = fmean(row["accuracy"] for row in few) - fmean(row["accuracy"] for row in many)
         noise = max(spread([row["accuracy"] for row in rows]) for rows in (few, many))
         if fall <= 2 * noise:
-            found.append(f"lively: with the workers accuracy falls by {fall:.2%}, spread {noise:.2%}")
+            found.append(f"{WITH_MOMENTUM}: with the workers accuracy falls by {fall:.2%}, spread {noise:.2%}")
         found += _not_falling(content, workers, factors)
     return found
 

@@ -172,29 +172,29 @@ def test_a_run_that_does_not_get_there_has_a_speed_all_the_same() -> None:
 
 def _heterogeneity(fall: float, largest: tuple[int, int] = (3, 9)) -> dict[str, Any]:
     rows = []
-    for recipe in ("calm", "lively"):
+    for recipe in ("plain SGD", "momentum 0.8"):
         for workers, factor, accuracy, most in ((4, 1.0, 0.9 - fall, largest[0]), (4, 8.0, 0.9, largest[1])):
             row = {"recipe": recipe, "mode": "asp", "workers": workers, "factor": factor, "accuracy": accuracy}
             rows += [row | {"loss": 0.1, "staleness": {"mean": 3.0, "max": most}} for _ in range(2)]
     for factor, accuracy in ((1.0, 0.9), (8.0, 0.9 - fall)):
         row = {"recipe": OWN, "mode": "asp", "workers": 4, "factor": factor, "accuracy": accuracy, "loss": 0.1}
         rows += [row | {"staleness": {"mean": 3.0, "max": largest[factor > 1]}} for _ in range(2)]
-    few = {"recipe": "lively", "mode": "asp", "workers": 1, "factor": 1.0, "accuracy": 0.9, "loss": 0.1}
+    few = {"recipe": "momentum 0.8", "mode": "asp", "workers": 1, "factor": 1.0, "accuracy": 0.9, "loss": 0.1}
     rows += [few | {"staleness": {"mean": 0.0, "max": 0}} for _ in range(2)]
     return {"settings": {"recipe": {"dataset": "mnist"}, "workers": 4, "slow_ones": 1}, "rows": rows}
 
 
 def test_staleness_is_judged() -> None:
     assert targets.missed_heterogeneity(_heterogeneity(0.05)) == []
-    assert "| lively | asp | 4 | 8 | 90.00 +- 0.00 | 0.1000 +- 0.0000 | 3.0 (9) |" in tables.heterogeneity(
+    assert "| momentum 0.8 | asp | 4 | 8 | 90.00 +- 0.00 | 0.1000 +- 0.0000 | 3.0 (9) |" in tables.heterogeneity(
         _heterogeneity(0.05)
     )
     flat = targets.missed_heterogeneity(_heterogeneity(0.0))
     assert flat == [
-        "lively: with the workers accuracy falls by 0.00%, spread 0.00%",
+        "momentum 0.8: with the workers accuracy falls by 0.00%, spread 0.00%",
         "own classes: accuracy by factor ['90.00%', '90.00%'], spread 0.00%",
     ]
-    assert targets.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "calm: the largest staleness is [9, 3]"
+    assert targets.missed_heterogeneity(_heterogeneity(0.05, (9, 3)))[0] == "plain SGD: the largest staleness is [9, 3]"
 
 
 def test_the_readme_has_a_place_for_every_table() -> None:
