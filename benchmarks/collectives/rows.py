@@ -163,48 +163,50 @@ def content(header: Mapping[str, Any], rows: Sequence[CallTimes], finished: bool
 
 
 def draw(file: Path, header: Mapping[str, Any], rows: Sequence[CallTimes]) -> None:
-    """Draw time against size, both axes logarithmic: measured points, and lines where the model predicts.
+    """Draw time over MPI's own against size, measured and predicted; without MPI's own the time itself.
+
+    What does other work (the update, too) or is another one's call (`auto`, on one node `hierarchical`) is left out.
 
     Args:
         file: its name says the format.
         header: what ran, on what.
         rows: all of them.
     """
-    figure = plots.new_figure(10.8, 6.0)
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes in each rank's buffer", ylabel="time, us")
+    own_us = {row.size: row.p50_us for row in rows if row.algorithm == "native"}
+    left_out = {"native+update", "fused", "auto"} | ({"native"} if own_us else set())
+    left_out |= {"hierarchical"} if header["nodes"] == 1 else set()
+    figure = plots.new_figure(9, 5)
+    label = "time / that of MPI's own" if own_us else "time, us"
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes in each rank's buffer", ylabel=label)
     colours = plots.colours()
-    some = any(row.predicted_us for row in rows)
-    for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
-        own = [row for row in rows if row.algorithm == name]
-        _draw_one(axes, own, colours[number % len(colours)], MARKERS[number % len(MARKERS)], some)
+    for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows if row.algorithm not in left_out)):
+        shown = [row for row in rows if row.algorithm == name and row.size in (own_us or {row.size})]
+        axes.plot(
+            [row.size for row in shown],
+            [row.p50_us / own_us.get(row.size, 1) for row in shown],
+            color=colours[number % len(colours)],
+            marker=MARKERS[number % len(MARKERS)],
+            linewidth=1.2,
+            label=name,
+        )
+        predicted = [(row.size, row.predicted_us / own_us.get(row.size, 1)) for row in shown if row.predicted_us]
+        if predicted:
+            axes.plot(*zip(*predicted, strict=True), color=colours[number % len(colours)], linewidth=1, linestyle=":")
+    if own_us:
+        axes.axhline(1, color="black", linewidth=1.2, label="MPI's own")
+    if any(row.predicted_us for row in rows):
+        axes.plot([], [], color="grey", linewidth=1, linestyle=":", label="predicted")
     sizes = sorted({row.size for row in rows})
     axes.set_xticks(sizes, [format_bytes(size) for size in sizes], rotation=45, ha="right")
     axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [each for each in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= each <= high]
+    if own_us:
+        axes.set_yticks(ticks, [f"{each:g}" for each in ticks])
     axes.grid(alpha=0.3)
-    if some:
-        axes.plot([], [], color="grey", label="lines: predicted")
-        axes.plot([], [], color="grey", marker="o", linestyle="", label="points: measured, median")
     figure.legend(loc="outside right upper")
     axes.set_title(
         f"{header['operation']}, {header['ranks']} ranks on {counted(header['nodes'], 'node')}, "
         f"{header['mpi']}, {header['dtype']}"
     )
-    plots.save(figure, file, dpi=120)
-
-
-def _draw_one(axes: Any, rows: Sequence[CallTimes], colour: Any, marker: str, some_predicted: bool) -> None:
-    """Draw one algorithm's points, and its line where there is a prediction; else a thin line joins the points."""
-    chosen = any(row.chosen for row in rows)  # the lines of what was chosen are there already
-    predicted = [(row.size, row.predicted_us) for row in rows if row.predicted_us and not chosen]
-    if predicted:
-        axes.plot(*zip(*predicted, strict=True), color=colour, linewidth=1.4)
-    axes.plot(
-        [row.size for row in rows],
-        [row.p50_us for row in rows],
-        color=colour,
-        marker=marker,
-        markersize=6,
-        linestyle="" if predicted or chosen and some_predicted else ":",
-        linewidth=0.8,
-        label=rows[0].algorithm + ("" if predicted or chosen or not some_predicted else " (not predicted)"),
-    )
+    plots.save(figure, file, dpi=100)

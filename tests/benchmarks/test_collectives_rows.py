@@ -96,5 +96,5 @@ def test_rows_are_drawn(tmp_path: Path, suffix: str) -> None:
     assert file.stat().st_size > 5000
     if suffix == ".svg":
         text = file.read_text()
-        for words in ("native (not predicted)", "lines: predicted", "9.766 KB", "Open MPI 5.0.11"):
+        for words in ("time / that of MPI's own", "predicted", "9.766 KB", "Open MPI 5.0.11"):
             assert words in text
