@@ -173,12 +173,12 @@ class _Recording:
 
 
 def compile(step: Callable[..., Any]) -> Compiled:
-    """Return a step that is recorded once for every kind of inputs and replayed after that. See the head of this file.
+    """Return a step that is recorded once for each shape of its inputs, and replayed after that; see `nn.compiled`.
 
-    The step gets Tensors. It must not look into them (`item`, comparisons), which is an error, and nothing that changes
-    from step to step may come from outside but through its arguments, parameters, the optimizer's settings and
-    `nn.training`, which is entered outside of it when its `step` counts. Steps that train with dropout, batch
-    normalization, several losses, or a `DataParallel` can be compiled; `Worker` does so by itself.
+    The step gets Tensors, and must not look into them (`item`, comparisons): that is an error. What changes from step
+    to step comes through its arguments, parameters, the optimizer's settings, and `nn.training`, which is entered
+    outside of it when its `step` counts; anything else stays as it was recorded. Dropout, batch normalization, several
+    losses and a `DataParallel` can be in it. `Worker` compiles by itself.
 
     Raises:
         UsageError: for something that cannot be called.

@@ -74,7 +74,7 @@ class Buffer:
 
 
 class Module:
-    """A part of a model. See the head of this file for how to write one.
+    """A part of a model. See `nn.module` for how to write one.
 
     Attributes:
         path: the full name in the model that was initialized ("" for the model itself).

@@ -119,5 +119,5 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x), elementwise (also called swish)."""
+    """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
     return in_float32(Silu(), require_floating("silu", x))

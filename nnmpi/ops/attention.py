@@ -235,8 +235,8 @@ def attention(
     Args:
         qkv: (batch, time, 3 * features): queries, keys, values; in each the heads one after the other.
         heads: their number; `features` is a multiple of it.
-        causal: whether each position sees only itself and those before it; NaN in a later value may still be seen (see
-            the module), in a later query or key not.
+        causal: whether each position sees only itself and those before it. A NaN in a later value may still come
+            through; one in a later query or key does not.
         before: keys and values of the tokens before, to which these are added; there is no backward pass then.
         dropout: the probability with which a probability is dropped, the others being divided by 1 - dropout.
         place: returns what the dropped ones depend on, as for `ops.dropout`; needed where dropout is not 0.
@@ -270,12 +270,14 @@ def attention(
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 
+    Vaswani et al., "Attention is all you need", 2017.
+
     Args:
         q: (batch, heads, queries, features).
         k: (batch, heads, keys, features).
         v: (batch, heads, keys, values).
-        causal: whether each query sees only the keys up to its own position; there are as many of both, then. NaN in a
-            later value may still be seen (see the module), in a later query or key not.
+        causal: whether each query sees only the keys up to its own position; there are as many of both, then. A NaN in
+            a later value may still come through; one in a later query or key does not.
 
     Returns:
         (batch, heads, queries, values), in the dtype of q; in a mode of mixed precision in the lower one.

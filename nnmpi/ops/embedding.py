@@ -47,8 +47,8 @@ class EmbeddingFunction(Function):
 def embedding(table: Tensor, indices: Any) -> Tensor:
     """Return the rows of a table (entries, features) that integer indices (...) pick: (..., features).
 
-    They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the lower one. On a device
-    with its kernels nobody waits for a look at indices that are there already: one out of range gives a row of NaN.
+    They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the lower one. A device's
+    kernels do not check indices that lie there, which would stop it: one out of range gives a row of NaN.
 
     Raises:
         DtypeError: when the indices are not integers.

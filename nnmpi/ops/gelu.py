@@ -68,7 +68,7 @@ class LinearGeluFunction(LinearFunction):
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Return x Phi(x), elementwise.
+    """Return x Phi(x), elementwise; Phi is the normal distribution's (Hendrycks and Gimpel, 2016).
 
     Args:
         approximate: "none" for the exact form by the error function, "tanh" for the form of GPT-2.

@@ -171,7 +171,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T: what each row of an embedding's table has in common with x, the logits of a tied output.
+    """Return x W^T, such as the logits of an output that is tied to an embedding's table W.
 
     Args:
         x: (..., in).

@@ -175,7 +175,7 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
 
-    On a device with its kernels nobody waits for a look at the labels: one that is out of range makes the loss NaN.
+    A device's kernels do not check the labels, which would stop it: one out of range makes the loss NaN.
 
     Args:
         logits: (..., classes), floating point, any finite size. The loss of float16 and bfloat16 is float32.

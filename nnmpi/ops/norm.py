@@ -183,8 +183,7 @@ def batch_norm(
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalize each row over its last axes (Ba, Kiros and Hinton, 2016).
 
-    A row whose variance is too large for the dtype in which is computed (differences of 1.8e19 in float32) is NaN: to
-    scale it first would take a look at the rows in every call.
+    A row whose variance overflows (in float32 from differences of 1.8e19 on) becomes NaN.
 
     Args:
         x: (..., *features).
