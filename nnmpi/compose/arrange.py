@@ -26,7 +26,7 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
-from nnmpi.compose.layout import AUTO, Layout
+from nnmpi.compose.layout import AUTO, NEVER, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.stored import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
@@ -182,10 +182,7 @@ def arrange(
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
     if mesh.pp > 1 and layout.activation_memory is not None:
-        raise LayoutError(
-            f"activations' memory is limited on ranks that have all layers, unlike those of {mesh}; give pp 1, or "
-            "recompute always, which keeps each stage's input alone"
-        )
+        _check_limited_stages(layout)
     bound = mesh.bind(group)
     parameters = tuple(name for name, _ in model.named_parameters())
     order = (*parameters, *(name for name, _ in model.named_buffers()))
@@ -205,6 +202,20 @@ def arrange(
     arrangement = replace(arrangement, classes=result.units, backend=backend)
     _check_memory(arrangement, dtype)
     return arrangement
+
+
+def _check_limited_stages(layout: Layout) -> None:
+    """Refuse what does not go with a limit of activations in a pipeline."""
+    for name, given, instead in (
+        ("pipedream", layout.asynchronous, "another schedule, such as 1f1b"),
+        ("reduction fixed", layout.fixed, "reduction fast"),
+        (f"recompute {layout.recompute}", layout.recompute != NEVER, "recompute never: the plan says what is"),
+        ("offload of activations", layout.offload is not None and layout.offload_state is None, "no offload"),
+    ):
+        if given:
+            raise LayoutError(
+                f"a limit of activations' memory in a pipeline does not go with {name}; give {instead}, or pp 1"
+            )
 
 
 def find_mesh(group: Group, layout: Layout) -> Mesh:

@@ -38,7 +38,8 @@ def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) 
         None for a model of other links, or one whose activations are computed again, for which nothing is known here.
     """
     links = [link for name, link in model.named_modules() if name and "." not in name]
-    if where.layout.recompute != "never" or not all(isinstance(link, LINKS) for link in links):
+    again = where.layout.recompute != "never" or where.layout.activation_memory is not None
+    if again or not all(isinstance(link, LINKS) for link in links):
         return None
     found = 0
     attentions = [each for _, each in model.named_modules() if isinstance(each, CausalSelfAttention)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import nan
@@ -23,8 +23,10 @@ from statistics import median
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.runner import (
@@ -42,6 +44,12 @@ from nnmpi.compose.runner import (
     to_device,
 )
 from nnmpi.data.loader import Batch
+from nnmpi.errors import UsageError
+from nnmpi.memory.chain import Value, plain
+from nnmpi.memory.plan import costs_to_json
+from nnmpi.memory.run import RecomputedModel, most_costs
+from nnmpi.nn.chain import whole_pieces
+from nnmpi.nn.container import Sequential
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -49,6 +57,8 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pace import Pace
+from nnmpi.parallel.pipeline.boundary import BoundaryArrays
+from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.executor import Pipeline
 from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.pipeline.relay import GradientRelay
@@ -141,6 +151,9 @@ class Pipelined:
         place = mesh.place
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
         self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
+        self._budget, self._planned_rows = layout.activation_memory, 0
+        self._plans: StagePlans | None = None
+        self._told = False  # of these plans
         tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
         self._relay = GradientRelay(
             tied, arrangement.stages_of, self.pipeline.messages, mesh.pp.size, 3 * count, backend
@@ -157,6 +170,9 @@ class Pipelined:
         """See `Runner.run`."""
         check_cuts(batch, self.fixed is not None)
         device_batch = to_device(batch, self.model, self.backend)
+        if self._budget is not None and batch.global_rows > self._planned_rows:
+            self._plan(batch, device_batch, step, self._budget)
+            self._planned_rows = batch.global_rows
         self.scalars.clear()
         running = self._batch = _Running(batch, device_batch, step, self._losses[0], self.scalars)
         if self.fixed is not None:
@@ -171,6 +187,99 @@ class Pipelined:
         self._keep(report, running.staleness)
         targets = batch.own_targets if self._counts else 0
         return Outcome(partial(self._sums, batch), targets, traffic, report, tuple(running.staleness))
+
+    def _plan(self, batch: Batch, device_batch: DeviceBatch, step: int, budget: int) -> None:
+        """Measure the links of this rank's stages with the longest microbatch, and choose their plans. Collective.
+
+        Raises:
+            UsageError: on all ranks, for a budget that is too small, or a stage that is no chain.
+        """
+        world, stages = self.arrangement.mesh.world, self.pipeline.stages if batch.cuts else {}
+        with agreed(world):
+            models = {number: self._chain(number) for number in stages}
+        running = _Running(batch, device_batch, step, self._losses[0], DeferredScalars(self.backend), is_measured=True)
+        longest = max(running.parts, key=lambda part: part[1] - part[0], default=(0, 0))
+        number = running.parts.index(longest) if stages else 0
+        values = self._enter_stages(running, longest)
+        with agreed(world), self._planning(running, number):
+            counts = [[each, models[each].count_pieces(values[each])] for each in stages]
+        trained = [
+            each for each in stages if any(p.requires_grad for _, m in self._members(each) for p in m.parameters())
+        ]
+        everyones = world.gather([counts, trained])
+        begin = min((each for _, theirs in everyones for each in theirs), default=self._last)
+        costs, copied = [], dict[int, bool]()
+        with agreed(world), self._planning(running, number):
+            for each, stage in stages.items():
+                models[each].join_pieces(next(own for theirs, _ in everyones for at, own in theirs if at == each))
+
+                def end(y: Tensor, at: int = each, stage: Stage = stage) -> Tensor:
+                    result = stage.end(y, number)
+                    copied[at] = not result.data.flags.c_contiguous
+                    return result
+
+                ways = [models[each].measure_links(values[each], each > begin, end, adds) for adds in (False, True)]
+                costs.append([each, *map(costs_to_json, ways)])
+        told = [each for theirs in world.gather(costs) for each in theirs]
+        with agreed(world):
+            known = {
+                each: StageCosts(
+                    tuple(most_costs([first for at, first, _ in told if at == each])),
+                    tuple(most_costs([later for at, _, later in told if at == each])),
+                    values[each].array.nbytes if each else 0,
+                    each > begin,
+                    each == self._last,
+                    copied[each],
+                )
+                for each in stages
+            }
+            if known:
+                schedule = self.pipeline.plan(len(running.inputs))
+                self._plans, self._told = StagePlans(schedule, self.pipeline.group.rank, known, budget), False
+                for each, plan in self._plans.plans.items():
+                    models[each].plan, stages[each].planned = plan, models[each]
+        ranks = world.gather([] if self._plans is None else [self._plans.most, self._plans.most_kept])
+        least, kept = (max(each[i] for each in ranks if each) for i in (0, 1))
+        if least > budget:
+            raise UsageError(
+                f"{budget} bytes are too few for the activations of this pipeline's ranks: even when all is computed "
+                f"again, {least} are needed ({format_bytes(least)}), and {kept} when nothing is; give at least "
+                f"{least}, or more and smaller microbatches"
+            )
+
+    def _enter_stages(self, running: _Running, part: tuple[int, int]) -> dict[int, Value]:
+        """Return what comes to the links of this rank's stages for some rows of a batch. Collective."""
+        if not running.parts:
+            return {}
+        stages, scalars = self.pipeline.stages, DeferredScalars(self.backend)
+        trial = _Running(running.batch, running.device_batch, 0, self._losses[1], scalars, [part], trains=False)
+        for stage in stages.values():
+            stage.is_watched = True
+        self._batch = trial
+        with no_grad():
+            self.pipeline.infer(trial.inputs)
+        found = {}
+        for number, stage in stages.items():
+            x, cuts = plain(stage.begin(Tensor(stage.entered.arrays[0])))
+            found[number] = Value(x.data, cuts)
+            stage.is_watched, stage.entered = False, BoundaryArrays((), ())
+        return found
+
+    @contextmanager
+    def _planning(self, running: _Running, microbatch: int) -> Iterator[None]:
+        """Compute in the block as in a microbatch's pass."""
+        self._batch = running
+        with self._mode(running, microbatch, True) if running.parts else nullcontext():
+            yield
+
+    def _chain(self, number: int) -> RecomputedModel:
+        """Return a stage as a model that runs by a plan."""
+        pieces = whole_pieces(self.model, self.arrangement.stages[number])
+        return RecomputedModel(Sequential(*pieces), None, self.backend)
+
+    def _members(self, number: int) -> list[tuple[str, Module]]:
+        """Return a stage's modules with their names."""
+        return [each for link in self.arrangement.stages[number] for each in link.members]
 
     def _sums(self, batch: Batch, values: Values) -> tuple[float, float]:
         """See `Outcome.sums`."""
@@ -210,6 +319,7 @@ class Pipelined:
         """Say how the last passes went, measured beside simulated; see `Runner.summary`."""
         if not self._passes:
             return []
+        planned, self._told = self._plans is not None and not self._told, True
         group = self.pipeline.group
         found = forecast(group, self.pipeline.plan(self._most), list(self._passes))
         self._passes.clear()
@@ -219,6 +329,8 @@ class Pipelined:
             f"bubble {found.measured_bubble:.0%}, simulated {found.simulated_bubble:.0%}; "
             f"ms per microbatch and stage: {stages}; activations kept: {', '.join(map(str, found.peak_live))}"
         ]
+        if planned and self._plans is not None:
+            lines.append(self._plans.describe())
         if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
             stale = group.gather(max(self._staleness, default=0))
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
@@ -263,7 +375,7 @@ class Pipelined:
         running = self._batch
         assert running is not None
         device_batch = running.device_batch.rows(slice(*running.parts[microbatch]))
-        again = current().again
+        again = current().again and not running.is_measured
         if not again:
             self._check(device_batch, running.parts[microbatch][0], result)
         loss = summed(running.loss, result, device_batch.y)
@@ -381,10 +493,11 @@ class _Running:
         scalars: DeferredScalars,
         parts: Sequence[tuple[int, int]] | None = None,
         trains: bool = True,
+        is_measured: bool = False,
     ) -> None:
         self.parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
         self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
-        self.scalars = scalars
+        self.scalars, self.is_measured = scalars, is_measured
         self.inputs = [device_batch.x[start:stop] for start, stop in self.parts]
         self.versions: dict[int, int] = {}
         self.staleness: list[int] = []

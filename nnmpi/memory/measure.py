@@ -13,7 +13,7 @@ from typing import Any
 
 from nnmpi import clock
 from nnmpi.backend.allocations import AllocationCount, counting
-from nnmpi.backend.array import namespace
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.memory.chain import Link, LinkGraph, Value, again, forward, parameters_of, unwatched
 from nnmpi.memory.offload import KeptArrays
@@ -95,7 +95,7 @@ def _times(links: Sequence[Link], value: Value, needed: bool, backend: Backend) 
             forward_s, y = time(lambda: forward(links[i], x))  # noqa: B023
             keep_s, graph = time(lambda: LinkGraph(links[i], x, takes))  # noqa: B023
             graph.take()
-            seed = namespace(y.array).ones_like(y.array) if grad is None else grad
+            seed = _ones(y.array) if grad is None else grad
             del y
             backward_s, below = time(lambda: graph.backward(seed))  # noqa: B023
             rounds.append((forward_s, keep_s, backward_s))
@@ -121,7 +121,7 @@ def _sizes(
         forward_peak, result = count.peak - start, count.used - start
         seed_bytes = -count.used
         if grad is None:
-            grad = namespace(y.array).ones_like(y.array)
+            grad = _ones(y.array)
         seed_bytes += count.used
         grad_bytes += seed_bytes
         del y
@@ -157,6 +157,12 @@ def _sizes(
         found.append((result, grad_bytes, made - result, keeps_input, keeps_result, *peaks))
     # Less than nothing is what another thread had of this one's: simulated ranks' messages.
     return [tuple(max(each, 0) for each in sizes) for sizes in reversed(found)], moved[::-1]
+
+
+def _ones(y: Array) -> Array:
+    """Return a gradient for the last result: in rows, as it is where it comes in a message."""
+    ones: Array = namespace(y).ones_like(y, order="C")
+    return ones
 
 
 def _moved(kept: KeptArrays, store: Store, count: AllocationCount) -> int:

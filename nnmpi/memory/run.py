@@ -61,6 +61,7 @@ from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
+from nnmpi.tensor.placement import TensorCut
 from nnmpi.tensor.tensor import Tensor
 
 Head = Callable[[Tensor], Tensor]
@@ -262,6 +263,15 @@ class RecomputedModel:
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
+        return self.run(x, cuts, head)
+
+    def run(self, x: Tensor, cuts: tuple[TensorCut, ...], head: Head) -> Tensor:
+        """Return head(model(x)) by the plan that there is.
+
+        Args:
+            x, cuts: see `chain.plain`.
+            head: see `__call__`.
+        """
         run = PlannedPass(self._links, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, link in enumerate(self._links):
             node = PlannedLink(run, i)
@@ -277,26 +287,38 @@ class RecomputedModel:
         group = self._group
         if "forward" in vars(self.model) and self._weights is None:
             raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
-        counts = find_links(self.model, value, self._weights)
+        counts = self.count_pieces(value)
         if group is not None:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
-        self._links = links_of(self.model, counts)
-        if self._weights is not None:
-            self._links = tuple(GatheredLink(link, self._weights) for link in self._links)
-        names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
+        self.join_pieces(counts)
         with nullcontext() if group is None else agreed(group):
-            costs = measure([*self._links, head], names, value, needed, self._backend, self.accumulates, self.store)
+            costs = self.measure_links(value, needed, head, self.accumulates)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
-            costs = _most(group.gather(costs_to_json(costs)))
+            costs = most_costs(group.gather(costs_to_json(costs)))
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
             self.plan = self.find_plan(self.plans.all if self.budget is None else self.budget)
             if self.store is not None:
                 self.store.reserve(self.price.moved)
+
+    def count_pieces(self, value: Value) -> list[int]:
+        """Return how many pieces of the model go into each link, given what comes to it."""
+        return find_links(self.model, value, self._weights)
+
+    def join_pieces(self, counts: Sequence[int]) -> None:
+        """Take links of so many pieces each."""
+        self._links = links_of(self.model, counts)
+        if self._weights is not None:
+            self._links = tuple(GatheredLink(link, self._weights) for link in self._links)
+
+    def measure_links(self, value: Value, needed: bool, head: Head, accumulates: bool) -> list[ChainLinkCost]:
+        """Return what the links and the head take for this value; see `memory.measure`."""
+        names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
+        return measure([*self._links, head], names, value, needed, self._backend, accumulates, self.store)
 
     def find_plan(self, budget: int) -> Plan:
         """Return the plan for a budget: the quickest one, or, with a store, the quickest that is found.
@@ -315,8 +337,8 @@ class RecomputedModel:
             self.store.close()
 
 
-def _most(measured: Sequence[Any]) -> list[ChainLinkCost]:
-    """Return what each link takes on the rank where it is most."""
+def most_costs(measured: Sequence[Any]) -> list[ChainLinkCost]:
+    """Return what each link takes on the rank where it is most, of all ranks' `costs_to_json`."""
     links = zip(*map(costs_from_json, measured), strict=True)
     return [
         replace(

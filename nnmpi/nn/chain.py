@@ -158,6 +158,34 @@ class ModelPart(Module):
         return x
 
 
+def whole_pieces(model: Module, links: Sequence[ChainLink]) -> list[Module]:
+    """Return some links of a chain as modules through which one tensor passes after the other.
+
+    Args:
+        model: the model that has the links' parameters.
+        links: of `open_chain`; what skips some of them becomes one module with these.
+
+    Raises:
+        UsageError: when kept values are open at the ends.
+    """
+    pieces, run, open_names = list[Module](), list[ChainLink](), set[str]()
+    for link in links:
+        run.append(link)
+        open_names = (open_names | {link.keeps or ""}) - {""}
+        if link.takes is not None and link.takes not in open_names:
+            break
+        open_names -= {link.takes or ""}
+        if not open_names:
+            pieces.append(link.module if len(run) == 1 and link.module is not None else ModelPart(model, run))
+            run = []
+    if run:
+        raise UsageError(
+            f"a stage of the pipeline begins or ends within the shortcut of {run[0].name}, where more than one tensor "
+            "passes, so that its activations cannot be limited; cut elsewhere with split, or leave the limit out"
+        )
+    return pieces
+
+
 def join_links(links: Sequence[ChainLink]) -> tuple[Run, ...]:
     """Return the calls that run some links: one for several of them, where `nn.fuse` computes them as one."""
     runs: list[Run] = []

@@ -13,8 +13,7 @@ The first backward of a stage writes its gradients, later ones add to them, whic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,29 +23,9 @@ from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.ledger import ACTIVATIONS
-from nnmpi.parallel.pipeline.passed import InstructionBytes, PassReport
+from nnmpi.parallel.pipeline.passed import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
 from nnmpi.planner.profile import Workload, ready_worker
-from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
-from nnmpi.schedule.schedule import Schedule
-
-ENDS_FLIGHT = (Kind.B, Kind.I)  # after which a stage keeps nothing of a microbatch's ends
-_NOTHING = InstructionBytes(0, 0)
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """What the instructions of stages do to memory for microbatches of so many rows.
-
-    Attributes:
-        units: by kind, stage, and whether it is the stage's first one that adds gradients. Of a forward `sent` is what
-            goes to the next stage, and `alone` what of it nothing else keeps; of a backward likewise.
-        begin: what there is of two microbatches before the first one.
-        after: the most after the last one, on each stage's rank.
-    """
-
-    units: Mapping[tuple[Kind, int, bool], InstructionBytes]
-    begin: int
-    after: tuple[int, ...]
+from nnmpi.schedule.instruction import Instruction, Kind
 
 
 def measure_stages(
@@ -145,51 +124,3 @@ def _batch(workload: Workload, rows: int, count: int) -> Batch:
     counts = samples.targets
     targets = () if counts is None else tuple(int(counts[indices[c.start : c.stop]].sum()) for c in cuts)
     return Batch(x, y, indices, cuts, count * rows, 0, 0, count, targets=targets, length=length)
-
-
-def most_bytes(schedule: Schedule, rank: int, stages: Sequence[StageBytes]) -> int:
-    """Return the most bytes that a rank's activations take in a pass.
-
-    Args:
-        schedule: with messages, see `schedule.lower`.
-        rank: whose.
-        stages: what each microbatch does.
-    """
-    done, flying = set[tuple[Kind, int]](), set[tuple[int, int | None]]()
-    leaving: dict[tuple[Kind, int], tuple[int | None, InstructionBytes]] = {}
-    coming: dict[tuple[Kind, int], list[int]] = {}
-    for one in schedule.instructions(rank):
-        if one.kind in RECEIVES and one.microbatch is not None:
-            coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
-
-    def expect(kind: Kind, stage: int) -> int:
-        waiting = coming[kind, stage]
-        if not waiting:
-            return 0
-        number = waiting.pop(0)
-        sent = (Kind.SEND_ACT, stage - 1, False) if kind is Kind.RECV_ACT else (Kind.SEND_GRAD, stage + 1, False)
-        return stages[number].units[sent].sent
-
-    begin = sum(each.begin for each in stages) // 2
-    live = most = begin + sum(expect(*channel) for channel in coming)
-    for item in schedule.programs[rank]:
-        for one in parts(item):
-            if one.kind in RECEIVES:
-                live += expect(one.kind, one.stage)
-            elif one.microbatch is not None and one.kind in COMPUTE | SENDS:
-                place, flight = (one.kind, one.stage), (one.stage, one.microbatch)
-                taken = stages[one.microbatch].units[*place, place not in done or one.kind in SENDS]
-                done.add(place)
-                most, live = max(most, live + taken.peak), live + taken.net
-                if one.kind in SENDS:
-                    number, before = leaving.get(place, (None, _NOTHING))
-                    live -= before.alone if (one.stage, number) in flying else before.held
-                    leaving[place] = one.microbatch, taken
-                elif one.kind is Kind.F:
-                    flying.add(flight)
-                elif one.kind in ENDS_FLIGHT:
-                    flying.discard(flight)
-                    number, message = leaving.get((Kind.SEND_ACT, one.stage), (None, _NOTHING))
-                    live += message.held - message.alone if number == one.microbatch else 0
-            most = max(most, live)
-    return max(most, *(stages[0].after[stage] for stage in schedule.stages_of(rank)))

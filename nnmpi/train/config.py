@@ -123,7 +123,7 @@ class ParallelConfig:
     everything there."""
     activation_memory: str | None = None
     """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
-    pass, whatever costs least time; without --pp."""
+    pass, whatever costs least time; with --pp those of all microbatches on their way."""
     offload: str | None = None
     """With --activation-memory: a folder for a file, or host for those of a CUDA device: activations may also go there
     and come back ahead of their use, where that is quicker than to compute them again."""

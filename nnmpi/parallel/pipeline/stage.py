@@ -17,11 +17,13 @@ from typing import TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.memory.chain import plain
+from nnmpi.memory.run import RecomputedModel
 from nnmpi.nn.chain import ChainLink, join_links, run_links
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import whole_values
-from nnmpi.tensor.tape import Deferred
+from nnmpi.tensor.tape import Deferred, walk_back
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -30,7 +32,10 @@ Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[None]]
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: `ends` is None where they are to be computed again."""
+    """A microbatch between its forward and its backward: `ends` is None where they are to be computed again.
+
+    By a plan the end of a stage is here without its values.
+    """
 
     leaves: list[Tensor]
     single: bool
@@ -65,6 +70,10 @@ class Stage:
         recompute: microbatch -> whether only its input is kept, and the rest computed again.
         shared: (tensor, enters) -> the tensor marked as a part of what other ranks share with this one, at the stage's
             beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
+
+    Attributes:
+        planned: runs the links by a plan, if there is one.
+        entered: what came to the stage last while there is a plan to be made; else None.
     """
 
     def __init__(
@@ -82,6 +91,8 @@ class Stage:
         self._names, self._scope, self._recompute, self._shared = tuple(names), scope, recompute, shared
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
+        self.planned: RecomputedModel | None = None
+        self.is_watched, self.entered = False, BoundaryArrays((), ())
 
     @property
     def live(self) -> int:
@@ -91,7 +102,11 @@ class Stage:
     def holds(self, microbatch: int) -> list[Array]:
         """Return the arrays at the stage's ends that a microbatch keeps between its forward and its backward."""
         flight = self._in_flight.get(microbatch)
-        return [] if flight is None else [each.data for each in (*flight.leaves, *(flight.ends or ()))]
+        return (
+            []
+            if flight is None
+            else [each.data for each in (*flight.leaves, *(flight.ends or ())) if hasattr(each, "data")]
+        )
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's result for one microbatch.
@@ -101,11 +116,18 @@ class Stage:
             values: the stage's input.
             keep: whether a backward will follow.
         """
+        if self.is_watched:
+            self.entered = values
         leaves = [Tensor(array, requires_grad=need) for array, need in zip(values.arrays, values.needs, strict=True)]
-        ends, single = self._run(microbatch, leaves, values.single, again=False)
-        if keep:
-            repeat = self._recompute(microbatch)
-            self._in_flight[microbatch] = _InFlight(leaves, values.single, None if repeat else ends)
+        if keep and self.planned is not None:
+            ends, single = [self._run_plan(self.planned, microbatch, leaves[0])], True
+            kept = [_without_values(end) for end in ends] if self.head is None else ends
+            self._in_flight[microbatch] = _InFlight(leaves, single, kept)
+        else:
+            ends, single = self._run(microbatch, leaves, values.single, again=False)
+            if keep:
+                repeat = self._recompute(microbatch)
+                self._in_flight[microbatch] = _InFlight(leaves, values.single, None if repeat else ends)
         return BoundaryArrays(
             tuple(whole_values("the end of a stage", end) for end in ends),
             tuple(end.requires_grad for end in ends),
@@ -118,15 +140,18 @@ class Stage:
         Args:
             microbatch: its number; its forward was done with `keep`.
             grads: of the results that need one; on the last stage that of the head's scalar.
-            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero bubble).
+            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero bubble). By a plan
+                none are: what the plan says is done in one go.
         """
         flight = self._in_flight.pop(microbatch)
         ends = flight.ends
         if ends is None:
             ends, _ = self._run(microbatch, flight.leaves, flight.single, again=True)
-        deferred = Deferred() if halves else None
+        deferred = Deferred() if halves and self.planned is None else None
         needing = [end for end in ends if end.requires_grad]
-        if len(needing) == 1:
+        if needing and self.planned is not None and self.head is None:
+            walk_back(needing[0], grads[0], retain=False)
+        elif len(needing) == 1:
             needing[0].backward(grads[0], deferred=deferred)
         elif needing:
             CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
@@ -136,24 +161,44 @@ class Stage:
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a backward in halves."""
-        self._halves.pop(microbatch).finish()
+        half = self._halves.pop(microbatch, None)
+        if half is not None:
+            half.finish()
 
     def clear(self) -> None:
         """Forget all microbatches, after a pass that broke off."""
         self._in_flight.clear()
         self._halves.clear()
 
+    def end(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return what the links' result is at the stage's end: the loss on the last one."""
+        x = x if self._shared is None else self._shared(x, False)
+        return x if self.head is None else self.head(x, microbatch)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Return what comes to the stage as what comes to its links."""
+        return x if self._shared is None else self._shared(x, True)
+
+    def _run_plan(self, planned: RecomputedModel, microbatch: int, x: Tensor) -> Tensor:
+        """Return the stage's end by the plan."""
+        with self._scope(microbatch, False):
+            return planned.run(*plain(self.begin(x)), lambda y: self.end(y, microbatch))
+
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool, again: bool) -> tuple[list[Tensor], bool]:
         with self._scope(microbatch, again):
-            shared = self._shared
-            if shared is not None:
-                leaves = [shared(leaf, True) for leaf in leaves]
-            x, kept = unpack(leaves, single, self._names)
+            x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
             x = run_links(self.links, self._joined, x, kept)
             if self.head is not None:
-                return [self.head(x if shared is None else shared(x, False), microbatch)], True
+                return [self.end(x, microbatch)], True
             ends, single = pack(x, kept, self.number)
-            return ends if shared is None else [shared(end, False) for end in ends], single
+            return [self.end(each, microbatch) for each in ends], single
+
+
+def _without_values(end: Tensor) -> Tensor:
+    """Return a tensor at the same place of the graph, which does not keep the values."""
+    found = Tensor.blank()
+    found.requires_grad, found.node, found.tape = end.requires_grad, end.node, end.tape
+    return found
 
 
 def _take_grad(leaf: Tensor) -> Array:
