@@ -75,7 +75,7 @@ class FileStore:
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
         self._free: dict[int, list[int]] = {}  # places in the file by their size
-        self._end = 0
+        self._end = self._reserved = 0
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that there is room for so much at once.
@@ -86,6 +86,7 @@ class FileStore:
         try:
             if nbytes:
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
+                self._reserved = max(self._reserved, nbytes)
         except OSError as error:
             raise UsageError(
                 f"{self.what} need a file of {format_bytes(nbytes)} in {self.folder}, and there is no room for it "
@@ -143,7 +144,10 @@ class FileStore:
     def _move(self, call: Callable[[int, memoryview, int], int], part: memoryview, place: int, what: str) -> None:
         problem = "it ends too early"
         try:
-            while len(part) and (done := call(self._file.fileno(), part, place)):
+            # What somebody has cut off reads as zeros once something is written behind it.
+            reserved = self._reserved  # read first: the file may grow meanwhile
+            is_whole = os.fstat(self._file.fileno()).st_size >= reserved
+            while is_whole and len(part) and (done := call(self._file.fileno(), part, place)):
                 part, place = part[done:], place + done
         except OSError as error:
             problem = str(error.strerror)

@@ -265,15 +265,37 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("brief")
 @pytest.mark.host_only("the device's go to memory")
 def test_a_file_that_cannot_be_read_back_ends_the_run(tmp_path):
-    """In a sentence that names the folder."""
+    """In a sentence that names the folder: one that was cut off, or whose disk has gone."""
     make, x, y = case("gpt")
-    model = make().initialize(seed=0)
-    store = FileStore(tmp_path)
-    forward = RecomputedModel(model, None, store=store)
-    one_pass(forward, x, y, model)
-    forward.bandwidth = 1e12
-    forward.plan = forward.find_plan(forward.plans.least)
-    store.read = lambda place, memory: FileStore.read(store, place + 2**30, memory)
-    with pytest.raises(DataError, match=rf"in {re.escape(str(tmp_path))} cannot be read back: it ends too early"):
+    for damage, what in (
+        (lambda file: os.truncate(f"/proc/self/fd/{file}", 100), "(read back|written): it ends too early"),
+        (lambda file: os.dup2(gone.fileno(), file), "(read back|written): Bad file descriptor"),
+    ):
+        model = make().initialize(seed=0)
+        store = FileStore(tmp_path)
+        forward = RecomputedModel(model, None, store=store)
         one_pass(forward, x, y, model)
-    forward.release()
+        forward.bandwidth = 1e12
+        forward.plan = forward.find_plan(forward.plans.least)
+        one_pass(forward, x, y, model)
+        with (tmp_path / "gone").open("wb") as gone:
+            gone.truncate(2**30)
+            damage(store._file.fileno())
+            with pytest.raises(DataError, match=rf"in {re.escape(str(tmp_path))} cannot be {what}; the run ends"):
+                one_pass(forward, x, y, model)
+        forward.release()
+
+
+@pytest.mark.host_only("the device's go to memory")
+def test_what_was_cut_off_is_not_read_as_zeros(tmp_path):
+    """Also where something is written behind it first, which makes the file as long as before."""
+    store = FileStore(tmp_path)
+    memory = [np.ones(1000, "uint8")]
+    first, second = store.send(memory), store.send(memory)
+    second.wait()
+    del second  # so its place is free
+    os.truncate(f"/proc/self/fd/{store._file.fileno()}", 0)
+    with pytest.raises(DataError, match="cannot be written: it ends too early"):
+        store.send(memory).wait()
+    del first
+    store.close()
