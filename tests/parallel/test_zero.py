@@ -42,18 +42,30 @@ def normalized() -> Module:
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 3))
 
 
+class OwnModel(Module):
+    """A model that is no chain, as users write them: one unit."""
+
+    def __init__(self) -> None:
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.last(ops.tanh(self.first(x)))
+
+
 def samples(name: str) -> Dataset:
     draw = np.random.default_rng(1)
     if name in ("gpt", "lstm"):
         x, y = draw.integers(0, TOKENS, (2, 10, TIME))
         return Dataset("tokens", x.astype(np.uint16), y, TOKENS)
-    shape = (10, 5) if name == "mlp" else (10, 5, 5, 1)
+    shape = (10, 5) if name in ("mlp", "own") else (10, 5, 5, 1)
     return Dataset("numbers", draw.standard_normal(shape).astype(np.float32), draw.integers(0, 3, 10), 3)
 
 
 MODELS: dict[str, Callable[[], Module]] = {
     "mlp": mlp,
     "cnn": normalized,
+    "own": OwnModel,
     "gpt": lambda: models.gpt(TOKENS, TIME, features=8, layers=2, heads=2, dropout=0.1),
     "lstm": lambda: models.lstm(TOKENS, features=7, layers=2, dropout=0.1),
 }

@@ -96,6 +96,7 @@ class ShardedDataParallel(DataParallel):
         self._at = NO_PASS  # the unit whose gradients a backward pass computes
         self.storage.connect(group.duplicate(), algorithm)
         self._in_units = runs_backward and self.stage > 1
+        self._whole = model.forward  # of a model that is one unit, since it is no chain
         if self._in_units:
             model.forward = self._forward  # type: ignore[method-assign]
 
@@ -115,7 +116,8 @@ class ShardedDataParallel(DataParallel):
         storage.enter(SHARED)
         for number, unit in enumerate(units):
             storage.enter(number, number + 1 if number + 1 < len(units) else None)
-            x = run_links(unit.links, unit.joined, x, kept)
+            alone = unit.links[0].module is self.model
+            x = self._whole(x) if alone else run_links(unit.links, unit.joined, x, kept)
             if isinstance(x, Tensor):
                 x = UnitEnd(self._reach(number))(x)
             storage.leave(number)
