@@ -115,8 +115,8 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
     if not best:
         least, needs = _nearest(found, pricer)
         raise LayoutError(
-            f"no layout of {network.ranks} ranks fits {limit_bytes} bytes on each; {least} would with "
-            f"{needs}: give that much, more ranks or a smaller batch"
+            f"no layout of {network.ranks} rank{'s'[: network.ranks > 1]} fits {limit_bytes} bytes on each; "
+            f"{least} would with {needs}: give that much, more ranks or a smaller batch"
         )
     if left_out:
         refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = left_out

@@ -47,6 +47,7 @@ from nnmpi.train.build import (
     needs_arrangement,
 )
 from nnmpi.train.config import Config, ParallelConfig, to_json
+from nnmpi.train.device import explained
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
 from nnmpi.train.signature import ModelSignature
@@ -122,7 +123,8 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     if kept is not None:
         return workload, Profile.from_json(kept)
     say("measuring the model's parts, which is done once and kept")
-    found = measure(workload, group, ranks, shares_of(ranks), backend)
+    with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
+        found = measure(workload, group, ranks, shares_of(ranks), backend)
 
     def keep() -> None:
         if file is None:
