@@ -237,6 +237,7 @@ def profile_of(
             forward_s,
             value_bytes=round(count * one.value_bytes),
             input_s=(times - 1) * forward_s / 2,
+            weights_s=(times - 1) * forward_s / 2,
         )
 
     def step(tp: int, count: int) -> StepCost:
@@ -244,7 +245,7 @@ def profile_of(
         # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
         said = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
         seconds = count * times * sum(each.flops for each in links) / flops_s / tp
-        return StepCost(seconds, update_s / tp, 0, said if tp > 1 else ())
+        return StepCost(seconds, update_s / tp, 0, said if tp > 1 else (), seconds)
 
     steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
     return Profile({}, steps, {count: tuple(link(i, each, count) for i, each in enumerate(links)) for count in rows})

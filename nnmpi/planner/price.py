@@ -215,7 +215,7 @@ class Pricer:
         """Return the seconds of each instruction of a pipeline, by stage."""
         rows, share = self._rows(one), (one.tp, one.sp)
         part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
-        stages, (forwards, passes, firsts) = part.cuts, self._link_times(rows)
+        stages, (forwards, passes, firsts, seconds) = part.cuts, self._link_times(rows)
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
@@ -235,8 +235,7 @@ class Pricer:
         begins = [sum(firsts[cut.start : cut.stop]) * ratio + end_s for cut, end_s in zip(stages, ends, strict=True)]
         if one.recompute != NEVER:
             begins = [first + f for first, f in zip(begins, forward, strict=True)]
-        begins = [min(first, b) for first, b in zip(begins, backward, strict=True)]
-        rests = [b - first for first, b in zip(begins, backward, strict=True)]
+        rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]
         return InstructionCosts(
             {
                 Kind.F: forward,
@@ -253,17 +252,20 @@ class Pricer:
         return self.profile.link(link - 1, rows, "value_bytes") if link else rows * self.workload.row_bytes
 
     def _ratio(self, share: Share, rows: int) -> float:
-        """Return how long a whole pass on these ranks takes, for each second of its links one by one."""
+        """Return how long a whole pass on these ranks takes, for each second of its links one by one.
+
+        Stages do not replay what they have recorded, as whole replicas do: so it is that of a pass as it stands.
+        """
         if (share, rows) not in self._ratios:
             alone_s = sum(self._link_times(rows)[1])
-            self._ratios[share, rows] = self.profile.seconds(share, rows) / alone_s if alone_s else 1.0
+            self._ratios[share, rows] = self.profile.seconds(share, rows, recorded=False) / alone_s if alone_s else 1.0
         return self._ratios[share, rows]
 
     def _link_times(self, rows: int) -> tuple[list[float], ...]:
-        """Return each link's seconds: of a forward, of a forward and backward, of a backward's first half."""
+        """Return each link's seconds: of a forward, of a forward and backward, of a backward's two halves."""
         if rows not in self._times:
             links = range(len(next(iter(self.profile.links.values()))))
-            names = ("forward_s", "seconds", "input_s")
+            names = ("forward_s", "seconds", "input_s", "weights_s")
             self._times[rows] = tuple([self.profile.link(i, rows, name) for i in links] for name in names)
         return self._times[rows]
 
@@ -367,6 +369,8 @@ def _least(one: Candidate, costs: InstructionCosts) -> float:
     """
     ends = 0.0 if one.schedule == "zero-bubble" else 1.0
     forward, backward = costs.seconds[Kind.F], costs.seconds[Kind.B]
+    if not ends:
+        backward = [i + w for i, w in zip(costs.seconds[Kind.I], costs.seconds[Kind.W], strict=True)]
     sends, returns = costs.seconds[Kind.SEND_ACT], costs.seconds[Kind.SEND_GRAD]
     least = 0.0
     for rank in range(one.pp):

@@ -46,13 +46,14 @@ from nnmpi.reading import read_json
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 5
+FORMAT = 6
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
 MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.15, 3, 30
 QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
+TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
 
 Share = tuple[int, int]
@@ -100,16 +101,18 @@ class StepCost:
     """A whole step of one replica on its (tp, sp) ranks, for so many rows.
 
     Attributes:
-        seconds: of each rank, without the update, and without messages.
+        seconds: of each rank, without the update, and without messages; replayed, where that can be.
         update_s: of the update of all that a rank has.
-        activations: the most bytes at any moment.
+        activations: the most bytes at any moment, or those that recordings keep.
         exchanges: (operation, bytes, how often) of what the ranks say to one another.
+        unrecorded_s: of the pass as it stands, as the stages of a pipeline compute.
     """
 
     seconds: float
     update_s: float
     activations: int
     exchanges: tuple[tuple[str, int, int], ...] = ()
+    unrecorded_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,10 @@ class Profile:
     zero_s: Mapping[int, float] = field(default_factory=dict)
     contention: float = 1.0
 
-    def seconds(self, share: Share, rows: int) -> float:
+    def seconds(self, share: Share, rows: int, recorded: bool = True) -> float:
         """Return a step's seconds for any number of rows, on straight lines between what was measured."""
-        return between({r: cost.seconds for r, cost in self.steps[share].items()}, rows)
+        known = self.steps[share].items()
+        return between({r: cost.seconds if recorded else cost.unrecorded_s for r, cost in known}, rows)
 
     def update_s(self, share: Share = (1, 1)) -> float:
         """Return the seconds of an update of all that a rank of this share has."""
@@ -220,7 +224,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
         group.barrier()
         one = _measure_step(alone, workload, (1, 1), rows, backend)
         before = steps[1, 1].get(rows, one)
-        one = replace(one, seconds=min(one.seconds, before.seconds), update_s=min(one.update_s, before.update_s))
+        one = replace(one, **{name: min(getattr(one, name), getattr(before, name)) for name in TIMES})
         steps[1, 1][rows] = one
         group.barrier()
         found = _measure_links(workload, rows, backend)
@@ -242,7 +246,9 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
 
 
 def _quicker(one: LinkCost, other: LinkCost) -> LinkCost:
-    return min(one, other, key=lambda each: each.seconds)
+    halves = min(one, other, key=lambda each: each.input_s + each.weights_s)
+    quicker = min(one, other, key=lambda each: each.seconds)
+    return replace(quicker, input_s=halves.input_s, weights_s=halves.weights_s)
 
 
 def _slowest(profiles: Sequence[Profile]) -> Profile:
@@ -251,9 +257,7 @@ def _slowest(profiles: Sequence[Profile]) -> Profile:
     steps = {
         share: {
             rows: replace(
-                one,
-                seconds=max(each.steps[share][rows].seconds for each in profiles),
-                update_s=max(each.steps[share][rows].update_s for each in profiles),
+                one, **{name: max(getattr(each.steps[share][rows], name) for each in profiles) for name in TIMES}
             )
             for rows, one in by.items()
         }
@@ -314,16 +318,22 @@ def _measure_step(
     batch = next(iter(Loader(workload.samples, rows, shuffle=False, dtype=workload.dtype, workers=0).epoch(0)))
     worker.step(batch)
     worker.step(batch)  # the ledger measures the second one
-    activations = worker.ledger.report().peaks[ACTIVATIONS]
     timeline = Timeline()
     with recording(timeline):
         worker.step(batch)
     said = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
     step_s = _usual_s(group, lambda: worker.step(batch))
     update_s = _usual_s(group, worker.optimizer.step)
+    activations = worker.ledger.report().peaks[ACTIVATIONS]
+
+    def as_it_stands() -> None:
+        worker.model.storage.zero_grad()
+        worker.runner.run(batch, worker.optimizer.steps, 1.0)
+
+    unrecorded_s = _usual_s(group, as_it_stands) if not zero else 0.0
     worker.release()
     exchanges = tuple((what, size, count) for (what, size), count in said.items())
-    return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges)
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges, unrecorded_s)
 
 
 def ready_worker(workload: Workload, group: Group, layout: Layout | None, rows: int, backend: Backend) -> Worker:

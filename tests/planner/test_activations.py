@@ -22,6 +22,7 @@ from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.adam import Adam
 from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.planner.activations import measure_whole
 from nnmpi.planner.profile import Profile, StepCost, Workload, ready_worker
 from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.space import Candidate
@@ -65,7 +66,7 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
     build, data = MODELS[name], samples(name)
     work = Workload(build, Adam, lambda where: {}, data, ROWS, 2)
     links = tuple(LinkCost(str(i), 1e-6 * (1 + i % 3), 1) for i in range(len(open_chain(build()))))
-    steps = {ROWS: StepCost(1e-3, 1e-4, 0)}
+    steps = {ROWS: StepCost(1e-3, 1e-4, 0, unrecorded_s=1e-3)}
     shapes = ModelShapes(work, Profile({}, {(1, 1): steps}, {ROWS: links}), numpy_backend())
     split = [len(cut) for cut in shapes.part(one.tp, one.pp, one.virtual_stages).cuts]
 
@@ -84,6 +85,24 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
     found = simulate(held, one.ranks, cpu_factor=0.0)
     most = [max(nbytes for place, nbytes in found if place == rank) for rank in range(one.pp)]
     assert shapes.activations(one, one.rows(ROWS)) == most
+
+
+def test_activations_of_a_whole_replica_are_those_of_recorded_steps() -> None:
+    """Where steps are replayed, their memory is kept: it counts from the third step on."""
+    work = Workload(MODELS["cnn"], Adam, lambda where: {}, samples("cnn"), ROWS, 2)
+
+    def held(group: Group) -> list[int]:
+        worker = ready_worker(work, group, None, ROWS, numpy_backend())
+        batch = next(iter(Loader(work.samples, ROWS, shuffle=False, workers=0).epoch(0)))
+        peaks = []
+        for _ in range(5):
+            worker.step(batch)
+            peaks.append(worker.ledger.report().peaks[ACTIVATIONS])
+        worker.release()
+        return peaks
+
+    peaks = simulate(held, 1, cpu_factor=0.0)[0]
+    assert measure_whole(work, (1, 1), ROWS, numpy_backend()) == peaks[-1] > peaks[1]
 
 
 def test_branches_are_planned_as_they_are_dealt_out() -> None:

@@ -53,14 +53,16 @@ def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
     for rows in counts:
         each = [1e-6 + 1e-9 * rows * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
         links[rows] = tuple(
-            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3)
+            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3, seconds / 3)
             for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
         )
-        steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows)
+        steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows, unrecorded_s=sum(each))
     said = (("all-reduce", 512, 9),)
     shared = {
         (tp, sp): {
-            rows: replace(one, seconds=one.seconds / (tp * sp) + 2e-5, exchanges=said) for rows, one in steps.items()
+            rows: replace(one, seconds=each, unrecorded_s=each, exchanges=said)
+            for rows, one in steps.items()
+            for each in [one.seconds / (tp * sp) + 2e-5]
         }
         for tp, sp in shares_of(ranks)
     }
@@ -102,6 +104,23 @@ def test_the_search_finds_what_pricing_all_layouts_finds(ranks: int, per_node: i
 def test_no_price_is_below_its_bound(ranks: int, per_node: int) -> None:
     one = pricer(ranks, per_node)
     assert all(one.bound(each) <= one.price(each).seconds * (1 + 1e-12) for each in layouts(one)[::8])
+
+
+def test_a_pipeline_takes_as_long_as_passes_that_are_not_replayed() -> None:
+    """Whole replicas replay what they have recorded, stages do not; the halves of a backward are what they take."""
+    plain, times = pricer(4, 4), profile(4)
+    own = times.steps[1, 1].items()
+    replayed = {**times.steps, (1, 1): {rows: replace(one, seconds=one.seconds / 2) for rows, one in own}}
+    halves = {
+        rows: tuple(replace(link, weights_s=3 * link.weights_s) for link in links)
+        for rows, links in times.links.items()
+    }
+    other = made(workload(), replace(times, steps=replayed, links=halves), plain.network)
+    stages, replicas = Candidate(pp=4, microbatches=4), Candidate(dp=4, allreduce="ring")
+    in_halves = replace(stages, schedule="zero-bubble")
+    assert other.price(stages).seconds == plain.price(stages).seconds
+    assert other.price(replicas).computing_s == plain.price(replicas).computing_s / 2
+    assert other.price(in_halves).seconds > plain.price(in_halves).seconds
 
 
 def test_what_does_not_fit_falls_out() -> None:

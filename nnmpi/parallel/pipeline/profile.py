@@ -35,6 +35,7 @@ class LinkCost:
         forward_s: of the forward alone.
         value_bytes: of all that goes over a cut behind it: its result, and values that later links take.
         input_s: of the first half of a backward in halves, which gives the gradient of what came in.
+        weights_s: of the second half, which gives those of the parameters.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LinkCost:
     forward_s: float = 0.0
     value_bytes: int = 0
     input_s: float = 0.0
+    weights_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -74,7 +76,8 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
         value_bytes = sum(tensor.data.nbytes for tensor in pack(value, kept, 0)[0])
         parameters = part.parameters()
         elements = sum(parameter.size for parameter in parameters)
-        costs.append(LinkCost(link.name, one.seconds, elements, one.forward_s, value_bytes, one.input_s))
+        times = one.seconds, elements, one.forward_s, value_bytes, one.input_s, one.weights_s
+        costs.append(LinkCost(link.name, *times))
         for parameter in parameters:
             del parameter.data
             parameter.grad = parameter.buffer = None
@@ -91,13 +94,13 @@ class _Measured:
 
     Attributes:
         seconds, forward_s: of the fastest pass: all of it, and its forward.
-        input_s: of the fastest first half of a backward.
+        input_s, weights_s: of the fastest backward in halves: its first, and its second one.
         after: what the link makes of what comes to it, cut off from the graph.
     """
 
     def __init__(self, link: ChainLink, value: Any, kept: Kept, backend: Backend) -> None:
         self._link, self._value, self._kept, self._backend = link, value, kept, backend
-        self.seconds = self.forward_s = self.input_s = float("inf")
+        self.seconds = self.forward_s = self.input_s = self.weights_s = float("inf")
         self.after: tuple[Any, Kept] = value, kept
 
     def time(self) -> None:
@@ -119,8 +122,12 @@ class _Measured:
             begin, rest = clock.now(), Deferred()
             self._backward(result, around, rest)
             self._backend.synchronize()
-            self.input_s = min(self.input_s, clock.now() - begin)
+            middle = clock.now()
             rest.finish()
+            self._backend.synchronize()
+            end = clock.now()
+            if end - begin < self.input_s + self.weights_s:
+                self.input_s, self.weights_s = middle - begin, end - middle
 
     def _forward(self) -> tuple[Any, Kept]:
         around = {name: _cut_off(each) for name, each in self._kept.items()}
