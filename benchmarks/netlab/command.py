@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from benchmarks.collectives.gloo import check_gloo
 from benchmarks.collectives.options import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, plots, results
 from benchmarks.netlab.bench import LabRun, Plan
@@ -118,6 +119,8 @@ def _steps(options: argparse.Namespace) -> int:
         for hosts in case.hosts
         if options.hosts is None or hosts in options.hosts
     ]
+    if any(case.scaling for _, _, case in places) and not options.only_simulate:
+        check_gloo(nodes=1)
     if not places:
         raise UsageError("none of these cases is run on so many hosts; leave --hosts or --cases out")
     sweep()

@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.collectives.options import ALL_REDUCE
 from benchmarks.harness import plots, results
 from benchmarks.harness.launch import ROOT
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import Columns, GrowingTable, ms1, render, rewrite, spread
-from benchmarks.netlab.build import built
+from benchmarks.netlab.build import address_of, built
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.launch import environment, run_job, start_ranks
 from benchmarks.netlab.link import Speed
@@ -59,6 +60,8 @@ class StepCase:
         batch: samples of a step.
         hosts: on how many it is run.
         steps: of a run.
+        scaling: "weak", where each host computes for as long whatever their number, or "strong", where they share
+            that out; PyTorch's DDP is then run beside it. Empty for neither.
     """
 
     name: str
@@ -67,13 +70,23 @@ class StepCase:
     batch: int
     hosts: tuple[int, ...]
     steps: int
+    scaling: str = ""
 
-    def words(self, folder: Path) -> list[str]:
+    def times_on(self, hosts: int) -> dict[str, list[float]]:
+        """Return the seconds of computing on so many hosts; each updates all weights."""
+        parts = hosts if self.scaling == "strong" else 1
+        return {kind: [each / (parts if kind != "STEP" else 1) for each in s] for kind, s in self.times.items()}
+
+    def batch_on(self, hosts: int) -> int:
+        """Return the samples of a step on so many hosts."""
+        return self.batch * (hosts if self.scaling == "weak" else 1)
+
+    def words(self, folder: Path, hosts: int) -> list[str]:
         """Return the words of the train command, after writing its table of times; the run is FOLDER/run."""
         table = folder / "pace.json"
-        table.write_text(json.dumps(self.times))
-        steps = str(self.steps)
-        count = ("--batch-size", str(self.batch), "--max-steps", steps, "--log-every", steps, "--trace-steps", steps)
+        table.write_text(json.dumps(self.times_on(hosts)))
+        steps, batch = str(self.steps), str(self.batch_on(hosts))
+        count = ("--batch-size", batch, "--max-steps", steps, "--log-every", steps, "--trace-steps", steps)
         files = ("--pace", str(table), "--out", str(folder / "run"))
         return ["-m", "nnmpi.train", *self.options, *ALL, *count, *files]
 
@@ -86,8 +99,21 @@ class StepCase:
             events = json.load(stream)["traceEvents"]
         begins_us = sorted(event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "forward")
         each = len(begins_us) // self.steps
-        last, first = self.steps - 1, WARM_UP
-        return float(begins_us[last * each] - begins_us[first * each]) / 1e6 / (last - first)
+        return _between([begin_us / 1e6 for begin_us in begins_us[::each]][: self.steps])
+
+    def torch_words(self, folder: Path, hosts: int) -> list[str]:
+        """Return the words that run the same with PyTorch's DDP, which writes to FOLDER/begins."""
+        hidden = [int(word) for word in self.options[self.options.index("--hidden") + 1 :]]
+        sizes, rows = [64, *hidden, 10], self.batch_on(hosts) // hosts
+        job = {"times": self.times_on(hosts), "sizes": sizes, "rows": rows, "steps": self.steps}
+        meeting = {"meeting": address_of("h0"), "out": str(folder / "begins")}
+        (folder / "job.json").write_text(json.dumps({**job, **meeting}))
+        return ["-m", "benchmarks.netlab.ddp", str(folder / "job.json")]
+
+
+def _between(begins_s: Sequence[float]) -> float:
+    """Return the seconds of a step by the moments at which steps began, but for the first ones."""
+    return (begins_s[-1] - begins_s[WARM_UP]) / (len(begins_s) - 1 - WARM_UP)
 
 
 # 176,266 parameters: 705 KB of gradients, 59 ms at 100 Mbit/s.
@@ -102,6 +128,10 @@ CASES = (
         for name in ("ring", "tree", "ps")
     ),
     *(StepCase(f"pp4-{name}", (*_STAGES, "--pipeline", name), _MICROBATCH, 160, (4,), 8) for name in ("gpipe", "1f1b")),
+    *(
+        StepCase(name, ("--allreduce", "ring", *_REPLICAS), _STEP, 64, (2, 4, 8), 8, name)
+        for name in ("strong", "weak")
+    ),
     StepCase("ssp", (*_SSP, "--servers", "1"), _STEP, 64, (2,), 16),
     StepCase("ssp-2-servers", (*_SSP, "--servers", "2", "--dedicated-servers"), _STEP, 64, (4,), 16),
     StepCase("ssp-4-servers", (*_SSP, "--servers", "4", "--dedicated-servers"), _STEP, 64, (8,), 16),
@@ -119,6 +149,7 @@ class StepTimes:
         case: its name.
         seconds: of a step, in each run over the links.
         simulated_s: of a step.
+        torch_s: of a step of PyTorch's DDP over gloo, in each run; empty where it was not run.
     """
 
     rate: str
@@ -126,6 +157,12 @@ class StepTimes:
     case: str
     seconds: tuple[float, ...]
     simulated_s: float
+    torch_s: tuple[float, ...] = ()
+
+    @property
+    def ahead(self) -> float | None:
+        """How many times as long PyTorch's step takes."""
+        return median(self.torch_s) / self.measured_s if self.torch_s else None
 
     @property
     def measured_s(self) -> float:
@@ -145,6 +182,7 @@ TABLE = GrowingTable(
     ("measured", 11, lambda row: f"{ms1(row.measured_s)} ms"),
     ("simulated", 11, lambda row: f"{ms1(row.simulated_s)} ms"),
     ("ratio", 7, lambda row: f"{row.ratio:.3f}"),
+    ("DDP", 9, lambda row: f"{row.ahead:.2f} x" if row.torch_s else ""),
     ("spread", 8, lambda row: f"{(max(row.seconds) - min(row.seconds)) / row.measured_s:.1%}"),
 )
 
@@ -189,7 +227,8 @@ class StepsRun:
 
     def _measure_link(self, lab: Lab) -> dict[str, float]:
         """Return what a message costs between two hosts."""
-        job = {"sizes": (), "algorithms": (), "repeats": 5, "cut_bytes": 2**30, "trains": True}
+        what = {"operation": ALL_REDUCE, "sizes": (), "algorithms": ()}
+        job = {**what, "repeats": 5, "cut_bytes": 2**30, "trains": True}
         (found,) = run_job(lab, self.library, 2, self.settings, job, LIMIT_S)
         return {name: value for name, value in found.items() if name not in ("kind", "native")}
 
@@ -198,20 +237,27 @@ class StepsRun:
         key = speed.rate, hosts, case.name
         before = self.rows.get(key)
         with tempfile.TemporaryDirectory() as folder:
-            words, log = (sys.executable, *case.words(Path(folder))), Path(folder) / "log"
-            process = start_ranks(lab, self.library, hosts, self.settings, words, log)
-            _wait(process, log, f"{case.name} on {hosts} hosts")
-            taken_s = case.step_seconds(Path(folder))
+            place = Path(folder)
+            self._start(lab, hosts, case.words(place, hosts), place / "log", f"{case.name} on {hosts} hosts")
+            taken_s, torch_s = case.step_seconds(place), ()
+            if case.scaling:
+                self._start(lab, hosts, case.torch_words(place, hosts), place / "log", f"DDP on {hosts} hosts")
+                torch_s = (_between(json.loads((place / "begins").read_text())),)
         if before is None:
             before = StepTimes(*key, (), self._simulate(speed, hosts, case))
-        self.rows[key] = replace(before, seconds=(*before.seconds, taken_s))
+        self.rows[key] = replace(before, seconds=(*before.seconds, taken_s), torch_s=(*before.torch_s, *torch_s))
         print(TABLE.line(self.rows[key]), flush=True)
+
+    def _start(self, lab: Lab, hosts: int, words: Sequence[str], log: Path, what: str) -> None:
+        """Run a command of Python's on the first hosts."""
+        process = start_ranks(lab, self.library, hosts, self.settings, (sys.executable, *words), log)
+        _wait(process, log, what)
 
     def _simulate(self, speed: Speed, hosts: int, case: StepCase) -> float:
         """Return what a step takes on simulated ranks."""
         with tempfile.TemporaryDirectory() as folder:
             network = describe_network(self.links[speed.rate])
-            words = (*case.words(Path(folder)), "--simulate", str(hosts), "--network", network)
+            words = (*case.words(Path(folder), hosts), "--simulate", str(hosts), "--network", network)
             variables = environment(os.environ, paths=[ROOT])
             done = subprocess.run((sys.executable, *words), env=variables, capture_output=True, text=True)
             if done.returncode:
@@ -236,7 +282,12 @@ class StepsRun:
         self.links = found["links"]
         for row in found["rows"]:
             self.rows[row["rate"], row["hosts"], row["case"]] = StepTimes(
-                row["rate"], row["hosts"], row["case"], tuple(row["seconds"]), row["simulated_s"]
+                row["rate"],
+                row["hosts"],
+                row["case"],
+                tuple(row["seconds"]),
+                row["simulated_s"],
+                tuple(row.get("torch_s", ())),
             )
 
     def save(self, path: Path | None) -> None:
@@ -263,6 +314,7 @@ def table(rows: Sequence[StepTimes]) -> str:
         ("measured, ms", lambda row: spread(row.measured_s, (min(row.seconds), max(row.seconds)), ms1)),
         ("simulated, ms", lambda row: ms1(row.simulated_s)),
         ("simulated / measured", lambda row: f"{row.ratio:.3f}"),
+        ("DDP / measured", lambda row: f"{row.ahead:.2f}" if row.torch_s else ""),
     )
     return f"{render(columns, ordered)}\n\nSimulated against measured: {summary(rows)}."
 

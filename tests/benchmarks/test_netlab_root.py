@@ -190,3 +190,14 @@ def test_hosts_share_no_memory_and_two_labs_do_not_meet(netlab: Netlab) -> None:
     assert netlab.run("rate", "--rate", "50mbit", "--name", "other")[0] == 0
     netlab.run("down", "--name", "other")
     netlab.check_nothing_left()
+
+
+@pytest.mark.slow(ONCE_MORE)
+def test_steps_are_measured_simulated_and_run_by_pytorch(netlab: Netlab, tmp_path: Path) -> None:
+    """They take as long as their computing at least, and about as long as simulated."""
+    pytest.importorskip("torch")
+    words = "steps --cases weak --hosts 2 --rate 100mbit --repeats 1 --json"
+    assert netlab.run(*words.split(), str(tmp_path / "steps.json"))[0] == 0
+    (row,) = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    assert min(*row["seconds"], *row["torch_s"], row["simulated_s"]) > 0.2
+    assert row["ratio"] > 0.5
