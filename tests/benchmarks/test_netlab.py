@@ -1,6 +1,7 @@
 """The lab's parts that need no root: plans, commands, refusals, and what is made of a job's findings."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -350,6 +351,16 @@ def test_a_simulated_step_is_the_formulas(tmp_path: Path, capsys: pytest.Capture
     again.load(tmp_path / "steps.json")
     assert (again.rows, again.links) == (run.rows, run.links)
     assert "within 5 %" in capsys.readouterr().out
+
+
+def test_the_planner_prices_what_was_measured_over_links() -> None:
+    """On 2 to 16 hosts, with paced computing: nothing is fitted to a row."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    words = (folder / "plan", "--links", folder / "netlab" / "results" / "steps-openmpi.json")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.match(r"\d+ layouts: mean [0-3]\.\d %, worst [0-9]\.\d %, tau 0.9", last), last
 
 
 STEP = StepTimes("100mbit", 2, "ring", (0.2, 0.1, 0.4), 0.188)
