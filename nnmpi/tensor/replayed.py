@@ -82,13 +82,13 @@ def _own(result: Any, known: Sequence[Any]) -> Array:
     place = _writable(result)
     if any(type(each) is type(place) and namespace(place).may_share_memory(each, place) for each in known):
         return place
-    return place.copy() if place is result else place
+    return place.copy(order="K") if place is result else place
 
 
 def _writable(result: Any) -> Array:
     """Return a result as an array that can be written to element by element: a broadcast one cannot."""
     if isinstance(result, np.ndarray):
-        return result if result.flags.writeable else result.copy()
+        return result if result.flags.writeable else result.copy(order="K")
     if isinstance(result, np.generic):
         return np.asarray(result)
     place: Array = result
