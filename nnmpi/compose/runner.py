@@ -36,11 +36,12 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import ERRORS, Scored, SumError, squared_errors
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.own import fault
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes
@@ -434,9 +435,14 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     """Return what a loss makes of logits.
 
     Raises:
-        UsageError: for what is no Tensor, or not a sum.
+        UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
     """
-    found: object = loss(logits, labels)
+    try:
+        found: object = loss(logits, labels)
+    except (NnmpiError, MemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(fault(loss, ("logits", "labels"), error)) from error
     if not isinstance(found, Tensor):
         raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
     if found.size != 1:

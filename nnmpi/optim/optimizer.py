@@ -173,7 +173,8 @@ class Optimizer(ABC):
         if launch is not None and launch.size > 1 and launch.rank == 0 and not getattr(self.storage, "shared", True):
             warnings.warn(
                 f"{launch.size} processes were started, and each trains a model of its own, whose weights drift apart: "
-                "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples)",
+                "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples); or, where the "
+                "program adds up the gradients by itself, which is not seen here, set model.storage.shared = True",
                 stacklevel=4,
             )
 

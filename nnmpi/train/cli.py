@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.shutdown import leaving_refused
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.start import start, watch_alone
@@ -129,7 +130,7 @@ def start_ranks(
         LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
     """
     if not any(word.partition("=")[0] == "--simulate" for word in words):
-        return program(words, _started())
+        return _on_mpi(words, program)
     watch_alone()
     started = read_launch(os.environ)
     try:
@@ -137,19 +138,20 @@ def start_ranks(
     except HelpAsked as asked:
         return Console(quiet=started is not None and started.rank > 0).say(str(asked))
     if not options["ranks"]:
-        return program(words, _started())
+        return _on_mpi(words, program)
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
-    with around():
+    with around(), leaving_refused(alone=True):
         simulate(partial(program, words), **options)
     return None
 
 
-def _started() -> Group:
-    """Return the group of all ranks, none of which waits for ever from now on. Collective."""
+def _on_mpi(words: Sequence[str], program: Callable[[Sequence[str], Group], None]) -> None:
+    """Call a program on all ranks, none of which waits for ever from now on. Collective."""
     group = start()
     group.comm.world.watch(WARNING_S, LIMIT_S)
-    return group
+    with leaving_refused(group.size == 1):
+        program(words, group)
 
 
 def main(words: Sequence[str], group: Group) -> None:

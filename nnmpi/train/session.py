@@ -120,8 +120,6 @@ def _run(
             console.say(*lines, *restored)
             stack.enter_context(blas.in_use())
             _train(context, state, console, None if chosen is None else chosen.predicted_s)
-    except SystemExit as left:  # a model's, say: it would pass for a good end, for which other ranks wait
-        raise RuntimeError(f"SystemExit({left.code!r}) in the middle of training") from left
     except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():
             folder.withdraw()

@@ -56,6 +56,10 @@ def backward_first(rank, ranks, microbatches):
     return [kind.at(rank, number) for number in range(microbatches) for kind in (Kind.B, Kind.F)]
 
 
+def failing(logits, labels):
+    return len(None)
+
+
 def loss(logits, labels):
     return ops.cross_entropy(logits, labels, reduction="sum")
 
@@ -122,6 +126,7 @@ def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
         ("--dataset own.py:falling", "define falling()"),
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         ("--loss own.py:number --pp 3", "the loss gave a float; return the sum of the losses, a Tensor"),
+        ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
         ("--loss own.py:of_each", "the loss gave a Tensor of shape .*; return the sum of the losses, one number"),
         ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
     ],

@@ -343,15 +343,6 @@ def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Pa
         assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()] == left
 
 
-def test_a_model_that_ends_the_program_is_no_success(train: Train, tmp_path: Path) -> None:
-    """While other ranks wait for this one, with status 0."""
-    forward = "def forward(self, x):\n        raise SystemExit(0)"
-    module = f"class Leaves(nn.Linear):\n    {forward}\n\n\ndef leaves(*_):\n    return Leaves(4, 3)\n"
-    (tmp_path / "leaving.py").write_text(f"from nnmpi import nn\n\n\n{module}")
-    with pytest.raises(RuntimeError, match=r"^SystemExit\(0\) in the middle of training$"):
-        train("--model leaving.py:leaves --dataset iris")
-
-
 def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -253,6 +253,34 @@ def watch_leaving(leaves: Callable[[int], None]) -> None:
         leave(status)
 
     os._exit = watched_leave
+
+
+@contextlib.contextmanager
+def leaving_refused(alone: bool) -> Iterator[None]:
+    """Let nothing inside the block, such as a user's model, end the program as if it were well.
+
+    Args:
+        alone: whether this process is the only one, so that nobody watches its `os._exit` yet.
+
+    Raises:
+        RuntimeError: in the place of SystemExit, which would be a good end, for which other ranks wait.
+    """
+    process, before = os.getpid(), os._exit
+
+    def leaves(status: int) -> None:
+        if os.getpid() == process:
+            sys.stderr.write(f"os._exit({status}) before the end of the command\n")
+            sys.stderr.flush()
+            leave(status or 1)
+
+    if alone:
+        watch_leaving(leaves)
+    try:
+        yield
+    except SystemExit as left:
+        raise RuntimeError(f"SystemExit({left.code!r}) before the end of the command") from left
+    finally:
+        os._exit = before
 
 
 def watch_exit(uncaught: Callable[[int, str], None]) -> None:
