@@ -332,6 +332,7 @@ def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
     found = launch_variables(checkout.run()[1])
     assert found["OMPI_MCA_btl"] == found["OMPI_MCA_mtl"] == "^ofi"
     assert found["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert found["PRTE_MCA_ess_base_forward_signals"] == "15"
 
 
 def test_what_the_user_set_stays(checkout: Checkout) -> None:

@@ -46,6 +46,24 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: 
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() in saved
 
 
+@pytest.mark.parametrize("ranks", ["", "--simulate 2 --pp 2"])
+@pytest.mark.parametrize(("leave", "told"), [("raise SystemExit(0)", "SystemExit(0)"), ("os._exit(0)", "os._exit(0)")])
+@pytest.mark.parametrize("when", ["while it is made", "in a step"])
+def test_a_model_that_ends_the_program_is_no_success(
+    tmp_path: Path, ranks: str, leave: str, told: str, when: str
+) -> None:
+    """Its status would be 0, and other ranks would wait for this one."""
+    (tmp_path / "leaving.py").write_text(
+        "import os\n\nfrom nnmpi import nn\n\n\n"
+        f"class Leaves(nn.Linear):\n    def forward(self, x):\n        {leave}\n\n\n"
+        f"def leaves(*_):\n    {leave if when == 'while it is made' else 'pass'}\n"
+        "    return nn.Sequential(nn.Linear(4, 4), Leaves(4, 3))\n"
+    )
+    ending = train(tmp_path, f"--model leaving.py:leaves --dataset iris --out run {ranks}")
+    assert ending.status == 1
+    assert f"{told} before the end of the command" in ending.output
+
+
 def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path) -> None:
     ending = train(tmp_path, "--model mlp --dataset iris --epochs 2", draws=True)
     assert ending.status == 0
@@ -97,11 +115,23 @@ def interrupted(run: Path, number: signal.Signals) -> Path:
     return run / "checkpoints" / "latest"
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(3, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGINT)])
-def test_a_signal_saves_the_last_whole_step(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "number", "to"),
+    [
+        (3, signal.SIGTERM, "ranks"),
+        (3, signal.SIGTERM, "launcher"),
+        (1, signal.SIGTERM, "ranks"),
+        (1, signal.SIGINT, "ranks"),
+    ],
+)
+def test_a_signal_saves_the_last_whole_step(
+    tmp_path: Path, ranks: int, number: signal.Signals, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the launcher, too, where Open MPI's is told to hand SIGTERM on, as the scripts do."""
+    monkeypatch.setenv("PRTE_MCA_ess_base_forward_signals", "15")
     run = tmp_path / f"run-{ranks}-{number}"
     metrics = run / "metrics.jsonl"
-    callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), to="ranks"), ends=False)
+    callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), to=to), ends=False)
     words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number
