@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.kernels.lookup import jit
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend
@@ -41,9 +43,10 @@ from nnmpi.train.config import (
     at_least_one,
     require,
 )
-from nnmpi.train.device import take_backend
+from nnmpi.train.device import check_compiled, take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
+from nnmpi.train.products import choose_kernels
 
 PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
@@ -182,6 +185,17 @@ def main(words: Sequence[str], group: Group) -> None:
     samples = _samples(asked, group, local_rank, console)
     with agreed(group):
         check_samples(config.model.model, samples)
+        check_compiled(config.run.jit == "on", backend)
+    config, _ = choose_kernels(config, samples, backend, group)
+    with jit() if config.run.jit == "on" else nullcontext():
+        _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
+
+
+def _plan(
+    asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, local_rank: int, console: Console
+) -> None:
+    """Search, race if it is wanted, and print. Collective."""
+    machine, config = asked.machine, asked.config
     say = (lambda line: None) if machine.json else console.say
     network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
     workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from itertools import islice
@@ -18,6 +19,7 @@ import numpy as np
 import threadpoolctl
 
 from nnmpi import clock
+from nnmpi.backend.kernels.lookup import jit
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.fit import cache_folder
@@ -50,6 +52,7 @@ from nnmpi.train.config import Config, ParallelConfig, to_json
 from nnmpi.train.device import explained
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
+from nnmpi.train.products import choose_kernels
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
@@ -172,6 +175,15 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
     """
     begin = clock.now()
     train, _ = load_samples(config, group, local_rank, say)
+    config, kernels = choose_kernels(config, train, backend, group)
+    with jit() if config.run.jit == "on" else nullcontext():
+        found = _choose(config, train, group, backend, local_rank, say, begin)
+    return replace(found, lines=(*([f"kernels: {kernels}"] if kernels else []), *found.lines))
+
+
+def _choose(
+    config: Config, train: Samples, group: Group, backend: Backend, local_rank: int, say: Say, begin: float
+) -> ChosenLayout:
     workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     network = take_network(group, say)
     wanted = max(config.parallel.race, 1)

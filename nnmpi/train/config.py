@@ -638,8 +638,9 @@ class RunConfig:
     blas_threads: int = 0
     """Threads of each rank's BLAS; 0: as the environment says, or else the cores divided by the ranks, or, of a single
     process that no launcher has started, as many as are fastest when it starts."""
-    jit: bool = False
-    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit])."""
+    jit: Switch = "auto"
+    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit]); auto: where that is
+    installed and the whole run multiplies so much that they save more time than they take to load."""
     seed: int = 0
     """Seed of everything random: split, initial weights, order, augmentation, dropout."""
     out: Path | None = None
@@ -693,7 +694,7 @@ class RunConfig:
         not_negative("--blas-threads", self.blas_threads)
         self._check_products()
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
-        require(compiled or not self.jit, "--jit compiles for float32 on the CPU alone; leave it out otherwise")
+        require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
         at_least_one("--trace-steps", self.trace_steps)
         require(self.trace or self.trace_steps == 20, "--trace-steps belongs to --trace")
         not_negative("--seed", self.seed)

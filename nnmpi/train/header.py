@@ -23,8 +23,14 @@ from nnmpi.train.products import BlasChoice
 from nnmpi.train.run_state import Extent
 
 
-def header(context: RunContext, chosen: BlasChoice) -> list[str]:
-    """Return the header. Collective: the ranks tell their nodes."""
+def header(context: RunContext, chosen: BlasChoice, kernels: str) -> list[str]:
+    """Return the header. Collective: the ranks tell their nodes.
+
+    Args:
+        context: what the run works with.
+        chosen: what multiplies matrices.
+        kernels: why numba's kernels are used or not; empty where there was nothing to choose from.
+    """
     config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
     options = config.optimization
@@ -39,6 +45,7 @@ def header(context: RunContext, chosen: BlasChoice) -> list[str]:
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *([f"products: {chosen.line}"] if chosen.line else []),
+        *([f"kernels: {kernels}"] if kernels else []),
         *describe_device(backend, group, config.run.precision),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
@@ -82,7 +89,7 @@ def _numbers(config: Config) -> str:
 
 def _kernels(config: Config) -> str:
     """Return whose kernels compute besides BLAS, if not the array library's alone."""
-    return f", kernels compiled by numba {version('numba')}" if config.run.jit else ""
+    return f", kernels compiled by numba {version('numba')}" if config.run.jit == "on" else ""
 
 
 def blas() -> str:

@@ -7,6 +7,8 @@
                    faster than one now, which they are not on busy cores
 
 What is timed hangs on model and batch alone, not on ranks and layout: the choice of a parallel run is the serial run's.
+
+Whether numba's kernels compute what is around the products is not timed: it hangs on how much the whole run multiplies.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from math import isfinite, prod
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -26,24 +29,32 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from nnmpi.backend.gemm import MKL, NUMPY, BlasName, gemm, use_blas
+from nnmpi.backend.kernels.lookup import load
 from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
+from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.fit import cache_folder
 from nnmpi.comm.group import Group
-from nnmpi.errors import NnmpiError
+from nnmpi.command import Switch
+from nnmpi.data.dataset import Samples
+from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.nn.module import Module
 from nnmpi.planner.profile import default_file
 from nnmpi.reading import read_json
 from nnmpi.threads import VARIABLES, usable_cores
 from nnmpi.train.build import RunContext, build_model
-from nnmpi.train.config import RunConfig
+from nnmpi.train.config import Config, RunConfig
 from nnmpi.train.folder import replace_durably
+from nnmpi.train.signature import ModelSignature
 
 ROWS, FEATURES, KINDS = 1024, 2048, 4  # the largest sizes that are timed, and how many kinds of matrices
 ROUNDS, LEAST_S = 5, 0.04  # of each product
 FASTER = 1.03  # what is less is noise
+# Multiplications of a whole run's ways forward from which on numba's kernels compute: training then takes some seconds,
+# beside which the 0.2 s (AMD EPYC, Zen 4) that loading numba takes are little.
+PAYS = 3e11
 
 Sizes = tuple[int, int, int, int]  # rows, inputs, outputs, and how many such matrices there are
 Times = dict[str, float]
@@ -87,6 +98,76 @@ def take_blas(context: RunContext) -> tuple[RunContext, BlasChoice]:
     chosen = choose_blas(config.run, model, rows, group)
     run = replace(config.run, blas=chosen.name, blas_threads=chosen.threads)
     return replace(context, config=replace(config, run=run)), chosen
+
+
+def take_kernels(context: RunContext) -> tuple[RunContext, str]:
+    """Return the context in which it is settled whether numba's kernels compute; see `choose_kernels`. Collective."""
+    config, line = choose_kernels(context.config, context.inputs.train, context.backend, context.group)
+    return replace(context, config=config), line
+
+
+def choose_kernels(config: Config, train: Samples, backend: Backend, group: Group) -> tuple[Config, str]:
+    """Return the configuration with --jit on or off, the same on all ranks, and why, for the header. Collective.
+
+    It hangs on what the words of the command say, and on which numba is installed; so a command that is repeated, or
+    given to other ranks, has the same bits. A run that goes on finds "on" or "off" in its config.json.
+
+    Args:
+        config: every option.
+        train: the training set.
+        backend: where this rank computes.
+        group: all ranks of the run.
+    """
+    run = config.run
+    if run.jit != "auto":
+        return config, ""
+    plain = not backend.is_device and run.dtype == run.precision == "float32"
+    versions = set(group.gather(installed_numba() if plain else ""))
+    chosen: Switch = "off"
+    line = ""
+    if len(versions) == 1 and versions != {""}:
+        work = multiplications(config, train)
+        if work < PAYS:
+            line = f"NumPy's, as the run has {work:.0e} multiplications; numba's pay from {PAYS:.0e} on"
+        elif all(group.gather(_loads())):
+            chosen, line = "on", f"numba's, as the run has {work:.0e} multiplications; they pay from {PAYS:.0e} on"
+    return replace(config, run=replace(run, jit=chosen)), line
+
+
+def installed_numba() -> str:
+    """Return the version of numba, without loading it; empty where it is not installed."""
+    try:
+        return version("numba")
+    except PackageNotFoundError:
+        return ""
+
+
+def _loads() -> bool:
+    """Return whether the compiled kernels can be had: a numba that is too old for this NumPy is none."""
+    try:
+        load()
+    except UsageError:
+        return False
+    return True
+
+
+def multiplications(config: Config, train: Samples) -> float:
+    """Return about how many multiplications all ways forward of a run have: its samples by the weights that each meets.
+
+    A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a language model all weights
+    count for each token.
+    """
+    options, shape = config.optimization, train.sample_shape
+    model = build_model(config.model, shape, ModelSignature.of(train, None).outputs)
+    places = shape[0] if train.is_tokens else 1
+    pixels = prod(shape[:-1])
+    weights = [each.declared for each in model.parameters() if len(each.declared) > 1]
+    of_one = sum(prod(each) * (pixels if len(each) > 2 else places) for each in weights)
+    samples = options.epochs * len(train)
+    if options.max_steps is not None:
+        batch = len(train) if options.batch_size == "full" else options.batch_size
+        samples = min(samples, options.max_steps * batch)
+    return float(of_one * samples)
 
 
 def choose_blas(run: RunConfig, model: Module, rows: int, group: Group) -> BlasChoice:

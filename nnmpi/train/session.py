@@ -31,7 +31,7 @@ from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.products import take_blas
+from nnmpi.train.products import take_blas, take_kernels
 from nnmpi.train.run_state import RunState
 
 
@@ -54,16 +54,16 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
     assert config.run.out is not None
     group.comm.world.watch(config.run.stall_warning, config.run.stall_limit, config.run.out)
     with agreed(group):
-        if config.run.jit:
+        if config.run.jit == "on":
             load()
         if config.run.plot:
             check_can_draw()
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
-        check_compiled(config.run.jit, backend)
+        check_compiled(config.run.jit == "on", backend)
         check_convolution(config.run.convolution, backend)
-    compiled = jit() if config.run.jit else nullcontext()  # a device has kernels of its own
+    compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
     convolution = use_convolution(config.run.convolution)
     with explained(backend), np.errstate(all="ignore"), compiled, convolution, FolderLock(config.run.out) as lock:
         _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words)
@@ -89,9 +89,10 @@ def _run(
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)
+    context, kernels = take_kernels(context)
     context, blas = take_blas(context)
     with blas.in_use():
-        lines = [*(() if chosen is None else chosen.lines), *header(context, blas), *notices]
+        lines = [*(() if chosen is None else chosen.lines), *header(context, blas, kernels), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
@@ -119,6 +120,8 @@ def _run(
                 stack.enter_context(console.copied(folder.console))
             console.say(*lines, *restored)
             stack.enter_context(blas.in_use())
+            if context.config.run.jit == "on":
+                stack.enter_context(jit())
             _train(context, state, console, None if chosen is None else chosen.predicted_s)
     except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():

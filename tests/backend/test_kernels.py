@@ -155,6 +155,23 @@ print("well")
     assert run(program, TMPDIR=str(tmp_path)) == "well"
 
 
+def test_where_nothing_can_be_kept(tmp_path):
+    """Each process compiles for itself."""
+    pytest.importorskip("numba")
+    program = """
+from nnmpi.backend.jit import build, updates
+
+class Nowhere:
+    def __init__(self, function):
+        raise RuntimeError("no locator available")
+
+build._Cache = Nowhere
+sgd = build.build(updates.sgd, build.write(1), build.read(1), build.float64, build.float64)
+print(sum(sgd.stats.cache_hits.values()), len(sgd.signatures))
+"""
+    assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
+
+
 def test_what_does_not_fit_is_refused(compiled):
     """Another dtype, or an array with gaps: never converted silently."""
     with pytest.raises(TypeError):

@@ -3,11 +3,13 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from nnmpi import plan
+from nnmpi.backend.kernels.lookup import compiled_kernels
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
@@ -15,7 +17,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
-from nnmpi.train import auto_layout
+from nnmpi.train import auto_layout, products
 from nnmpi.train.auto_layout import check_open, compare, take_profile, workload_of
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
@@ -102,7 +104,7 @@ def test_a_step_is_compared_with_its_prediction() -> None:
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
     ],
 )
-def test_wrong_words_of_the_plan_command_are_refused(words: list[str], text: str) -> None:
+def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         parse_plan(words)
 
@@ -112,6 +114,25 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
     words = shlex.split(plan.train_command(parse_plan(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
+
+
+@pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
+def test_parts_are_measured_with_the_kernels_that_train(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, compiled: bool
+) -> None:
+    """By the plan command, and for a run whose layout is chosen."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(products, "PAYS", 1.0)
+
+    def measured(*_: Any) -> NoReturn:
+        raise UsageError(f"compiled: {compiled_kernels() is not None}")
+
+    monkeypatch.setattr(plan, "take_profile", measured)
+    monkeypatch.setattr(auto_layout, "take_profile", measured)
+    with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+        plan.main([*SMALL[:-3], "--jit", word], group)
+    with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+        main([*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")], group)
 
 
 @pytest.mark.simulated

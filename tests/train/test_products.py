@@ -1,17 +1,23 @@
-"""Which BLAS a run multiplies with: what is timed, kept, read and said, and that all ranks take the same."""
+"""Which BLAS a run multiplies with, and when numba's kernels compute: what is kept and said, the same on all ranks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nnmpi import models
+from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.train import products
+from nnmpi.train.cli import main, parse
 from nnmpi.train.config import RunConfig
-from nnmpi.train.products import BlasChoice, choose_blas, load_times, sizes_of
+from nnmpi.train.products import BlasChoice, choose_blas, choose_kernels, load_times, multiplications, sizes_of
 
 MODEL = models.mlp((784,), 10, (300, 200), "relu")
 
@@ -144,3 +150,101 @@ def test_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen) == {((2, 3), (3, 4), (2, 4)), ((3, 2), (2, 4), (3, 4)), ((2, 4), (4, 3), (2, 3))}
     assert len(seen) == 3 * 2 * products.ROUNDS
     assert times == {"1": 15, "2": 15}
+
+
+# ---------------------------------------------------------------- numba's kernels
+
+IRIS = ["--dataset", "iris", "--model", "mlp", "--hidden", "50", "--batch-size", "64", "--epochs", "100"]
+MNIST = ["--model", "cnn", "--batch-size", "64", "--epochs", "1"]
+
+
+def samples(count: int, *shape: int, tokens: bool = False) -> Dataset:
+    """Return as many samples of nothing, of ten classes."""
+    x = np.broadcast_to(np.zeros((), np.int64 if tokens else np.float32), (count, *shape))
+    return Dataset("nothing", x, np.zeros((count, *shape) if tokens else count, np.int64), 10)
+
+
+def test_how_much_a_run_multiplies() -> None:
+    """A convolution's weights once for each pixel, a language model's for each token; --max-steps may end it early."""
+    assert multiplications(parse(IRIS), samples(120, 4)) == (4 * 50 + 50 * 3 - 150 + 500) * 120 * 100
+    images = samples(60000, 28, 28, 1)
+    whole = multiplications(parse(MNIST), images)
+    assert whole > 60000 * 784 * (9 * 32 + 9 * 32 * 64)
+    assert multiplications(parse([*MNIST, "--max-steps", "10"]), images) == whole * 640 / 60000
+    full = ["--batch-size", "full", "--max-steps", "10"]
+    assert multiplications(parse([*MNIST, *full]), images) == whole
+    gpt = ["--model", "gpt", "--layers", "1", "--features", "8", "--heads", "1", "--epochs", "1"]
+    short, long = (multiplications(parse(gpt), samples(5, length, tokens=True)) for length in (16, 32))
+    assert long > 2 * short
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "chosen", "said"),
+    [
+        (MNIST, "1.0", "on", "numba's, as the run has "),
+        ([*MNIST, "--max-steps", "100"], "1.0", "off", "NumPy's, as the run has "),
+        (MNIST, "", "off", ""),
+        ([*MNIST, "--dtype", "float64"], "1.0", "off", ""),
+        ([*MNIST, "--precision", "bf16"], "1.0", "off", ""),
+        ([*MNIST, "--no-jit"], "1.0", "off", ""),
+        ([*MNIST, "--max-steps", "1", "--jit"], "1.0", "on", ""),
+    ],
+)
+def test_when_numbas_kernels_compute(
+    group: Group, monkeypatch: pytest.MonkeyPatch, words: list[str], version: str, chosen: str, said: str
+) -> None:
+    """Where it is installed and the run is long enough, or where it is asked for."""
+    monkeypatch.setattr(products, "installed_numba", lambda: version)
+    monkeypatch.setattr(products, "_loads", lambda: True)
+    config, line = choose_kernels(parse(words), samples(60000, 28, 28, 1), numpy_backend(), group)
+    assert config.run.jit == chosen
+    assert line.startswith(said) and bool(line) == bool(said)
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize(("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)])
+def test_one_rank_without_numba_is_enough(
+    group: Group, monkeypatch: pytest.MonkeyPatch, name: str, has: Any, lacks: Any
+) -> None:
+    """All ranks take the same kernels: those that each of them has."""
+    if group.is_root:
+        answers = iter([has] * (group.size - 1) + [lacks])
+        monkeypatch.setattr(products, "installed_numba", lambda: "1.0")
+        monkeypatch.setattr(products, "_loads", lambda: True)
+        monkeypatch.setattr(products, name, lambda: next(answers))
+    group.barrier()
+    config, line = choose_kernels(parse(MNIST), samples(60000, 28, 28, 1), numpy_backend(), group)
+    assert (config.run.jit, line) == ("off", "")
+
+
+def weights(folder: Path) -> list[Any]:
+    """Return the hashes of a run's weights, and whether it has used numba's kernels."""
+    ended, kept = (json.loads((folder / name).read_text()) for name in ("finished.json", "config.json"))
+    return [ended["weights_sha256"], kept["jit"]]
+
+
+def test_a_choice_is_that_of_the_option_and_stays(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that takes numba's kernels by itself has the bits of one that is told to, and when it goes on, too."""
+    pytest.importorskip("numba")
+    digits = ["--epochs", "1", "--max-steps", "4", "--quiet", "--out"]
+    main([*digits, str(tmp_path / "told"), "--jit"], group)
+    main([*digits, str(tmp_path / "plain")], group)
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "PAYS", 1.0)
+        main([*digits[:3], "2", *digits[4:], str(tmp_path / "own")], group)
+    main(["--resume", str(tmp_path / "own"), "--max-steps", "4", "--quiet"], group)  # so short a run has NumPy's
+    assert "kernels:     numba's, as the run has " in (tmp_path / "own" / "console.txt").read_text()
+    assert "kernels:     NumPy's, as the run has " in (tmp_path / "plain" / "console.txt").read_text()
+    assert weights(tmp_path / "own") == weights(tmp_path / "told")
+    assert weights(tmp_path / "plain")[0] != weights(tmp_path / "told")[0]
+    assert weights(tmp_path / "plain")[1] == "off"
+
+
+def test_a_short_run_does_not_load_numba(tmp_path: Path) -> None:
+    """Loading it takes longer than iris."""
+    words = [*IRIS[:-1], "2", "--quiet", "--out", str(tmp_path / "run")]
+    program = f"import sys\nfrom nnmpi.train.cli import launch\nlaunch({words})\nprint('numba' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=90)
+    assert ended.stdout.split() == ["False"]

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +52,8 @@ def strided(ndim: int) -> Any:
 def build(function: F, *arguments: Any) -> F:
     """Return the function compiled for arguments of these types, from the cache on disk if it is there."""
     compiled = numba.njit(**OPTIONS)(function)
-    compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    with suppress(RuntimeError):  # where no folder can be written to, each process compiles for itself
+        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
     with _one_at_a_time():
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
