@@ -4,8 +4,6 @@ A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`.
 names.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

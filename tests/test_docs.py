@@ -3,8 +3,6 @@
 Links and anchors are checked where the pages are built (`scripts/docs`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io

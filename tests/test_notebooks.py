@@ -1,7 +1,5 @@
 """The notebooks of the examples run from top to bottom, where there is no MPI library."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ With --key loss it takes the losses. Reads the run folders of `nnmpi.train`, and
 `gpt_torch.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ transformers' GPT2LMHeadModel, with attention as it comes. The run folder gets a
 with the lines "train" and "test" of `nnmpi.train`, so that `collect.py` reads both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -10,8 +10,6 @@ With --folds K, recipes are compared without the test rows: each seed's 120 trai
 which is predicted by a network trained on the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -7,8 +7,6 @@ batches of 64, inputs from 0 to 1. The run folder gets a `config.json`, and a `m
 and "test" of `nnmpi.train`, so that `collect.py` reads both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

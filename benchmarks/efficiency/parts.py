@@ -1,7 +1,5 @@
 """The parts of the benchmark: what each measures, its table, and what misses its mark."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isfinite, sqrt
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pictures: loss over samples and time, and steps to the goal over the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean

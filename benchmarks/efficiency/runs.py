@@ -7,8 +7,6 @@ square root    sqrt(k) r                                        the gradient's n
 warm-up        k r, reached in the first WARM_SAMPLES samples   the first steps are too steep for k r (Goyal et al.)
 """
 
-from __future__ import annotations
-
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any

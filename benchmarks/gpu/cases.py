@@ -10,8 +10,6 @@
 | gpt-block | block of 256 features, 4 heads, T 128    | 8     | starting kernels                               |
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Products are measured through nnmpi and, where it is there, through PyTorch; the
 random: a card computes zeros faster than numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The command: ceilings first, then case by case in every mode; prints tables, writes the file."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Sequence

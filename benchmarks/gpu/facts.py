@@ -1,7 +1,5 @@
 """The machine's facts: what a report of checks and of speeds on a device begins with."""
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import suppress
 from importlib import import_module

@@ -6,8 +6,6 @@ that a step changes the weights by a fixed share of their length: much more than
 too little for the steps to go astray.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, sqrt

@@ -6,8 +6,6 @@
 All trainers live in one process and on one stream each, so that no context is switched between blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,8 +5,6 @@ host's clock, from asking for its first batch on; evaluation is outside. The fir
 the quartiles' epochs: kernels are compiled in it. The total is of all of them.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What every contestant can do on the device, nnmpi's and PyTorch's; and the two clocks that time it."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from typing import Any

@@ -1,7 +1,5 @@
 """nnmpi's side, through its public names: the usual loop on one rank, as it is and by `nnmpi.compile`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ comes, for all parameters at once (`foreach`). TF32 is allowed in mode tf32 and 
 allows it for convolutions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

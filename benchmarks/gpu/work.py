@@ -8,8 +8,6 @@ Bytes are those that must cross the device's memory even if everything that can 
 result once for each of its three products; weights, gradients and their update by SGD (read both, write one) once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -3,8 +3,6 @@
 The functions here are made for argparse's `type=`: they read one word, and say in a sentence what is wrong with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

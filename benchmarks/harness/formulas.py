@@ -1,7 +1,5 @@
 """Measured memory beside what formulas say of it: fields of a row, columns of a table, and what is too far off."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

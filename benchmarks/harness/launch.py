@@ -7,8 +7,6 @@ each rank        benchmarks.tensor.memory.measure(group, settings)
 suite            {"ranks": 4, "mpi": ..., "blas": ..., "rows": what `measure` returned on rank 0}
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

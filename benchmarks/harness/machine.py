@@ -1,7 +1,5 @@
 """The facts of the machine that a measurement belongs to: `python benchmarks/harness/machine.py` prints them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 Nothing here imports nnmpi: processes that train with PyTorch alone use it, too.
 """
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 python benchmarks/SUITE [--parts A,B,...] [--check] [--results DIR] [--data-dir DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

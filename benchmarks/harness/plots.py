@@ -1,7 +1,5 @@
 """Figures without a display: drawn by matplotlib, which need not be installed, and written to files."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The JSON files of results: replaced as a whole, so that an interruption leaves what was measured before."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -5,8 +5,6 @@ A column is a title and what stands in its cells: a key of the rows, or a functi
     render((("case", "case"), ("ms", lambda row: ms(row["step_s"]))), rows, markdown=True)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias

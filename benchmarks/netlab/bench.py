@@ -1,7 +1,5 @@
 """The whole benchmark: makes a lab, measures across it, compares with the model, takes the lab down."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

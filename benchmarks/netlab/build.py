@@ -1,7 +1,5 @@
 """Makes a lab, in this order: the switch, the head, the hosts with their links, the limits, the launch agent."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -4,8 +4,6 @@ What ranks on one machine could exchange by other ways than the link is taken aw
 an own /dev/shm), reading one another's memory (a PID namespace). The file system is the machine's, as if by NFS.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

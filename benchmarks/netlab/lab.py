@@ -10,8 +10,6 @@ All of it lives in one PID namespace: when its first process (the switch's) ends
 is added to the machine's own network, and no name is taken there, so labs of different names do not meet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

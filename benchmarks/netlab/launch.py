@@ -1,7 +1,5 @@
 """Ranks on the lab's hosts: how Open MPI and MPICH start them; and one job, watched until every rank has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

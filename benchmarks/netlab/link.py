@@ -5,8 +5,6 @@ Both ends send through a token bucket: what the host sends, and what it receives
     host  eth0 [bucket] ------------- [bucket] h3  switch
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Each way has a Worker of its own on the same model; blocks of steps take turns. 
 time per step (the slowest rank's), and its quartiles.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """One line of the result: an algorithm at a size on so many hosts, measured, predicted, and counted."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Commands of the system: run one, and say in one sentence what went wrong."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 A rank that spins keeps others from sending, and one that waits for a core looks like a slow link.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

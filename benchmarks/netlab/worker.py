@@ -5,8 +5,6 @@ before and after. Rank 0 writes a line of JSON for each; every rank leaves a fil
 the status of an mpirun says little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

@@ -13,8 +13,6 @@ positive, and that of the input; and that of the weights, except in a step's fir
 place. The walk drops a layer's gradients when the next one's are there.
 """
 
-from __future__ import annotations
-
 from benchmarks.pipeline.network import CLASSES, EvenMlp
 from nnmpi.optim.blocks import HOST_BLOCK_BYTES
 

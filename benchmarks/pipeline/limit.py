@@ -4,8 +4,6 @@ The system's (RLIMIT_DATA) counts private writable memory. It is set once Python
 have taken plus the limit; so it is for parameters, gradients, state and activations, and so nearly is the layout's.
 """
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ The first layer is half as wide again as the others: it computes no gradient for
 the others have three, and takes as long as they do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

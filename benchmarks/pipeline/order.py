@@ -1,7 +1,5 @@
 """The schedules beside each other in simulation, in unit time: how long, how much of it bubble, how much is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The parts of the benchmark: what each measures, in full and reduced, and what was to be reached."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The tables of the README and the screen, from what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ round 1    1f1b  naive  serial ...
            the steps that it is compared with
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from statistics import median

@@ -3,8 +3,6 @@
 python benchmarks/plan --draw DIR [--json plan.json]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -5,8 +5,6 @@ times sooner = (seconds of the reference / seconds)
              x statistics  (batches of the reference / batches)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

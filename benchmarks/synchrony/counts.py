@@ -12,8 +12,6 @@ server a header. Where nobody is in step the server's own worker, which needs no
 the work, or less: then what counts are the gradients of the others.
 """
 
-from __future__ import annotations
-
 from nnmpi.synchrony.neighbours import RING
 from nnmpi.synchrony.sync import Sync
 

@@ -1,7 +1,5 @@
 """What was seen of a run, and when it had learnt enough."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple

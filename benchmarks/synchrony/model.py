@@ -19,8 +19,6 @@ Slow by chance: E[slowest] = d (1 + (f-1)(1 - (1-p)^N)), the mean step is d (1 +
 ssp somewhere between: the nearer to it, the larger S.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

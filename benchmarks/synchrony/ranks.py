@@ -8,8 +8,6 @@ all ranks copy their own weights after the same steps, and the mean over the ran
 of them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """What is trained, and how: data, network and optimizer, the same for every way of synchronisation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias

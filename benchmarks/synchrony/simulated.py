@@ -1,7 +1,5 @@
 """The runs of `ranks`, on simulated ranks in this process; several at once in processes of their own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tables of the README and the screen, from what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev

@@ -12,8 +12,6 @@ A layer, or a rank's column of it, is one operation with its ReLU and pooling, w
 stored.
 """
 
-from __future__ import annotations
-
 from benchmarks.tensor.networks import CLASSES, CNN, Network
 from nnmpi.ops.conv.winograd_numpy import TILES_BYTES, image_bytes
 from nnmpi.optim.blocks import HOST_BLOCK_BYTES

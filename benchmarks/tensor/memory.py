@@ -1,7 +1,5 @@
 """Measures what each rank of a tensor group keeps: parameters with gradients and state, activations at their peak."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The networks whose layers are divided among ranks, and a batch of noise for each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The parts of the benchmark: what each measures, in full and reduced; their tables, and what misses its mark."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures steps with layers divided among two ranks, and steps on one, interleaved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

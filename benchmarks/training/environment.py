@@ -1,7 +1,5 @@
 """The variables under which everything is measured: the BLAS finds out the processor itself and has one thread."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 
 # Some machines set these for all programs. OpenBLAS then computes for a processor that is not there.

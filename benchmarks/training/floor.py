@@ -6,8 +6,6 @@ none, or fewer. Moved are their operands and results, once each, and the update 
 written); the time for that is by the rate at which this machine copies long arrays at the same moment.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

@@ -7,8 +7,6 @@ embedding    the same; it comes first, and in a GPT the positions' after the tok
 lstm         gates i, f, o, g           <->  i, f, g, o
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The time from a command to the end of its first step: mpirun with nnmpi beside torchrun with PyTorch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

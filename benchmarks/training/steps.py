@@ -7,8 +7,6 @@ Both train the same model on the same samples. Times are of the first rank's thr
 epochs. The loop's batches are made before; it measures no gradient, evaluates nothing, and reports nothing.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """nnmpi's side, through its public names: a loop on one rank; `Worker` or `DataParallel` on several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -6,8 +6,6 @@ for after the backward pass; then plain SGD. The loss is the squared error of th
 computed, as there.
 """
 
-from __future__ import annotations
-
 from math import nan
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Parameters stand in the order of nnmpi's, so that they are found by number: see `layouts.py`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ a DataLoader, and torchrun for several ranks. One thread per rank; each command 
 least of its times counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

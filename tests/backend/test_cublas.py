@@ -1,7 +1,5 @@
 """cuBLAS's test, what happens where it fails, and how many calls and copies products take."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

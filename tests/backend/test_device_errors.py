@@ -1,7 +1,5 @@
 """What is said when there is no device to use, and when one fails: one sentence each, with what would help."""
 
-from __future__ import annotations
-
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Products of matrices: any shapes, strides, broadcast axes and dtypes, on NumPy and on the double of a device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

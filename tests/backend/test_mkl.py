@@ -1,7 +1,5 @@
 """Products by MKL, where it is installed (`pip install 'nnmpi[mkl]'`): what MKL computes, and what stays with NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a backend can do besides arithmetic: copies on streams, times, memory and its limit; on host and device."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

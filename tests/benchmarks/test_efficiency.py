@@ -1,7 +1,5 @@
 """The efficiency benchmark: rates by rule, intervals, tables and marks, and a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark on a device: its cases, its judge, its turns, its arithmetic; and reduced runs on the stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

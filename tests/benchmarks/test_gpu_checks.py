@@ -1,7 +1,5 @@
 """The command that runs the checks on a device: its report, its sentence without one, and a run on the stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checks of tests/gpu, played where no card comes: a CuPy without NCCL, a pool that still holds free blocks."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """scripts/test-gpu: wheels that are added wherever a Python installs them, and why a Python is not used."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

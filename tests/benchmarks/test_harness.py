@@ -1,7 +1,5 @@
 """What the suites of benchmarks have in common: options, files, turns, memory, tables."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

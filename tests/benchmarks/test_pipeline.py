@@ -1,7 +1,5 @@
 """The pipeline's benchmark: its formulas, its judgement, its files; and a reduced run of it as a user starts it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The tensor benchmark: its formulas beside the models, its judgement, its tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The other collectives on MPI: each in every way, by steps and by MPI's own, against what its contract says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What is said of ranks that do not go on: who is missing, in what the others wait, and when it is over."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What the tests of training out of step share: runs in segments that end anywhere, and what they are compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks that need not be in step: where the modes meet, they are the synchronous run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How segments end: by signals, by values that are not finite, and with a state that any other run can go on from."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ranks of different speeds: how far ahead they get, who waits, how much they do, and what is dropped."""
 
-from __future__ import annotations
-
 import pytest
 
 from nnmpi.comm.group import Group

@@ -1,7 +1,5 @@
 """Evaluations are means over all samples, whoever has them, and whichever worker is asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

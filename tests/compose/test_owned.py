@@ -1,7 +1,5 @@
 """Workers with samples of their own: in step they are one run, through servers and by all-reduce."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

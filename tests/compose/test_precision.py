@@ -1,7 +1,5 @@
 """Workers in half precision: they learn as much, skip overflows together, and refuse what does not go together."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import islice
 from typing import Any

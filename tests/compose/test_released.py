@@ -1,7 +1,5 @@
 """Ranks that have been let go: each has the model and the optimizer for itself, whoever held them before."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A Worker's replayed passes: bit for bit the passes as they stand, under every layout; and never of another model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
 from typing import Any

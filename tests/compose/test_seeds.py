@@ -1,7 +1,5 @@
 """Training out of step under many seeds: whatever the order, bounds hold, nothing is lost, and a seed is repeatable."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

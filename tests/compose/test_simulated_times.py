@@ -1,7 +1,5 @@
 """How long training takes on simulated ranks with links of known speed is what a formula says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

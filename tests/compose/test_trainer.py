@@ -1,7 +1,5 @@
 """One interface for every way of training: the same calls, and what each says of what it did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

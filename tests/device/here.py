@@ -1,7 +1,5 @@
 """Arrays where this run's tests have them: on the host, or on the device with `pytest --backend fake`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The double of CuPy as this process's `cupy`, so that device code runs where there is no device."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -11,8 +11,6 @@ What is a test's is told by the calling frame; the engine's code gets none of it
 A test that is about the host alone says so by `@pytest.mark.host_only("why")`, and runs there.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -10,8 +10,6 @@
 It asks the library only for its names, so it needs no device. `--print` writes to the standard output instead.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

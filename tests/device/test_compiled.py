@@ -1,7 +1,5 @@
 """Compiled steps on a device: replayed, they give bit for bit what eager ones give there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

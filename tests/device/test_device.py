@@ -1,7 +1,5 @@
 """Training on a stand-in device: the same numbers as on the host, nothing mixed, gradients staged through the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The double of CuPy: as strict as CuPy, with its names and parameters, and honest about memory and copies."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import subprocess

@@ -1,7 +1,5 @@
 """Pipelines, shards and fixed sums on a stand-in device: the host's numbers, with messages through host memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An array of the host where one of the device is due, or the other way round: one sentence that says which."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The train command on a device, as a user runs it: the host's numbers, resumed across backends, failures in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

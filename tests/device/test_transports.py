@@ -1,7 +1,5 @@
 """Training with gradients on a device, however they travel: the numbers of the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How often the host waits for a device in a step: once, where ranks exchange nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

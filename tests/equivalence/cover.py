@@ -13,8 +13,6 @@ of dp x pp x tp, which meets everything alone), so a Latin square lets every kin
 `test_cover.py` counts it. On other numbers of ranks, which are simulated ones, every layout meets one model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import product

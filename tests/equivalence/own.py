@@ -3,8 +3,6 @@
 No bias stands before a batch norm: its gradient is 0, and Adam would divide rounding errors by their own size.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from math import prod

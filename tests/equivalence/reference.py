@@ -1,7 +1,5 @@
 """A run as values: what the contract compares, for any group of ranks and any model."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

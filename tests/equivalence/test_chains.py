@@ -1,7 +1,5 @@
 """Models whose layers are no plain chain, cut anywhere: skip connections, ties, tuples, integers, stages of nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The contract: with the global batch fixed, a run on any number of ranks is the serial run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

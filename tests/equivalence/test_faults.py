@@ -1,7 +1,5 @@
 """The contract sees what it is for: faults are planted that other frameworks had, and found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

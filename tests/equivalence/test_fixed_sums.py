@@ -1,7 +1,5 @@
 """With `reduction="fixed"` a run is the serial run to the last bit, over replicas and pipelines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

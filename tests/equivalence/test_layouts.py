@@ -4,8 +4,6 @@ Each test runs the cases of its number of ranks (see `cover.py`) with synchronou
 weights after every step, rank 0 compares losses, gradients, weights and evaluation with the serial run's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What layers do differently in training: statistics, dropout, recomputation; and what the global batch decides."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

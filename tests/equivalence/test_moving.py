@@ -1,7 +1,5 @@
 """A run that changes its layout halfway, by the state of the whole model, goes on as the serial run does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from typing import Any

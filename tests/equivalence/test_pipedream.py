@@ -6,8 +6,6 @@ The reference here computes serially with the whole model, and keeps each stage'
     update m of stage s:   from the newest weights, by the gradient at the stashed ones
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -4,8 +4,6 @@ Sums over ranks are taken in float32, so that a layout rounds where one rank doe
 parts of other sizes: what is left is a difference of some roundings, and is bounded by a multiple of one of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training through shared memory, and with the fused update, against other ways: the same run to the last bit."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A right solution of every exercise, in the words of one who was given its statement."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from nnmpi.comm.steps import Step

@@ -1,7 +1,5 @@
 """The checker passes every right solution, finds every planted mistake, and says what is wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

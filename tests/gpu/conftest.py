@@ -1,7 +1,5 @@
 """The device of the checks: a real one, or the stand-in of the tests where that is on the path."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

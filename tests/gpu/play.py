@@ -1,7 +1,5 @@
 """What the checks on a device share: running one call on two backends, and saying how far apart the results are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -5,8 +5,6 @@ the runner (`tests.harness`) goes on with the next check in a new one. So it doe
 Where pytest-mpi is missing, its option is here.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """The report of a run of the checks: the machine's facts, and for each check how it ended, why, and how long it was."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Values keep away from kinks and ties, and those that must differ are small whole
 host and device choose the same branch, and what is left is rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What the backend can do besides arithmetic, on the device: copies by itself, times, memory, and its place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

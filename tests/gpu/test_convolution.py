@@ -1,7 +1,5 @@
 """Convolution by cuDNN, and by im2col and cuBLAS: both give the host's numbers, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """What goes wrong on a device, each in a clear sentence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 test     host array ---> upload ---> kernel on the device ---> download ---> the same host array     test goes on
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any

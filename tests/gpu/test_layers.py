@@ -1,7 +1,5 @@
 """Every layer and every method of a Tensor on the device: results, gradients and running statistics are the host's."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory, sums by NCCL."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

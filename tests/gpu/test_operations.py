@@ -1,7 +1,5 @@
 """Every operation gives on the device what it gives on the host, forward and backward, in every precision."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several ranks on one device, under each strategy: the numbers are the host's, whatever way they travel."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step's surroundings on the device: batches that are copied ahead, numbers that are read once, recorded steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

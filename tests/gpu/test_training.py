@@ -1,7 +1,5 @@
 """Twenty steps of each model on the device: losses and weights are the host's, nothing waits, nothing grows."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

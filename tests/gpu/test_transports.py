@@ -1,7 +1,5 @@
 """How device arrays travel between ranks: through host memory, through one another's device memory, by NCCL."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

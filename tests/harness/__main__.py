@@ -10,8 +10,6 @@ themselves if they are few: what passes then is named as unsteady, and is no fai
 and CUDA's compiler first; without them the tests that need one are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -8,8 +8,6 @@ A run's checkpoints must be read as they were written, an older one if need be. 
 longer than LONGEST_S of processor time. Damage is done anywhere in a file: each of its places is as likely.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Starting a command, on several ranks or plainly, so that nothing of it outlives its time limit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -5,8 +5,6 @@ than any test is meant for. The other lanes run the serial tests, and so does th
 their files is run by whoever comes to it first.
 """
 
-from __future__ import annotations
-
 import queue
 import tempfile
 import threading

@@ -9,8 +9,6 @@ only        the tests to run, one a line; all where there is no such file
 Serial runs that share the tests have one more folder, with a file for each test file, named by who claims it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

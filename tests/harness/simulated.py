@@ -19,8 +19,6 @@ test runs on all of them, and on few ranks with several seeds. Whole trainings (
 on 33 ranks, are dealt to at most 12; on the double of a device all is dealt to at most 4 but messages and collectives.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 Each reason is written once, since the table at the end groups what was left out by reason.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Running the test suite on one number of ranks, to its last test, whatever fails on the way."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The mark `simulated` itself: every rank runs the body with what is its own, and one rank's failure is the test's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

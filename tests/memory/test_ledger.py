@@ -1,7 +1,5 @@
 """The ledger: bytes by kind, predicted and measured alike, and where they can be seen."""
 
-from __future__ import annotations
-
 import contextvars
 from typing import Any
 

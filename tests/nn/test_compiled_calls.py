@@ -1,7 +1,5 @@
 """Compiled steps: how they are called, what they return, and who may call them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The module tree: names, shared parts, edits from outside, and what is said about mistakes."""
 
-from __future__ import annotations
-
 import copy
 import tracemalloc
 

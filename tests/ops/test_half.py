@@ -1,7 +1,5 @@
 """Operations in half precision: near float64, in the dtypes that are promised, and never by a silent conversion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

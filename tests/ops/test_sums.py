@@ -1,7 +1,5 @@
 """Sums over many rows in float32 keep their digits: one long sum of 100,000 equal numbers would be off by 5e-4."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

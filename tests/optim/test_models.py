@@ -1,7 +1,5 @@
 """Optimizers on a model's storage, in a training loop written by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

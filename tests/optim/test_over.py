@@ -1,7 +1,5 @@
 """An optimizer for a part of another one's buffers, with that part of its state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

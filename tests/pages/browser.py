@@ -1,7 +1,5 @@
 """Pages in headless Chromium: what a script finds in one when it has pressed keys and moved sliders."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Pages show what the package computes: driven by keys and sliders, on a phone's width and a desk's, light and dark."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

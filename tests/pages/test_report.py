@@ -1,7 +1,5 @@
 """The page of a run: what its files say, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

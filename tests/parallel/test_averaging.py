@@ -1,7 +1,5 @@
 """Local SGD and gossip: the synchronous run where they average at once, the known mixing where they do not."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compiled steps and what works on several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What DataParallel and Worker do beside the contract: checks, errors, and what they report."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls that would give wrong gradients without a word: each must be an error that says what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

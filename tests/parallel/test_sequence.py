@@ -1,7 +1,5 @@
 """Sequences that ranks share: equal to the serial run in both ways of attention, the bytes, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

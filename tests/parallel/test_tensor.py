@@ -1,7 +1,5 @@
 """`shard` finds its way through any tree of modules, keeps its names, and says what it cannot do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

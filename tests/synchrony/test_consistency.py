@@ -3,8 +3,6 @@
 What they do together under any speeds is in tests/parallel/server/test_parameter_server.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Stragglers made on purpose: the texts that describe them, and when they are slow."""
 
-from __future__ import annotations
-
 import pytest
 
 from nnmpi.errors import UsageError

@@ -1,7 +1,5 @@
 """Counts of stale gradients."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

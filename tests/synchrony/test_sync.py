@@ -1,7 +1,5 @@
 """The settings: what they mean, and what does not fit together."""
 
-from __future__ import annotations
-
 import pytest
 
 from nnmpi.errors import UsageError

@@ -1,7 +1,5 @@
 """What the header says of devices: one rank's slower products are every rank's business."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

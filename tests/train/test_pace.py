@@ -1,7 +1,5 @@
 """Computing that lasts as long as a table says: simulated steps take what the formulas say, to the last digits."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--precision: what runs in half precision say, keep and restore."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on simulated ranks: the bytes of a run under mpirun, the same for the same seed, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Trainings under faults that a seed draws; and that bugs which somebody might write are found by them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace

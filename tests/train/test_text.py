@@ -1,7 +1,5 @@
 """Training on texts from the command line: equal under every layout, resumed to the same bits, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

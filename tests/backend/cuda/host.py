@@ -1,7 +1,5 @@
 """What the kernels' table needs of CuPy, on the host: arrays with an address, and the emulator of kernels."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from functools import cache

@@ -1,7 +1,5 @@
 """CUDA's run-time compiler by its C interface, from NVIDIA's wheel or the system: neither driver nor CuPy is needed."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import importlib.util

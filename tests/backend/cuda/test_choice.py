@@ -1,7 +1,5 @@
 """When a device's kernels are chosen, and what optimizers and clipping make of them; on the double of CuPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

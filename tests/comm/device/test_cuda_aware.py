@@ -3,8 +3,6 @@
 Over the double a device's memory is the host's, so that any MPI can take it: what is given to MPI is really sent.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sums through one another's device memory, over a double whose allocations are files that other processes can map."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

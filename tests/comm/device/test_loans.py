@@ -1,7 +1,5 @@
 """The host memory of staged collectives goes back to where it came from: once, with its event, and not while in use."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives by NCCL, over a double that writes down what it is asked for and finds what NCCL would hang at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 The double's copies arrive when somebody waits for them, so a result that was not waited for would be rubbish here.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The calls of a simulated communicator: their values, whatever the seed, and their times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

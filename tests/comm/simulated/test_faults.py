@@ -1,7 +1,5 @@
 """Mistakes in communication: each is named, with its ranks and lines, at once and for every seed; none hangs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

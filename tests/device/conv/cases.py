@@ -1,7 +1,5 @@
 """Convolutions of whole numbers, which every precision computes exactly: all algorithms must agree to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

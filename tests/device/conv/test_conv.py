@@ -1,7 +1,5 @@
 """Convolution on a device, by im2col and by cuDNN: NumPy's numbers to the last bit, in every precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

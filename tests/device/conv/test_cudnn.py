@@ -1,7 +1,5 @@
 """What happens where cuDNN is not there, refuses a graph, or fails; and which arithmetic it is allowed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Pooling on a device: NumPy's numbers and winners, for any windows and in every dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Networks with convolutions on a device, whole and shared out, in every precision: the host's numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

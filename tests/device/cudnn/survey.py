@@ -7,8 +7,6 @@
 It asks for names alone, and so needs neither cuDNN nor a device. `--print` writes to the standard output instead.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

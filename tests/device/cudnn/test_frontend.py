@@ -1,7 +1,5 @@
 """The double of cuDNN's frontend is what is installed, and the installed one takes the graphs that nnmpi builds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training through servers on a small network, with workers that are slow at random, for the tests of messages."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Sequence

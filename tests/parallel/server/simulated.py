@@ -4,8 +4,6 @@ What travels between a worker and a server is on its way for as long as the gene
 nothing overtakes. Gradients are those of a small real model, in float64.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Parameter servers under workers of any speeds: who does what, what comes out, and that it always ends."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Push and pull over MPI: in step equal to sequence, out of step every task once, ends properly, faults are seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server's end of the messages by itself, where tests decide when what arrives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A parameter server, step by step: versions, staleness, and what an update is made of."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Shards: every element in one, cut between rows, as equal as rows allow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Headers come back as they were written, and a message is as long as its header and shard."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Runs a model whole and sharded, and compares every step: what all tests of sharded layers share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Branches dealt to ranks: the serial run's losses, gradients and weights, or a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

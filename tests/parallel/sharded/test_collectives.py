@@ -1,7 +1,5 @@
 """Every exchange is a linear map, and its backward the transposed one: <F x, y> = <x, F* y>, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

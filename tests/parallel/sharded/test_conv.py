@@ -1,7 +1,5 @@
 """Convolutional networks, sharded by channels and by image rows, compute what whole ones do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Cross-entropy over classes that lie on several ranks equals that over all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

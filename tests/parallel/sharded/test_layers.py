@@ -1,7 +1,5 @@
 """The other layers on parts of activations: norms, dropout, pooling, softmax, embeddings, all convolutions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sharded linear layers compute what whole ones do."""
 
-from __future__ import annotations
-
 import pytest
 
 from nnmpi import models, nn

@@ -1,7 +1,5 @@
 """Sharded layers on a stand-in device: exchanges go through the host, and no host array meets a device array."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every operation on a rank's part of a tensor: it is the operation on the whole one, or it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules whose forward nobody knows, with layers that are shared out: equal to the serial run, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

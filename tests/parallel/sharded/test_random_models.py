@@ -1,7 +1,5 @@
 """Random models with random tables: each is the serial run, to the gradient, or it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

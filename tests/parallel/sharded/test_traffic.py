@@ -1,7 +1,5 @@
 """What sharded layers send: as many messages as their pictures say, and no more."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

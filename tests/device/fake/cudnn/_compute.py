@@ -1,7 +1,5 @@
 """Convolutions by loops over the kernel's places, read from and written to addresses of the fake device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

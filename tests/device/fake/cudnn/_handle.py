@@ -1,7 +1,5 @@
 """Handles and their streams."""
 
-from __future__ import annotations
-
 from cudnn._settings import settings
 
 

@@ -1,7 +1,5 @@
 """What the real frontend takes."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

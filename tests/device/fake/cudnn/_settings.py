@@ -1,7 +1,5 @@
 """What a test may set, and what the double counts."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -12,8 +12,6 @@ strict as CuPy where NumPy is lenient, so that code which runs on it and on NumP
 What it does not show: speed, rounding of the device's functions, races between kernels.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory by its address, as NumPy sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Functions on arrays: CuPy's names and parameters, NumPy's results."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The array's methods that NumPy computes: those of CuPy's array, with its parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

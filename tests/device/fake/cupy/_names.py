@@ -1,7 +1,5 @@
 """The names and parameters of the real CuPy, from the snapshot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Counting what makes the host wait for the device without saying so: float(), bool(), item(), get()."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

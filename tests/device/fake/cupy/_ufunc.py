@@ -1,7 +1,5 @@
 """Elementwise functions and operators."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

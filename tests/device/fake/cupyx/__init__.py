@@ -1,7 +1,5 @@
 """The double of CuPy's extensions: page-locked NumPy arrays."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

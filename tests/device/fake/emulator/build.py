@@ -1,7 +1,5 @@
 """Compiling CUDA C++ for the host by g++, and keeping the library on disk by its contents."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Starting an emulated kernel: the arguments as CuPy passes them, each compared with the kernel's own parameters."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

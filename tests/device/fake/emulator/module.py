@@ -1,7 +1,5 @@
 """`RawModule` and `RawKernel` as CuPy has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .build import library

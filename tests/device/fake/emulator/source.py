@@ -1,7 +1,5 @@
 """Reading CUDA C++: the kernels in a source, and the types of their parameters."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The device, its memory, streams and events, as CuPy names them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cupy._streams import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time

@@ -5,8 +5,6 @@ a pool through it at an address of one's own. (Memory that CuPy's pool gives has
 that nobody can open, as its base is not what the program believes it to be.)
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -5,8 +5,6 @@ would wait for ever; here all ranks raise. Results arrive on the stream that was
 In a group, calls are done at its end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Page-locked memory of the host: NumPy's, remembered, because copies to and from it go on by themselves."""
 
-from __future__ import annotations
-
 import weakref
 from mmap import PAGESIZE
 from typing import Any

@@ -4,8 +4,6 @@ NNMPI_FAKE_DEVICES    how many devices there are (default 1)
 NNMPI_FAKE_MEMORY     bytes of each (default 16 GiB)
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import dataclass

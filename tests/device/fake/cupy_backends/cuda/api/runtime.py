@@ -1,7 +1,5 @@
 """The error of the CUDA runtime."""
 
-from __future__ import annotations
-
 WORDS = {
     1: "cudaErrorInvalidValue: invalid argument",
     2: "cudaErrorMemoryAllocation: out of memory",

@@ -4,8 +4,6 @@ As in CuPy, a module is asked for as an attribute of this one, which loads the l
 own name works only if that was done before, or if the system finds the library by itself, which it does not here.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -5,8 +5,6 @@ its table, addresses outside of the allocations that the device's arrays have. A
 not read if beta is 0, factors are read from the host's memory, and the work is done in CuPy's current stream.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable
