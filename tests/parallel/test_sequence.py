@@ -22,6 +22,7 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.sequence.group import RING, ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ring import RingAttention
+from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.shard import split, zigzag
 from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording
@@ -198,7 +199,7 @@ def test_what_a_module_may_not_do(name: str) -> None:
     ("layout", "words"),
     [
         (Layout(sp=6), "ulysses shares out heads, .* for each rank of 5 heads; sp up to 5 fits, or sp attention r"),
-        (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp up to 1 fits"),
+        (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp 1 fits"),
         (Layout(sp=4, dp=2), "6 ranks are not dp 2 x pp 1 x tp 1 x sp 4 = 8; these fit: dp 2 x pp 1 x tp 1 x sp 3, "),
     ],
 )
@@ -208,6 +209,8 @@ def test_layouts_that_do_not_fit(layout: Layout, words: str) -> None:
 
 
 def test_layouts_that_make_no_sense() -> None:
+    with pytest.raises(LayoutError, match="of 0 heads on a rank of tp 6; sp 1 fits, or sp attention ring"):
+        check_heads(0, 2, tp=6)
     with pytest.raises(UsageError, match="sp attention 'flash' is unknown; choose one of ulysses, ring"):
         Layout(sp=2, sp_attention="flash")
     with pytest.raises(UsageError, match="rounding hangs on sp 2: leave sp at 1, or reduction fixed out"):

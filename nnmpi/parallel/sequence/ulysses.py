@@ -46,7 +46,7 @@ def check_heads(heads: int, size: int, tp: int = 1) -> None:
         there = counted(heads, "head") + (f" on a rank of tp {tp}" if tp > 1 else "")
         raise LayoutError(
             f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each rank of {there}; "
-            f"sp up to {heads} fits, or sp attention ring, which shares out none"
+            f"{f'sp up to {heads}' if heads > 1 else 'sp 1'} fits, or sp attention ring, which shares out none"
         )
 
 
