@@ -37,7 +37,8 @@ class Case:
         loss: CROSS_ENTROPY, SQUARED (mean over all elements), or SOFTMAX_SQUARED (of softmax and one-hot labels, summed
             within a row, mean over rows).
         seed: of data and first weights.
-        large: whether only the ways that were fastest elsewhere take part: all of them do not fit in memory at once.
+        large: whether only the ways that were fastest elsewhere take part: all of them would take many minutes, and
+            more memory than there is.
     """
 
     name: str
@@ -104,9 +105,9 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("mlp-large", MLP, 256, (784, 2048, 2048, 10)),
             Case("cnn", CNN, 64, (28, 28, 1, 10)),
             Case("gpt-block", BLOCK, 8, (128, 256, 4, 1024), SQUARED),
-            Case("gpt-small", GPT, 4, (256, 384, 6, 6, 256, 65)),
+            Case("gpt-small", GPT, 4, (256, 384, 6, 6, 256, 65), large=True),
             Case("gpt2", GPT, 4, (64, 768, 12, 12, 1024, 50257), large=True),
-            Case("lstm", LSTM, 32, (35, 512, 2, 10000)),
+            Case("lstm", LSTM, 32, (35, 512, 2, 10000), large=True),
             Case("iris", MLP, 64, (4, 50, 3)),
         )
     }

@@ -14,7 +14,7 @@ from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled, rewrite
 from benchmarks.training import start, tables
 from benchmarks.training.cases import CASES, SHALLOWSPEED, find
-from benchmarks.training.contestants import SHARDED
+from benchmarks.training.contestants import LLMC, SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
 from nnmpi.backend.gemm import MKL, NUMPY
@@ -70,6 +70,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
     text = "what multiplies nnmpi's matrices (default: NumPy's own)"
     add("--blas", choices=(NUMPY, MKL), default=NUMPY, help=text)
+    text = "also, in the cases of GPT: llm.c, of which FOLDER has train_gpt2.c; needs gcc"
+    add("--llmc", type=Path, metavar="FOLDER", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.2)
     text = "how often --start starts each (default: 7)"
@@ -85,6 +87,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.cases += (SHALLOWSPEED.name,)
     options.growth_steps = CHECK_STEPS if options.check else GROWTH_STEPS * options.growth
     options.start_repeats = 1 if options.check else options.start_repeats * options.start
+    if options.llmc is not None and not (options.llmc / "train_gpt2.c").is_file():
+        raise UsageError(f"there is no train_gpt2.c in {options.llmc}; give --llmc the folder of llm.c's sources")
     if options.sharded and 1 in options.ranks:
         raise UsageError("--sharded is for several ranks; give --ranks 2, say")
     if options.check:
@@ -171,6 +175,8 @@ def _summaries(markdown: bool, found: Findings, started: Sequence[Mapping[str, A
         shown["speeds"] = (f"{title}; ratios with quartiles", tables.speeds(cases, markdown))
         shown["floor"] = ("A step beside its products and its memory traffic alone", tables.floor(cases, markdown))
         shown["memory"] = ("Peak resident memory of a rank", tables.memory(cases, markdown))
+    if any(row["group"] == LLMC for row in rows):
+        shown["llmc"] = ("llm.c beside nnmpi", tables.llmc(rows, markdown))
     if speedups(rows):
         shown["several"] = ("Times as fast as one rank, same global batch, wall clock", tables.several(rows, markdown))
     if len(cases) < len(rows):

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.turns import WrongResultError
 from benchmarks.training.cases import Case
-from benchmarks.training.contestants import NNMPI, TORCH, Contestant, nnmpi_field, reference
+from benchmarks.training.contestants import LLMC, NNMPI, TORCH, Contestant, nnmpi_field, reference
 from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import build
 
 PROBE_LR = 2.0**20
-TRAIN_LR, TRAIN_STEPS = 0.01, 5
+TRAIN_LR, TRAIN_STEPS, LARGE_STEPS = 0.01, 5, 2  # the last where a step takes a second
 TOLERANCE = 2e-6  # of the largest element
 Arrays = Sequence[NDArray[np.float64]]
 
@@ -96,7 +96,7 @@ class Judge:
         """Compare a contestant.
 
         Raises:
-            WrongResultError: when it is further off than the tolerance, and not PyTorch's.
+            WrongResultError: when it is further off than the tolerance, and neither PyTorch's nor llm.c's.
         """
         losses, gradients = self._probe(team)
         trained = self._train(team)
@@ -107,7 +107,7 @@ class Judge:
             parameter=max(error([a], [b]) for each in gradients for a, b in zip(each, self._gradients, strict=True)),
             weights=max(error(each, self._weights) for each in trained),
         )
-        if team.contestant.side != TORCH:
+        if team.contestant.side not in (TORCH, LLMC):
             for name in ("loss", "gradient", "weights") if team.contestant.side == NNMPI else ("gradient", "weights"):
                 value = getattr(found, name)
                 if isnan(value) or value > TOLERANCE:
@@ -128,7 +128,8 @@ class Judge:
 
     def _train(self, team: Team) -> list[Arrays]:
         """Return each rank's weights after some steps."""
-        return self._read(team, team.ask("train", lr=TRAIN_LR, steps=TRAIN_STEPS))
+        steps = LARGE_STEPS if self.files.case.large else TRAIN_STEPS
+        return self._read(team, team.ask("train", lr=TRAIN_LR, steps=steps))
 
     def _read(self, team: Team, answers: Sequence[dict[str, str]]) -> list[Arrays]:
         return [self.files.read(Path(answer["file"]), team.contestant) for answer in answers]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.turns import shuffled, steps_in_block
-from benchmarks.training.cases import SHALLOWSPEED, Case, find
+from benchmarks.training.cases import GPT, SHALLOWSPEED, Case, find
 from benchmarks.training.contestants import (
     JIT,
+    LLMC,
     NAIVE,
     NNMPI,
     PURE,
@@ -77,6 +78,8 @@ def measure(
             ]
             if options.sharded:
                 contestants = sharded_field(case, ranks, torch)
+            if options.llmc is not None and case.model == GPT:
+                contestants.append(Contestant(LLMC, name, ranks, source=str(options.llmc.resolve())))
             with Teams(contestants, files.folder) as teams:
                 rows = _together(list(teams), judge, options, found)
             found.rows += rows

@@ -17,20 +17,21 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
 from benchmarks.harness.memory import peak_bytes, reset_peak, resident_bytes  # noqa: E402
-from benchmarks.training.contestants import NAIVE, NNMPI, TORCH, Contestant  # noqa: E402
+from benchmarks.training.contestants import LLMC, NAIVE, NNMPI, TORCH, Contestant  # noqa: E402
 from benchmarks.training.trainer import Trainer  # noqa: E402
 
 TRAINERS = {
     NNMPI: ("trainer_nnmpi", "NnmpiTrainer"),
     TORCH: ("trainer_torch", "TorchTrainer"),
     NAIVE: ("trainer_shallowspeed", "ShallowSpeedTrainer"),
+    LLMC: ("trainer_llmc", "LlmcTrainer"),
 }
-REPEATS = 3  # of a step that is looked at: a compiled one is recorded in the first and replayed in the others
+REPEATS = 3  # of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
 SOCKET = "socket"
 
 
 def probe(trainer: Trainer, folder: Path, lr: float) -> dict[str, Any]:
-    """Do one step from the first weights, several times over; write the weights that the last one leaves.
+    """Do one step from the first weights, nnmpi's several times over; write the weights that the last one leaves.
 
     Args:
         trainer: of this process.
@@ -38,7 +39,7 @@ def probe(trainer: Trainer, folder: Path, lr: float) -> dict[str, Any]:
         lr: the learning rate.
     """
     loss = 0.0
-    for _ in range(REPEATS):
+    for _ in range(REPEATS if trainer.contestant.side == NNMPI else 1):
         _begin(trainer, folder, lr)
         loss = trainer.step()
     return {"loss": loss, "file": _end(trainer, folder)}

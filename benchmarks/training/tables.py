@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.plots import new_figure, save
 from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
-from benchmarks.training.contestants import EAGER, FSDP, JIT, NAIVE, PURE, SHARDED, STOCK, TUNED
+from benchmarks.training.contestants import EAGER, FSDP, JIT, LLMC, NAIVE, PURE, SHARDED, STOCK, TUNED
 from benchmarks.training.rows import best, pairs, ratios, speedups
 from nnmpi.errors import counted
 
@@ -130,15 +130,25 @@ def several(rows: Rows, markdown: bool) -> str:
 
 def shallowspeed(rows: Rows, markdown: bool) -> str:
     """Return the time of ShallowSpeed's design beside nnmpi's."""
+    return _beside(rows, NAIVE, "its design", markdown)
+
+
+def llmc(rows: Rows, markdown: bool) -> str:
+    """Return llm.c's times and memory beside nnmpi's."""
+    return _beside(rows, LLMC, LLMC, markdown)
+
+
+def _beside(rows: Rows, group: str, name: str, markdown: bool) -> str:
+    """Return the times of a group, by this name, beside nnmpi's, in the cases in which it takes part."""
     columns = (
-        ("ranks", "ranks"),
-        ("its design, ms", lambda row: _step_ms(row, NAIVE)),
+        *_CASE,
+        (f"{name}, ms", lambda row: _step_ms(row, group)),
         ("nnmpi, ms", lambda row: _step_ms(row, PURE)),
         ("nnmpi jit, ms", lambda row: _step_ms(row, JIT)),
-        ("its design / nnmpi", lambda row: _ratio(row, NAIVE, PURE)),
-        ("its design / jit", lambda row: _ratio(row, NAIVE, JIT)),
+        (f"{name} / nnmpi", lambda row: _ratio(row, group, PURE)),
+        (f"{name} / jit", lambda row: _ratio(row, group, JIT)),
     )
-    return render(columns, _cases(rows, naive=True), markdown)
+    return render(columns, (row for row in _cases(rows, group == NAIVE) if group in row["best"]), markdown)
 
 
 def growth(rows: Rows, markdown: bool) -> str:

@@ -52,7 +52,7 @@ class Trainer(ABC):
 
     def load(self, folder: Path) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
-        part = self.case.share(self.rank, self.contestant.ranks)
+        part = self.case.share(self.rank, self.contestant.processes)
         x, y = (np.load(folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
         dtype = self.contestant.dtype
         x, y = (np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in (x, y))

@@ -16,11 +16,12 @@ import pytest
 
 from benchmarks.harness.turns import WrongResultError, quartiles
 from benchmarks.training import command, start, tables
-from benchmarks.training.cases import CASES, SHALLOWSPEED, Case, find
+from benchmarks.training.cases import CASES, GPT, SHALLOWSPEED, Case, find
 from benchmarks.training.command import main, parse
 from benchmarks.training.contestants import (
     EAGER,
     GROUPS,
+    LLMC,
     NNMPI,
     PURE,
     STOCK,
@@ -35,6 +36,8 @@ from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.measure import time_blocks
 from benchmarks.training.rows import best, ratios, speedups
 from benchmarks.training.team import Teams
+from benchmarks.training.trainer_llmc import ends, views
+from benchmarks.training.trainer_nnmpi import build
 from nnmpi.errors import LaunchError
 from tests.harness.slow import BENCHMARK
 
@@ -77,6 +80,17 @@ def test_parameters_find_their_way_back_from_pytorch(name: str, tmp_path: Path) 
     for ours, back in zip(files.weights, from_torch(files.case, flat, files.weights), strict=True):
         assert np.array_equal(ours, back)
     assert [array.shape for array in split(flat, files.weights)] == [array.shape for array in files.weights]
+
+
+def test_llmc_has_pytorchs_parameters_in_pytorchs_order(tmp_path: Path) -> None:
+    case = Case("tiny", GPT, 2, (3, 8, 2, 2, 5, 9))
+    weights = [np.array(parameter.data) for parameter in build(case).initialize(seed=0).parameters()]
+    flat = np.zeros(ends(case, 128)[-1], np.float32)
+    for view, array in zip(views(flat, case, 128), to_torch(case, weights), strict=True):
+        assert view.shape == array.shape and not view.any()  # none lies on another
+        view[...] = 1
+    assert flat.sum() == sum(array.size for array in weights)
+    assert Contestant(LLMC, "gpt2", 2).processes == 1 and Contestant(NNMPI, "gpt2", 2).processes == 2
 
 
 def test_images_are_flattened_in_pytorchs_order(tmp_path: Path) -> None:
@@ -194,6 +208,9 @@ def test_ratios_are_those_of_rounds_and_of_the_fastest() -> None:
     assert "| iris | 2 | 1 | - | 2 | 0.50 | - |" in tables.memory(rows, markdown=True)
     assert "iris  1 to 2  2.00   0.50" in tables.several(rows, markdown=False)
     assert "1e-07, 2e-07, nan" in tables.contestants(rows, markdown=False)
+    rows += [_row(LLMC, 1, [4.0, 4.0, 4.0])]
+    assert "| iris | 1 | 4000 | 2000 | - | 2.00 (1.50 to 3.00) | - |" in tables.llmc(rows, markdown=True)
+    assert "iris | 2" not in tables.llmc(rows, markdown=True)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
@@ -219,6 +236,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
             "--json /no/a.json cannot be written: No such file or directory; give a path that can",
         ),
         (["--block-s", "nan"], "argument --block-s: 'nan' is not a number of seconds above 0"),
+        (["--llmc", "/no"], "there is no train_gpt2.c in /no; give --llmc the folder of llm.c's sources"),
         (["--fast"], "unrecognized arguments: --fast (see python benchmarks/training --help)"),
     ],
 )
@@ -248,7 +266,7 @@ def test_a_reduced_run_has_everything() -> None:
 
 def test_the_readme_has_a_place_for_every_table() -> None:
     text = (ROOT / "benchmarks" / "training" / "README.md").read_text()
-    names = ("machine", "speeds", "memory", "several", "shallowspeed", "growth", "start")
+    names = ("machine", "speeds", "memory", "several", "shallowspeed", "llmc", "growth", "start")
     assert all(f"<!-- {name} -->" in text for name in names)
 
 
