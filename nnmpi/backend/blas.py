@@ -4,7 +4,8 @@ OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_COR
 all their users. Code for Haswell leaves half of an AVX-512 processor idle: on a Zen 5 core a product of matrices ran at
 123 GF/s instead of 215 to 245, and a training step of dense layers took 1.8 to 2 times as long; on a core of an Intel
 Xeon (Sapphire Rapids or later) the product ran at 96 instead of 130. A Zen 4 core computes with half of such a vector
-at a time, and there Haswell's code is the faster one: 107 to 111 against 95 to 106.
+at a time, and there Haswell's code is the faster one: 107 to 111 against 95 to 106. Steps of a large MLP are 9 %
+shorter with it and those of a CNN, with smaller products, 16 % longer (docs/speed.md), so that nothing is chosen.
 
     python -c "from nnmpi.backend.blas import find_older; print(find_older() or 'nothing to say')"
 """
