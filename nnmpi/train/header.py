@@ -132,11 +132,11 @@ def _synchrony(config: Config, group: Group) -> list[str]:
         pace = "; ".join(filter(None, (pace, f"computing takes the times in {sync.pace}")))
     simulated = []
     if sync.simulate:
-        links = f"links of {sync.network}" if sync.network else "messages that take no time"
-        computing = "just the pace" if sync.pace_ms or sync.pace else "the processor time that it takes here"
+        links = f"links of {sync.network}" if sync.network else "messages no time"
+        computing = "just the pace" if sync.pace_ms or sync.pace else "its processor time"
         simulated = [
-            f"simulated: {counted(group.size, 'rank')} in this process; computing takes {computing}, {links}; seed "
-            f"{sync.simulation_seed}; all seconds are simulated ones"
+            f"simulated: {counted(group.size, 'rank')} in this process, seed {sync.simulation_seed}; computing takes "
+            f"{computing}, {links}"
         ]
     warmup = sync.sync_warmup_epochs
     begins = f", after {counted(warmup, 'epoch')} in step" if warmup else ""

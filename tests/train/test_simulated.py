@@ -98,7 +98,7 @@ def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
     """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no time goes by here."""
     ending = train(tmp_path, f"{SHORT} --simulate 2 --pace-ms 100 --straggler rank=1,factor=3 --out run --model mlp")
     assert ending.status == 0, ending.output
-    assert "2 ranks in this process" in ending.output
+    assert "2 ranks in this process, seed 0; computing takes just the pace, messages no time\n" in ending.output
     assert "12 steps in 3.6 s" in ending.output
     assert ending.seconds < 20
 
