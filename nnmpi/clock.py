@@ -4,8 +4,6 @@ Whoever measures how long something takes, or waits for a while, does so by thes
 seconds of the world that it is in. Not meant: time limits for files and other programs, whose clock is the wall's.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

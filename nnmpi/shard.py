@@ -5,8 +5,6 @@ Nothing here knows of arrays or MPI.
     split(10, 4)      0 1 2 | 3 4 5 | 6 7 | 8 9        sizes differ by at most one, the longer parts come first
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -15,8 +15,6 @@ without one lying within the other are put on tracks of their own; a message is 
                                                       `---------------------------->'
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

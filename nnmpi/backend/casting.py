@@ -1,7 +1,5 @@
 """Conversion between floating dtypes, of which NumPy and CuPy know bfloat16 by name alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

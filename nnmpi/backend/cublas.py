@@ -7,8 +7,6 @@ What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16,
 stacks of float16 without a detour by way of float32, transposed views without a copy, adding to what is there, TF32.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

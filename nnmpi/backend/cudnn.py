@@ -13,8 +13,6 @@ first PLANS are timed when a graph is built, and the fastest is taken. Which one
 with it the last bits.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What CUDA's and CuPy's errors mean for the person who runs the program, and what would help."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float
                 (see `cublas`), or cupy.matmul where the former fails its test
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ afresh, and the kernel then zeroes it page by page: a quarter of a convolutional
 changes that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ on a core of a Xeon with AVX-512. A call by ctypes costs a microsecond more than
 win back: these, and whatever MKL cannot read (see `matrices`), stay with NumPy, by their shapes alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import site
 import sys

@@ -11,8 +11,6 @@ an operation reads them; what flows between the layers is of the lower precision
 in float32 where it belongs, so that optimizers and exchanges never see the lower one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

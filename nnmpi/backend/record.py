@@ -1,7 +1,5 @@
 """What the rest of nnmpi may ask of an array library and its device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType

@@ -10,8 +10,6 @@ hands out what they hold just then, and lets go of it in the wrong thread.
     rank 2   ... mine.py:12 in forward                                          does not: it is the one that is missing
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -11,8 +11,6 @@ Every rank runs the same calls. Between two of them all ranks have the same weig
 are those of any other run; within `run` each goes on as soon as its way of synchronisation lets it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from nnmpi.backend.record import Backend

@@ -6,8 +6,6 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
            worker 1   step | with 0 and 2 | step | with 0 and 2 |
 """
 
-from __future__ import annotations
-
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.group import Group

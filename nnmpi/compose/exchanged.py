@@ -10,8 +10,6 @@ What attention sends where positions are shared stands in `parallel.sequence.uly
 features there are those of this rank's heads.
 """
 
-from __future__ import annotations
-
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.models.gpt import GPTEmbedding
 from nnmpi.nn.dropout import Dropout

@@ -3,8 +3,6 @@
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

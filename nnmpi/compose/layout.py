@@ -1,7 +1,5 @@
 """Layout: how a model is to be spread over ranks, as the user says it, with the pairs that make no sense refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias

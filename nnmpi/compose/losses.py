@@ -9,8 +9,6 @@ with all its elements: its loss and its score are means over them, so that the m
 elements of the global batch.
 """
 
-from __future__ import annotations
-
 from math import exp, inf, log, nan, prod, sqrt
 from sys import float_info
 from typing import Protocol

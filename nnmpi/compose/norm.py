@@ -6,8 +6,6 @@ tied over stages        only the first stage counts it
 shards                  each counts its own
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A worker's options, and which of them go together with its arrangement, its precision and its backend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ made of is looked at before each replay. With another layer, rate or array in th
 stands again, and recorded anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import is_

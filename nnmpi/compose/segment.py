@@ -5,8 +5,6 @@ exchange            all ranks' tallies, when they meet; sum_up, sent: what becom
 StalenessSummary    how stale gradients were, and what was sent, in lines
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -9,8 +9,6 @@ while it waits, and while it is slowed down. What it does for others is in the t
 by a straggler's factor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

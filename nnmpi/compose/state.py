@@ -1,7 +1,5 @@
 """A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from nnmpi.backend.array import Array

@@ -10,8 +10,6 @@ Every rank runs the same calls and gets the same reports: global means, not its 
 model may be cut and sharded (see `compose.arrange`); without one, every rank has all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

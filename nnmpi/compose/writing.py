@@ -6,8 +6,6 @@
 When the context is full, the last half of it is read again as a new beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@
 All are UTF-8, plain or .gz.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 from collections.abc import Iterator, Sequence

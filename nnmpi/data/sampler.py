@@ -21,8 +21,6 @@ learned less (Zhao et al., "Federated learning with non-IID data", 2018; Kolosko
 guarantees for asynchronous SGD for distributed and federated learning", 2022).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -15,8 +15,6 @@ long as its longest, and has sentences of about that length (see `sampler.by_len
 In x the end of a document stands for padding alone, so that the lengths can be told from it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

@@ -8,8 +8,6 @@ KEY is a hash of the text, the tokenizer, and what a document is. The folder is 
 so it is there whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

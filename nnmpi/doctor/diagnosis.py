@@ -9,8 +9,6 @@ starts.jsonl             when it was started last: what is older is of an earlie
 checkpoints/             what it can go on from
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What each node has and how ranks lie on it, and what of that is slow or wrong."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

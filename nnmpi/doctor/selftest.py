@@ -1,7 +1,5 @@
 """Whether what trainings rest on works here: tried on all ranks, in some seconds, with known answers."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -5,8 +5,6 @@ python -m nnmpi.exercise ring-all-reduce > my_ring.py  what is wanted, as a file
 python -m nnmpi.exercise ring-all-reduce my_ring.py    checks what was written there
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

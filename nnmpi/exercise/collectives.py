@@ -4,8 +4,6 @@ Each is proved on several numbers of ranks; then its rounds, what a rank sends a
 what is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

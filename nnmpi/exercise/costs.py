@@ -1,7 +1,5 @@
 """Costs to write down: N ranks, M bytes, seconds alpha for a message and beta for a byte. Held against `price`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import isclose

@@ -1,7 +1,5 @@
 """Memory plans to write: what a pass keeps, drops and computes again; run on numbers by `memory.plan.simulate`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Pipeline schedules to write: what a rank computes, in order. Checked, then timed and counted beside the package's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from nnmpi.errors import ScheduleError

@@ -1,7 +1,5 @@
 """Who may go on, and how old gradients are, to write as rules; held against `synchrony` on drawn cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random

@@ -9,8 +9,6 @@ opened, and transformers' blocks are two links, of which one has the attention; 
 links passes one tensor, in memory of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice

@@ -7,8 +7,6 @@ KeptArrays            | memory 0 | memory 1 |      each memory once, as bytes; t
 a store               a file; or the host's page-locked memory
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from ctypes import c_uint8
 from typing import Any, NamedTuple

@@ -20,8 +20,6 @@ Each (s, t) has two curves. In one the value before s is somebody else's, who ho
 links, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property

@@ -12,8 +12,6 @@ they do otherwise. What the operations do is the plan:
     plan     F0        F1 D1     K2                      B2 D2    F0 K1 B1 D1   K0 B0
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace

@@ -1,7 +1,5 @@
 """The small convolutional network of many a first course, and its check of image shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nnmpi.errors import UsageError

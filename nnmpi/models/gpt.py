@@ -1,8 +1,6 @@
 """GPT-2: a transformer that predicts the next token (Radford et al., "Language models are unsupervised multitask
 learners", 2019)."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 

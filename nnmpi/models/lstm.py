@@ -1,7 +1,5 @@
 """The recurrent language model: long short-term memory that predicts the next token."""
 
-from __future__ import annotations
-
 from nnmpi.errors import UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.dropout import Dropout

@@ -1,7 +1,5 @@
 """The multi-layer perceptron."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

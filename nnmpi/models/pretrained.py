@@ -9,8 +9,6 @@
 The files that OpenAI's weights are published in leave "transformer." out, and hold the masks of attention, too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

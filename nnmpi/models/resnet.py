@@ -1,7 +1,5 @@
 """A small residual network with batch normalization."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nnmpi.errors import UsageError

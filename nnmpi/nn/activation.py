@@ -1,7 +1,5 @@
 """Layers without parameters: activations, softmax, and the flattening of images."""
 
-from __future__ import annotations
-
 from nnmpi.aliases import also
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module

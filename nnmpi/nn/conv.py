@@ -1,7 +1,5 @@
 """Layers on images (batch, height, width, channels): convolution and pooling."""
 
-from __future__ import annotations
-
 from nnmpi.aliases import also
 from nnmpi.backend.windows import Pair, pair
 from nnmpi.errors import UsageError

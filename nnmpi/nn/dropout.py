@@ -1,7 +1,5 @@
 """The dropout layer."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from nnmpi.aliases import also

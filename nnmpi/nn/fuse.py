@@ -9,8 +9,6 @@ The layers stay what they are, with their names and parameters; only the calls a
 by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
 

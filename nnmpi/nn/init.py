@@ -1,7 +1,5 @@
 """Initializers: how the first values of parameters are drawn. Each is called as init(generator, shape)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import sqrt
 

@@ -1,7 +1,5 @@
 """The linear layer, the embedding, and the output that is tied to one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.aliases import also

@@ -1,7 +1,5 @@
 """Losses as modules, by the names that they have in PyTorch; the operations are in `ops.loss`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.nn.module import Module

@@ -1,7 +1,5 @@
 """Long short-term memory: layers that read sequences step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.aliases import also

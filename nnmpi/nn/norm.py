@@ -1,7 +1,5 @@
 """Normalization layers: over the batch and over the features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 

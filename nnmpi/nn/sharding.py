@@ -8,8 +8,6 @@ A name that stands in it word for word counts first, then the first pattern that
 no entry: they work on whatever lies before them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

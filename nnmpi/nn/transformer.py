@@ -1,7 +1,5 @@
 """The transformer's block, and the attention of a sequence with itself that is in it."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Activation functions: ReLU, leaky ReLU, sigmoid, tanh and SiLU, each beside its derivative. GELU is in `gelu`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array, zero

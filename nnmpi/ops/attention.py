@@ -7,8 +7,6 @@ packed projection as it lies and write the result, and the gradients, where they
 causal mask does to NaN is told in `backend.kernels.attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Dropout whose mask is a function of a key and the sample's place in the global batch: the same under any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod

@@ -1,7 +1,5 @@
 """The embedding: rows of a table picked by integers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 There are two forms: the exact one by the error function, and that of GPT-2 by the hyperbolic tangent (`tanh`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The linear layer's operation, x W + b, alone or with an activation on top."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

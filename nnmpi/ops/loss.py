@@ -3,8 +3,6 @@
 `reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global count.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ backward pass (the two sums of the derivative). A rank's squares move to the com
 it ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any, TypeAlias

@@ -3,8 +3,6 @@
 The operations check shapes and keep what backward needs; kernels compute (see `backend.kernels.pooling`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array

@@ -1,7 +1,5 @@
 """Softmax and its logarithm along an axis, shifted by each row's largest element so that nothing overflows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.aliases import also

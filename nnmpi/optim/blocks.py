@@ -4,8 +4,6 @@ An Adam update is twelve array operations. Done on whole buffers that do not fit
 main memory; done block by block, only the first and the last touch do. All views and scratch arrays are made once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

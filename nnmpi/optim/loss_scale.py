@@ -9,8 +9,6 @@ The scale is a power of two, so that nothing is rounded by it. The length is tha
 which they all know anyway: what overflows on one of them is an overflow for all, without a message more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

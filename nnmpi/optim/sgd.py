@@ -1,7 +1,5 @@
 """Stochastic gradient descent with momentum, Nesterov's momentum and L2 weight decay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Pictures for slides: SVG with black text on nothing, which every program for slides reads."""
 
-from __future__ import annotations
-
 from colorsys import hls_to_rgb
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr

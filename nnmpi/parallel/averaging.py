@@ -26,8 +26,6 @@ et al., "Can decentralized algorithms outperform centralized algorithms?" (2017)
 "Randomized gossip algorithms" (2006), for random pairs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

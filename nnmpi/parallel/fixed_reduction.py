@@ -17,8 +17,6 @@ type, with one BLAS library and one thread. Batch statistics are those of a micr
 microbatches in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

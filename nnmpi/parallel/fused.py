@@ -17,8 +17,6 @@ Clipping and the check for divergence need the length of the gradient before the
 several nodes, the ranks with the same number on their nodes add up their slices in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import sqrt

@@ -8,8 +8,6 @@ A table says what each kind of instruction takes in each stage (see `schedule.si
 is not cut is one stage. A run writes what it has measured as such a table, and another one can take it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Every strategy that keeps replicas begins here: the same model, the same first v
 parameters that tensor parallelism repeats; that of data-parallel replicas is found by `DataParallel.check_equal`.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

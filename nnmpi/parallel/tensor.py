@@ -23,8 +23,6 @@ Parameters keep their names and the values that the whole model would draw; a pa
 replicated has the same bits on every rank, and so has its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

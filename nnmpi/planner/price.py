@@ -11,8 +11,6 @@ Bounds: of a pipeline's stage s with M microbatches, whatever the order of its w
     stage s      |F F F B F B ... F B F B B|
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

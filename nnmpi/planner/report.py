@@ -1,7 +1,5 @@
 """What a search found, as text at most 100 columns wide, and as JSON values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any

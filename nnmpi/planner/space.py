@@ -6,8 +6,6 @@ Left out, since another one is never slower: the schedule naive, whose stages do
 once, and PipeDream, which does not compute what one rank computes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ Each is priced as its system lays it out, and planned with what nnmpi has. What 
 printed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Starting a job by mpirun or srun, asking which hosts answer, and finding the processes that belong to it here."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

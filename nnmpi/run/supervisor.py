@@ -12,8 +12,6 @@ may no longer have room for all. Hosts are asked before each start whether they 
 its ranks with it. What runs is the train command with --resume, which takes any number of ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ rank's part. Operations on it are those on the whole tensor, or are refused (see
 values: they differ from rank to rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from typing import Any, NoReturn

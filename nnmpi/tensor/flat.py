@@ -8,8 +8,6 @@ bucket, a shard is a range of offsets, and with an allocator that hands out shar
 another's gradients. Each parameter begins at a multiple of 64 bytes; the gaps hold zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn

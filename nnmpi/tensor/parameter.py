@@ -4,8 +4,6 @@ A layer declares its parameters; `Module.initialize` gives them values, once the
 values are drawn from a stream keyed by seed and full name and so do not depend on the layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, TypeAlias

@@ -11,8 +11,6 @@ What is timed hangs on model and batch alone, not on ranks and layout: the choic
 Whether numba's kernels compute what is around the products is not timed: it hangs on how much the whole run multiplies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

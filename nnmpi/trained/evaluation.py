@@ -1,7 +1,5 @@
 """How well a run's model does on a data set: sample by sample, so that it can be said which ones it gets wrong."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kernels around matrix products: bias, ReLU, GELU, softmax and cross-entropy, layer normalization, sums of columns."""
 
-from __future__ import annotations
-
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.launch import (
     NOTHING,

@@ -1,7 +1,5 @@
 """Kernels for channels-last images: pooling, and convolution's columns."""
 
-from __future__ import annotations
-
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.launch import NOTHING, THREADS, Family, flat_grid, has_size, sums_grid, totals_grid
 from nnmpi.backend.windows import Pair, out_size

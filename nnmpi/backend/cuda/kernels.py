@@ -1,7 +1,5 @@
 """`Kernels` on a device: all of them, by functions in CUDA C++."""
 
-from __future__ import annotations
-
 from functools import cache
 from math import prod, sqrt
 from types import ModuleType

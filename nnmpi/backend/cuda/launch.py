@@ -4,8 +4,6 @@ A call costs the host a few microseconds, as long as a small kernel runs: what d
 what is looked at in every call is what would otherwise read or write memory that is not the array's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kernels that work row by row: softmax, alone and with the cross-entropy, and layer normalization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array

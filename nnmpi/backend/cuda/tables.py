@@ -1,7 +1,5 @@
 """Kernels for embeddings and dropout, conversions, and the sum of squares."""
 
-from __future__ import annotations
-
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.launch import (
     NOTHING,

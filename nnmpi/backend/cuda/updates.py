@@ -1,7 +1,5 @@
 """Optimizers' updates in one pass over arrays of any length; nnmpi/optim explains the letters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array

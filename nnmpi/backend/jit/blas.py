@@ -4,8 +4,6 @@ NumPy's wheels hold OpenBLAS with 64-bit sizes and a prefix before each name. An
 Apple's Accelerate) has no such function; `available` then says so, and kernels with products in them are not used.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Numba keeps machine code per function, argument types, sizes and processor, and 
 changes. Here it also notices when a helper in another file of this folder does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What of `Kernels` numba computes for NumPy's float32 arrays; all else is inherited from NumPy's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Arrays are float32 and C-contiguous unless another dtype is said. Kernels return
 marked `out` or `in place`, which must not overlap the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias

@@ -3,8 +3,6 @@
 There is a class per family. `Kernels` is all of them, and what every other implementation derives from.
 """
 
-from __future__ import annotations
-
 from nnmpi.backend.kernels.attention import AttentionKernels
 from nnmpi.backend.kernels.norm import NormKernels
 from nnmpi.backend.kernels.pooling import PoolingKernels

@@ -1,7 +1,5 @@
 """What stands around the matrix products of dense layers: conversion, bias, ReLU and GELU, and their gradients."""
 
-from __future__ import annotations
-
 from math import pi, sqrt
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Normalization: of rows, in one kernel each way; of columns, the sums that it needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals

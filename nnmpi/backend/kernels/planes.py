@@ -7,8 +7,6 @@ What backward needs is one number per window, usually a byte, the winner: the pl
 equal ones, or a number that no place has where the ReLU cut the result off.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ runs of memory (see `planes`). The mean adds the places up where they lie, each 
 view ("tap").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple

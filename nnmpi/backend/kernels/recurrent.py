@@ -13,8 +13,6 @@ The products with x, which can be taken for all steps at once, are the caller's.
 order i, f, o, g. The sigmoids are computed as (1 + tanh(x / 2)) / 2, so that a step takes one tanh for all four.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

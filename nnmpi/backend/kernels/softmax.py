@@ -7,8 +7,6 @@ classes are laid out class by class, as NumPy is slow on short rows:
                                          powers, for more classes     (rows, classes)
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

@@ -15,8 +15,6 @@ what memory costs, a pass over a block that lies in the cache a quarter of that.
 than it computes, everything is one block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

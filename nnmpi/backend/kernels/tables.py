@@ -1,7 +1,5 @@
 """Rows of a table picked by integers, and dropout by a table of random bits."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers' updates in one pass over the memory, where compiled code computes them."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from nnmpi.backend.array import Array

@@ -3,8 +3,6 @@
 It prints "right" when a message that this process sent to itself, from device memory to device memory, has arrived.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

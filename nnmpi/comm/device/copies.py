@@ -15,8 +15,6 @@ MPI must not see a buffer before the copy into it is done, for which the host wa
 result before the copy of it is done, for which the device waits and not the host.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import deque

@@ -9,8 +9,6 @@ So the stages of a transport stand in one function, in order, and are run blocki
         ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 

@@ -9,8 +9,6 @@ Asked in this order, on every rank, and all must say yes:
 Even then a process of its own tries it first, on each node: if that dies, the answer is no.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

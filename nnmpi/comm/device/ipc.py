@@ -12,8 +12,6 @@ it has said so by a message. The memory comes straight from cudaMalloc: an addre
 handed over, as the handle is that of the whole allocation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType

@@ -8,8 +8,6 @@ many cards as ranks is looked at before, and lengths and dtypes are compared as 
 and `Exchange`). Its errors come late: they are asked for whenever somebody waits, and end its communicator.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType

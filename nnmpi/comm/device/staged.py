@@ -10,8 +10,6 @@ the last bits; up to one piece they are the same. Where the parts of ranks matte
 one piece, of which only what is needed is copied.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

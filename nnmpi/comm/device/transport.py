@@ -6,8 +6,6 @@ ipc        ranks of a node read one another's device memory; by name
 nccl       NVIDIA's library, a rank for each card; by name
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import ModuleType
 

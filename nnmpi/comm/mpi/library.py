@@ -10,8 +10,6 @@ MPI_Init. Its start has a time limit. No thread of Python runs in it, so a child
 The child ends as soon as MPI is up. It sees the other ranks of its node, as they have the same parent.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import select

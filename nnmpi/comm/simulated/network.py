@@ -22,8 +22,6 @@ Where the order of what happens is not that of the clocks (`scheduler`), what wi
 message leaves. There they go one behind the other (`simulation.links`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Cla
 choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
 """
 
-from __future__ import annotations
-
 import heapq
 import sys
 import threading

@@ -11,8 +11,6 @@ any library                       ReLU, one group, stride 1         Im2colReluPo
                                   otherwise                         None: conv2d, relu and max_pool2d one by one
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -13,8 +13,6 @@ In channels-last images the pixels that a row of the kernel sees are one run of 
 channels), the matrix is stored transposed, so that the copy runs along the images' rows instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple

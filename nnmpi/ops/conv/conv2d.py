@@ -9,8 +9,6 @@ In half precision a device computes with float16 or bfloat16; NumPy's arrays are
 the result is rounded again (`in_low_precision`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

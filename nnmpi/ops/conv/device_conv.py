@@ -9,8 +9,6 @@
 In float16 and bfloat16 x, y and their gradients are of that dtype, parameters and theirs stay float32.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -7,8 +7,6 @@
 Which of cuDNN's algorithms that is, its plans decide (see `backend.cudnn`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -14,8 +14,6 @@ are one product of stacks:
 float16 and bfloat16 are added up in float32, and the kernels' gradient stays float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from typing import Any

@@ -6,8 +6,6 @@ scatter_windows   dx[what kernel element r, s saw] += dy W[r, s]^T      of any s
 pixel_sum         dbias = sum of dy over all pixels
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -19,8 +19,6 @@ largest elements were.
                 dx = conv(dy with a border, W flipped)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from typing import Any

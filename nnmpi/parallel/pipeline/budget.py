@@ -9,8 +9,6 @@ meanwhile. Some levels are tried of what is held, and the quickest plans that fi
 the end of the chain took more memory, for a moment: so the dynamic programme is that of `memory.optimal`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ GPU clusters using Megatron-LM", 2021. Receives are posted one ahead, sends are 
 and every microbatch has buffers of its own.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

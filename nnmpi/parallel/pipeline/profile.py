@@ -3,8 +3,6 @@
 Only one link has values at a time, so that a model can be measured that does not fit into memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

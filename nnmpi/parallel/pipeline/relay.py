@@ -8,8 +8,6 @@ with the very bits of the serial run:
     stage 0 (embedding)         '-> B0      '-> B1        table.grad = that, then the rows of the tokens are added
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from nnmpi.backend.array import Array

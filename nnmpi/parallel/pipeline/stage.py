@@ -7,8 +7,6 @@
 A stage sends nothing and does not know the schedule: boundary and executor do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

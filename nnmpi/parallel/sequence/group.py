@@ -19,8 +19,6 @@ here each rank's share of it, until that sum. All of the strategy follows from i
     a b c      -> abc abc abc       sums of a, of b, of c      gather        parts -> whole
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

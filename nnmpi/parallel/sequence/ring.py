@@ -27,8 +27,6 @@ where all have as much, each sends 2 B T F (S - 1) / S forward and twice that ba
 half precision travel as float32, in which they are added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -31,8 +31,6 @@ a gradient of staleness tau by tau. Here a gradient has a share of about 1/N alr
 N - 1. So only the excess is punished: gradient and share are multiplied by f = min(1, (N - 1) / tau).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

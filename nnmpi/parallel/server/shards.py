@@ -8,8 +8,6 @@ what a server holds of each is a `Region`, which a checkpoint of any layout can 
 belong to a shard too, so that a message is one range of memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ What comes after `join` is the same on every rank, and so are the gradients of t
 own. The gradients of x are summed, where x has any.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

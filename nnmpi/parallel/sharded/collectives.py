@@ -16,8 +16,6 @@ order, so the collectives of a backward pass match as those of the forward pass 
 are the identity. Arrays on a device travel as `comm.device` says.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ A rule decides how its layer needs the activation. If it comes otherwise, the ru
     to_parts         each rank's part of it                                      scatter
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

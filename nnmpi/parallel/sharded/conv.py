@@ -12,8 +12,6 @@ that are cut already needs no exchange at all. With rows, the ranks exchange the
 Pooling works on any part of the channels as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from nnmpi.backend.precision import is_low

@@ -7,8 +7,6 @@ So two numbers per row are exchanged (three with smoothing) instead of one per c
 (Shoeybi et al., "Megatron-LM", 2019, section 3). The loss is whole: every rank has it.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -3,8 +3,6 @@
 Most work on any part as they are. Softmax needs its axis whole; dropout must drop what the whole layer would drop.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from typing import Any

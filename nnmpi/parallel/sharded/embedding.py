@@ -5,8 +5,6 @@
     features cut      every rank looks up its part of the row; no exchange
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace

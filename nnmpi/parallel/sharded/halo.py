@@ -11,8 +11,6 @@ stride, kernel and number of rows are: they may come from several ranks, and a r
 backward pass sends the gradients of borrowed rows home, where they are added up in rank order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nnmpi.backend.array import Array, namespace

@@ -11,8 +11,6 @@ In half precision the parts are added up before they are rounded.
 So a pair costs one all-reduce each way, and what stands between works on its rank's features alone.
 """
 
-from __future__ import annotations
-
 from nnmpi.nn.linear import Linear, TiedLinear
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.linear import linear_part

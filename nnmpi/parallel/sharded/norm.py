@@ -9,8 +9,6 @@ layer norm    features cut      a row's mean, and then its squares, are summed o
               image rows cut    every pixel is whole, so only the parameters' gradients are summed
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from nnmpi.backend.array import Array, namespace

@@ -1,7 +1,5 @@
 """What each rank gets of a model's parameters."""
 
-from __future__ import annotations
-
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module

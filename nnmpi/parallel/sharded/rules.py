@@ -3,8 +3,6 @@
 A rule is a function of the layer and its `LayerContext`; it stands beside the sharded layers that it makes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import prod
 from types import MappingProxyType

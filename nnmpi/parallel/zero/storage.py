@@ -7,8 +7,6 @@
 Through messages, or through memory that a node's ranks share (`window`). What lies where is in `parts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import nan

@@ -4,8 +4,6 @@ A unit is a run of the model's links, such as a block. Its parameters lie togeth
 optimizer group), of which rank r owns part r of `shard.split`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

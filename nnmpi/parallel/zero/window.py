@@ -7,8 +7,6 @@ rank 2's scratch | c0        | c1        | c2        |         into its own grad
                    to rank 0   to rank 1   to rank 2         barrier: scratch may be written again
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from nnmpi.backend.array import Array
