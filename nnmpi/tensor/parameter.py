@@ -106,7 +106,8 @@ class Parameter(Tensor):
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
             raise missing(type(self).__name__, name)
         raise UninitializedError(
-            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first"
+            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first; a layer in "
+            "a dictionary, a set, or a list within another is not found then: make it an attribute or an item of a list"
         )
 
     def __repr__(self) -> str:

@@ -182,6 +182,17 @@ def test_a_new_layer_has_no_values_until_the_model_is_initialized_again():
     assert model.initialize()(np.ones((1, 2), np.float32)).shape == (1, 3)
 
 
+@pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]], lambda x: {x}])
+def test_a_layer_that_is_not_found_is_told_so(within):
+    """The model has been initialized: to do so again would not help."""
+    hidden = Linear(2, 2)
+    model = Sequential(Linear(2, 2))
+    model.others = within(hidden)
+    model.initialize()
+    with pytest.raises(GraphError, match="is not found then: make it an attribute or an item of a list$"):
+        hidden(model(np.ones((1, 2), np.float32)))
+
+
 def test_before_initialize():
     """Forward, storage and state say what to call."""
     model = Twice(2)
