@@ -1,4 +1,4 @@
-"""Fits: kept as files and read back whole, refused where they do not belong, and what they predict."""
+"""Fits: kept as files and read back whole, refused where they do not belong, what they predict and are told as."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.fit import Fit, check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import _kept, facts, find_fit, measure, time_calls
-from nnmpi.comm.fitting.report import describe_fit
+from nnmpi.comm.fitting.report import describe_fit, find_eager_limit, predictions, segments
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
@@ -255,3 +255,37 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
     assert made[-4:] in (["fill a", "a", "fill b", "b"], ["fill b", "b", "fill a", "a"])
     assert len(made) == 4 * (1 + seconds.shape[1])
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
+
+
+STEP = tuple(
+    [(float(n), 1e-6 + n * 1e-10) for n in (8, 256, 1024, 2048, 4096)]
+    + [(float(n), 3e-6 + n * 1e-10) for n in (6144, 8192, 16384, 65536, 2**22)]
+    + [(float(2**24), 3e-6 + 2**22 * 1e-10 + (2**24 - 2**22) * 2e-10)]
+)
+
+
+def test_the_step_between_eager_and_rendezvous_is_found() -> None:
+    assert find_eager_limit(Curve(STEP)) == 4096
+    assert find_eager_limit(Curve(STEP[:5])) is None
+    assert find_eager_limit(Curve.line(1e-6, 1e-10)) is None
+
+
+def test_a_curve_has_three_segments_with_their_alpha_and_beta() -> None:
+    eager, rendezvous, out = segments(Curve(STEP), cache_bytes=2**22)
+    assert (eager.name, rendezvous.name, out.name) == ("eager", "rendezvous", "out of cache")
+    assert (eager.stop_bytes, rendezvous.start_bytes, out.stop_bytes) == (4096, 6144, 2**24)
+    assert [part.beta_s for part in (eager, rendezvous, out)] == pytest.approx([1e-10, 1e-10, 2e-10])
+    assert eager.step_s == pytest.approx(0, abs=1e-12)
+    assert rendezvous.step_s == pytest.approx(2e-6)
+
+
+def test_the_lines_have_both_links_and_every_algorithm() -> None:
+    text = "\n".join(describe_fit(make()))
+    assert text.startswith("4 ranks on 2 nodes, Open MPI 5.0.11")
+    assert "messages inside a node, one way: alpha 1 us" in text
+    assert "messages between nodes, both ways at once: alpha 10 us" in text
+    assert "beta 1.000 ns/B (1.0 GB/s)" in text
+    table = list(predictions(make(), (1000, 2**20)))
+    assert table[0].split() == ["predicted", "1000", "B", "1", "MB"]
+    assert table[1].split() == ["native", "5", "us", "2.1", "ms"]
+    assert {line.split()[0] for line in table[2:]} >= {"shared", "ring", "tree", "ps", "hierarchical"}

@@ -1,4 +1,4 @@
-"""Lines are printed on one rank, and a reader that goes away does not end the run."""
+"""Lines are printed on one rank, also of a reader that goes away; and what the header says of the machine."""
 
 import io
 import subprocess
@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from nnmpi.comm.group import Group
+from nnmpi.train import header
 from nnmpi.train.log import Console, PrintTimer, percent
 
 
@@ -61,3 +63,19 @@ def shell(command: str) -> tuple[int, str]:
 @pytest.mark.parametrize("command", [">&-", "| head -n 1", "> /dev/full"])
 def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command: str) -> None:
     assert shell(command) == (0, "")
+
+
+@pytest.mark.mpi
+def test_an_older_blas_is_told_once_with_its_nodes(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are on the first node, where all is well on rank 0's; the rest are on a second one."""
+    monkeypatch.setattr(header.platform, "node", lambda: f"node{group.rank // 2}")
+    monkeypatch.setattr(header, "find_older", lambda: None if group.rank == 0 else "it is old")
+    lines = header.blas_warnings(group)
+    nodes = list(dict.fromkeys(f"node{rank // 2}" for rank in range(1, group.size)))
+    wanted = [f"warning: on {', '.join(nodes[:4])}: it is old"] if nodes else []
+    assert all(each == wanted for each in group.gather(lines)), lines
+
+
+def test_the_right_blas_is_no_matter(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "find_older", lambda: None)
+    assert header.blas_warnings(group) == []
