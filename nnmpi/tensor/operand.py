@@ -41,6 +41,8 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"
     if dtype is not None and dtype.kind not in kinds and not is_floating(dtype):
         raise DtypeError(f"{name} of a {dtype} tensor and {number} would change the dtype; convert with astype")
+    if dtype is not None and dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        raise DtypeError(f"{name} of a {dtype} tensor and {number}, which {dtype} cannot hold; convert with astype")
     return a, b
 
 

@@ -181,6 +181,8 @@ def test_shapes_that_do_not_fit(make, words):
         (lambda: elementwise.clip(zeros(2), 2, 1), UsageError, "low 2 above high 1"),
         (lambda: arithmetic.where(ONES, zeros(3), 0.0), DtypeError, "boolean condition, not float64"),
         (lambda: arithmetic.where(True, zeros(3), 0.0), DtypeError, "boolean condition, not bool"),
+        (lambda: Tensor(np.zeros(2, "uint8")) + 300, DtypeError, "tensor and 300, which uint8 cannot hold; convert"),
+        (lambda: Tensor(np.zeros(2, "uint8")) * -1, DtypeError, "tensor and -1, which uint8 cannot hold; convert"),
         (lambda: matmul(zeros(2), np.ones(2, "float32")), DtypeError, "matmul of float64, float32"),
         (lambda: shape.concatenate([zeros(2), Tensor([1.0])]), DtypeError, r"concatenate of \['float32', 'float64'\]"),
         (lambda: index.take_along_axis(zeros(2), np.ones(2), 0), DtypeError, "integer indices, not float64"),
