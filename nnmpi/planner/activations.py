@@ -79,7 +79,9 @@ def _stage_bytes(passes: Sequence[PassReport]) -> StageBytes:
     return StageBytes(units, max(passed.begin_bytes for passed in passes), after)
 
 
-def measure_whole(workload: Workload, share: tuple[int, int], rows: int, backend: Backend) -> int:
+def measure_whole(
+    workload: Workload, share: tuple[int, int], rows: int, backend: Backend, recorded: bool = True
+) -> int:
     """Return the activations of a replica without a pipeline.
 
     Args:
@@ -87,13 +89,14 @@ def measure_whole(workload: Workload, share: tuple[int, int], rows: int, backend
         share: (tp, sp).
         rows: of a step.
         backend: where it is computed.
+        recorded: whether steps are replayed, where that can be, so that their memory is kept.
     """
     ranks = share[0] * share[1]
 
     def run(group: Group) -> int:
         layout = Layout(1, 1, share[0], sp=share[1]) if ranks > 1 else None
         worker, batch = ready_worker(workload, group, layout, rows, backend), _batch(workload, rows, 1)
-        for _ in range(3):  # the ledger measures the second one; the third one is recorded, where that can be
+        for _ in range(2 + recorded):  # the ledger measures the second one; the third one is recorded
             worker.step(batch)
         worker.release()
         return worker.ledger.report().peaks[ACTIVATIONS]

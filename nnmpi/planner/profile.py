@@ -106,6 +106,7 @@ class StepCost:
         activations: the most bytes at any moment, or those that recordings keep.
         exchanges: (operation, bytes, how often) of what the ranks say to one another.
         unrecorded_s: of the pass as it stands, as the stages of a pipeline compute.
+        unrecorded_bytes: the activations of such a pass, as ZeRO 2 and 3 do it.
     """
 
     seconds: float
@@ -113,6 +114,7 @@ class StepCost:
     activations: int
     exchanges: tuple[tuple[str, int, int], ...] = ()
     unrecorded_s: float = 0.0
+    unrecorded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,7 @@ def _measure_step(
     batch = next(iter(Loader(workload.samples, rows, shuffle=False, dtype=workload.dtype, workers=0).epoch(0)))
     worker.step(batch)
     worker.step(batch)  # the ledger measures the second one
+    unrecorded_bytes = worker.ledger.report().peaks[ACTIVATIONS]
     timeline = Timeline()
     with recording(timeline):
         worker.step(batch)
@@ -333,7 +336,7 @@ def _measure_step(
     unrecorded_s = _usual_s(group, as_it_stands) if not zero else 0.0
     worker.release()
     exchanges = tuple((what, size, count) for (what, size), count in said.items())
-    return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges, unrecorded_s)
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations, exchanges, unrecorded_s, unrecorded_bytes)
 
 
 def ready_worker(workload: Workload, group: Group, layout: Layout | None, rows: int, backend: Backend) -> Worker:

@@ -50,7 +50,7 @@ class ModelShapes:
         self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
         self._parts: dict[tuple[int, int, int], CutModel] = {}
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
-        self._whole: dict[tuple[tuple[int, int], int], int] = {}
+        self._whole: dict[tuple[tuple[int, int], int, bool], int] = {}
         self._stages: dict[tuple[Any, ...], tuple[StageBytes, ...]] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
@@ -127,20 +127,20 @@ class ModelShapes:
 
     def _activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         if one.pp == 1:
-            return [self._of_whole((one.tp, one.sp), rows[0])]
+            return [self._of_whole((one.tp, one.sp), rows[0], one.zero < 2)]
         schedule = lower(one.make())
         recomputes = [one.layout().recomputes(number, len(rows)) for number in range(len(rows))]
         stages = [self._of_stages(one, *each) for each in zip(rows, recomputes, strict=True)]
         everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
         return [max(most_bytes(schedule, rank, each) for each in everyones) for rank in range(one.pp)]
 
-    def _of_whole(self, share: tuple[int, int], rows: int) -> int:
-        measured = self.profile.steps[share].get(rows)
+    def _of_whole(self, share: tuple[int, int], rows: int, recorded: bool) -> int:
+        measured, key = self.profile.steps[share].get(rows), (share, rows, recorded)
         if measured is not None:
-            return measured.activations
-        if (share, rows) not in self._whole:
-            self._whole[share, rows] = measure_whole(self.workload, share, rows, self._backend)
-        return self._whole[share, rows]
+            return measured.activations if recorded else measured.unrecorded_bytes
+        if key not in self._whole:
+            self._whole[key] = measure_whole(self.workload, share, rows, self._backend, recorded)
+        return self._whole[key]
 
     def _of_stages(self, one: Candidate, rows: int, again: bool) -> tuple[StageBytes, ...]:
         share, halves = (one.tp, one.sp), one.schedule == "zero-bubble"

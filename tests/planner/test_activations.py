@@ -103,6 +103,7 @@ def test_activations_of_a_whole_replica_are_those_of_recorded_steps() -> None:
 
     peaks = simulate(held, 1, cpu_factor=0.0)[0]
     assert measure_whole(work, (1, 1), ROWS, numpy_backend()) == peaks[-1] > peaks[1]
+    assert measure_whole(work, (1, 1), ROWS, numpy_backend(), recorded=False) == peaks[1]
 
 
 def test_branches_are_planned_as_they_are_dealt_out() -> None:

@@ -56,7 +56,7 @@ def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
             LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3, seconds / 3)
             for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
         )
-        steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows, unrecorded_s=sum(each))
+        steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows, unrecorded_s=sum(each), unrecorded_bytes=1000 * rows)
     said = (("all-reduce", 512, 9),)
     shared = {
         (tp, sp): {
