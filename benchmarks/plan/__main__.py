@@ -4,24 +4,21 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
-from benchmarks.netlab.steps import CASES as CASES_OF_LINKS  # noqa: E402
+from benchmarks.plan.edge import show_edges  # noqa: E402
+from benchmarks.plan.paced import price_links, show_world, tau  # noqa: E402
 from benchmarks.plan.plots import draw  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
-from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.comm.units import parse_bytes  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
-from nnmpi.nn.chain import open_chain  # noqa: E402
-from nnmpi.parallel.pipeline.profile import LinkCost  # noqa: E402
-from nnmpi.planner.machine import PlannedNetwork  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
-from nnmpi.planner.profile import ROUNDS, Profile, StepCost  # noqa: E402
+from nnmpi.planner.profile import ROUNDS  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.planner.shapes import ModelShapes  # noqa: E402
@@ -48,21 +45,6 @@ def spread(planned, wanted):
     step = max(1, len(others) // left)
     chosen = {id(one) for one in [planned[0], *plain, *others[::step][:left]]}
     return [one for one in planned if id(one) in chosen]
-
-
-def tau(pairs):
-    """Return Kendall's tau-b of pairs of numbers: 1 where both are in the same order, -1 in the opposite one."""
-    agree = against = ties_x = ties_y = 0
-    for i, (x, y) in enumerate(pairs):
-        for other_x, other_y in pairs[:i]:
-            sign = (x - other_x) * (y - other_y)
-            agree += sign > 0
-            against += sign < 0
-            ties_x += x == other_x
-            ties_y += y == other_y
-    count = len(pairs) * (len(pairs) - 1) / 2
-    below = ((count - ties_x) * (count - ties_y)) ** 0.5
-    return (agree - against) / below if below else 1.0
 
 
 def run(words, group, wanted, say):
@@ -96,52 +78,6 @@ def run(words, group, wanted, say):
         "profile_s": profiled_s,
         "rows": list(rows.values()),
     }
-
-
-def price_links(file, group):
-    """Print steps over netlab's links, with paced computing on 2 to 16 hosts, beside what the planner says of them."""
-    kept = json.loads(file.read_text())
-    cases, pairs = {case.name: case for case in CASES_OF_LINKS}, []
-    print("| rate | case | hosts | measured, ms | predicted, ms | off |")
-    print("|" + "---|" * 6)
-    for row in kept["rows"]:
-        case = cases.get(row["case"])
-        if case is None or "--sync" in case.options:
-            continue
-        predicted_s = price_paced(case, row["hosts"], kept["links"][row["rate"]], group)
-        took_s = row["measured_s"]
-        pairs.append((predicted_s, took_s))
-        times = f"{1e3 * took_s:.1f} | {1e3 * predicted_s:.1f} | {100 * (predicted_s / took_s - 1):+.1f} %"
-        print(f"| {row['rate']} | {case.name} | {row['hosts']} | {times} |")
-    off = [abs(predicted_s / took_s - 1) for predicted_s, took_s in pairs]
-    mean, worst = sum(off) / len(off), max(off)
-    print(f"\n{len(off)} layouts: mean {100 * mean:.1f} %, worst {100 * worst:.1f} %, tau {tau(pairs):.2f}")
-
-
-def price_paced(case, hosts, link, group):
-    """Return the seconds of a step that the planner predicts of a case of `netlab steps`, a host for each rank."""
-    config = parse([*case.options, "--batch-size", str(case.batch_on(hosts)), "--optimizer", "sgd"])
-    train, _ = load_samples(config, group, 0, print)
-    work, parallel = workload_of(config, train), config.parallel
-    forward_s, backward_s, update_s = (case.times_on(hosts)[kind][0] for kind in ("F", "B", "STEP"))
-    stages = 1 if parallel.pp == "auto" else parallel.pp
-    whole_s = (forward_s + backward_s) * stages
-    one = Candidate(hosts // stages, stages, 1, 1, 0, parallel.pipeline, 1, parallel.microbatches or 1)
-    one = replace(one, allreduce=parallel.allreduce or "auto")
-    rows, width = one.rows(work.batch_size)[0], 4 * max(config.model.hidden)
-    sizes = [sum(p.size for _, m in link.members for p in m.parameters()) for link in open_chain(work.build())]
-    share = 1 / sum(size > 0 for size in sizes)  # layers without parameters take no time
-    times = (whole_s * share, forward_s * stages * share, backward_s * stages * share / 2)
-    links = tuple(
-        LinkCost(str(i), times[0] * (size > 0), size, times[1] * (size > 0), rows * width, *[times[2] * (size > 0)] * 2)
-        for i, size in enumerate(sizes)
-    )
-    profile = Profile({}, {(1, 1): {rows: StepCost(whole_s, 0.0, 0, unrecorded_s=whole_s)}}, {rows: links})
-    across = Link.line(link["alpha_s"], link["beta_s_per_byte"])
-    machine = Machine(across, across, blocks(hosts, 1), Curve.line(0.0, link["gamma_s_per_byte"]))
-    network = PlannedNetwork("links of known rate", machine, hosts)
-    pricer = Pricer(work, profile, network, ModelShapes(work, profile, numpy_backend()))
-    return pricer.price(one).seconds + update_s  # which is paced, too
 
 
 def judge(found):
@@ -194,6 +130,11 @@ def main():
     parser.add_argument(
         "--links", type=Path, metavar="FILE", help="measure nothing; price what `netlab steps --json FILE` has measured"
     )
+    parser.add_argument(
+        "--world", type=int, metavar="RANKS", help="measure nothing; price simulated worlds of so many ranks"
+    )
+    text = "the widest mlp under so many bytes on each rank, in each way: predicted, then trained"
+    parser.add_argument("--edge", type=parse_bytes, metavar="BYTES", help=text)
     given = parser.parse_args()
     if given.draw is not None:
         before = json.loads(given.json.read_text()) if given.json is not None else []
@@ -203,9 +144,12 @@ def main():
     keep_freed_memory()  # as the train command does
     group = start()
     if given.links is not None:
-        price_links(given.links, group)
-        return 0
+        return price_links(given.links, group)
+    if given.world is not None:
+        return show_world(given.world, group)
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)
+    if given.edge is not None:
+        return show_edges(given.edge, group, say)
     cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]
     found = [run(words, group, 4 if given.check else given.layouts, say) for words in cases]
     if group.is_root:

@@ -363,6 +363,14 @@ def test_the_planner_prices_what_was_measured_over_links() -> None:
     assert re.match(r"\d+ layouts: mean [0-3]\.\d %, worst [0-9]\.\d %, tau 0.9", last), last
 
 
+@pytest.mark.slow("as many widths of a model as halving finds are looked at, and two trained")
+def test_what_is_predicted_to_fit_is_what_fits() -> None:
+    """One rank, to the byte; 5 % wider does not."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "plan"
+    done = subprocess.run([sys.executable, folder, "--edge", "2MiB"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("| none |")) == (0, 2), done.stderr
+
+
 STEP = StepTimes("100mbit", 2, "ring", (0.2, 0.1, 0.4), 0.188)
 
 
