@@ -51,7 +51,8 @@ ROWS, FEATURES, KINDS = 1024, 2048, 4  # the largest sizes that are timed, and h
 ROUNDS, LEAST_S = 5, 0.04  # of each product
 FASTER = 1.03  # what is less is noise
 # Multiplications of a whole run's ways forward from which on numba's kernels compute: training then takes some seconds,
-# beside which the 0.2 s (AMD EPYC, Zen 4) that loading numba takes are little.
+# beside which the 0.2 s that loading numba takes are little. A CNN on digits gains as much at 4e10, on MNIST
+# a third of its time at 9e11 (docs/speed.md: AMD EPYC, Zen 4).
 PAYS = 3e11
 
 Sizes = tuple[int, int, int, int]  # rows, inputs, outputs, and how many such matrices there are
