@@ -48,8 +48,9 @@ def main(words: Sequence[str], group: Group) -> bool:
 
 def _serial(layout: Layout) -> Layout:
     """Return the layout of one rank that adds up gradients as the other does."""
-    plain = replace(layout, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0)
-    return replace(plain, dp=1, pp=1, tp=1, sp=1, activation_memory=None, offload=None, offload_state=None)
+    near = replace(layout, activation_memory=None, offload=None, offload_state=None)  # first: it wants the stage
+    plain = replace(near, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0)
+    return replace(plain, dp=1, pp=1, tp=1, sp=1)
 
 
 def _compare(options: Options, dataset: Dataset, ours: Trial, serial: Trial) -> list[Finding]:
