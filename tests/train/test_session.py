@@ -145,7 +145,7 @@ def test_the_default_recipe_learns_the_digits(train: Train) -> None:
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
-    train("--epochs 1 --verbose")
+    train("--epochs 1 --verbose --no-jit")  # without a word on numba, which may be there
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
     names = [line.split(":")[0] for line in printed.splitlines()[:10]]
