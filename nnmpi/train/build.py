@@ -231,8 +231,8 @@ def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) 
     return Warmup(warmup, after) if warmup else after
 
 
-def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimizer:
-    """Return the optimizer over a model's storage."""
+def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float | None = None) -> Optimizer:
+    """Return the optimizer over a model's storage; eps is Adam's, where another than its own is wanted."""
     if is_own(config.optimizer):
         made = call_own(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(made, Optimizer):
@@ -246,6 +246,7 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage) -> Optimiz
         momentum=config.momentum if sgd else None,
         nesterov=config.nesterov if sgd else None,
         weight_decay=config.weight_decay,
+        eps=None if sgd else eps,
     )
 
 
