@@ -159,14 +159,14 @@ def test_where_nothing_can_be_kept(tmp_path):
     """Each process compiles for itself."""
     pytest.importorskip("numba")
     program = """
-from nnmpi.backend.jit import build, updates
+from nnmpi.backend.jit import build, loops
 
 class Nowhere:
     def __init__(self, function):
         raise RuntimeError("no locator available")
 
 build._Cache = Nowhere
-sgd = build.build(updates.sgd, build.write(1), build.read(1), build.float64, build.float64)
+sgd = build.build(loops.sgd, build.write(1), build.read(1), build.float64, build.float64)
 print(sum(sgd.stats.cache_hits.values()), len(sgd.signatures))
 """
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
