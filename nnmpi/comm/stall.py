@@ -106,8 +106,9 @@ def _find_place(frame: FrameType | None, words: str) -> Place:
     inner = next((number for number, each in enumerate(frames) if _module(each).startswith(PACKAGE)), None)
     polled = [n for n, each in enumerate(frames) if _in_room(each) and each.f_code.co_name == POLLING]
     if not polled and (inner is None or not _in_room(frames[inner])):
-        mark = tuple((id(each.f_code), each.f_lasti) for each in frames)
-        return Place(False, f"at {_line(frames[0])}" if frames else "nowhere", mark)
+        # a list: a tuple that grows from a generator breaks where another thread asks for all objects meanwhile
+        marks = [(id(each.f_code), each.f_lasti) for each in frames]
+        return Place(False, f"at {_line(frames[0])}" if frames else "nowhere", tuple(marks))
     found = polled[-1] if polled else inner or 0  # what is polled changes, and may be anybody's
     caller = next((n for n in range(found, len(frames)) if not _in_room(frames[n])), len(frames))
     others = (each for each in frames[caller:] if _module(each).partition(".")[0] not in sys.stdlib_module_names)

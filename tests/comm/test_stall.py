@@ -198,3 +198,30 @@ def test_a_wait_ends_at_its_time() -> None:
     assert not mpi_world().wait_until(lambda: False, began_s + 0.05)
     assert 0.05 <= clock.now() - began_s < 5
     assert mpi_world().wait_until(lambda: True, began_s)  # what is ready is not late
+
+
+def test_a_place_is_found_while_another_thread_looks_at_all_objects() -> None:
+    """A tuple that grew from a generator meanwhile was a SystemError, and the watchdog's end."""
+    found: list[Place] = []
+    main, interval = threading.get_ident(), sys.getswitchinterval()
+
+    def look() -> None:
+        end = time.perf_counter() + 1
+        while time.perf_counter() < end:
+            found.append(find_place(main, "x"))
+
+    def deep(frames: int) -> None:
+        if frames:
+            deep(frames - 1)
+            return
+        looker.start()
+        while looker.is_alive():
+            gc.get_objects()
+
+    looker = threading.Thread(target=look)
+    sys.setswitchinterval(1e-6)
+    try:
+        deep(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert found and not found[0].waits
