@@ -87,6 +87,7 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
     assert shapes.activations(one, one.rows(ROWS)) == most
 
 
+@pytest.mark.host_only("passes on a device are not recorded: there recordings would keep more than a step takes")
 def test_activations_of_a_whole_replica_are_those_of_recorded_steps() -> None:
     """Where steps are replayed, their memory is kept: it counts from the third step on."""
     work = Workload(MODELS["cnn"], Adam, lambda where: {}, samples("cnn"), ROWS, 2)

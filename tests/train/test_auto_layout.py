@@ -116,6 +116,7 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
 
 
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
 def test_parts_are_measured_with_the_kernels_that_train(
     group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, compiled: bool
