@@ -13,13 +13,14 @@ A test that is about the host alone says so by `@pytest.mark.host_only("why")`, 
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device import library
+from tests.harness import left_out
 
 TESTS_FOLDER = Path(__file__).parents[1]
 BETWEEN = ("numpy", "_pytest", "pytest", "hypothesis", "contextlib")
@@ -52,7 +54,13 @@ SAME += (
     "test_layering.py",
     "test_mesh.py",
 )
+SAME += ("doctor", "exercise", "pages", "run", "planner/test_search.py", "train/test_stall.py")
+SAME += tuple(f"compose/test_asynchronous_{name}.py" for name in ("ends", "speed"))
+SAME += ("train/test_asynchronous_jobs.py", "train/test_simulated.py")
 SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
+
+
+MOST_CASES = 3  # of one test of whole trainings, with --quick: all of them run on the host
 
 
 @dataclass
@@ -81,6 +89,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if same else None
 
 
+def beyond(count: int, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of each test beyond so many, which are told by their names."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for each in cases.values() for item in sorted(each, key=_place)[count:]]
+
+
+def _place(item: pytest.Item) -> int:
+    return crc32(item.nodeid.encode())
+
+
 class Everywhere:
     """The tests, on the device."""
 
@@ -98,12 +118,13 @@ class Everywhere:
         self._put_uploads()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Note which tests stay on the host; --quick leaves them out, as any other run has them."""
+        """Note which tests stay on the host; --quick leaves them out, as any other run has them, and many cases."""
         on_host = [item for item in items if item.get_closest_marker("host_only")]
         self._host_only = [reason(item) for item in on_host]
         if config.option.quick:
-            config.hook.pytest_deselected(items=on_host)
-            items[:] = [item for item in items if not item.get_closest_marker("host_only")]
+            others = {*on_host, *beyond(MOST_CASES, [item for item in items if left_out.is_dealt(item)])}
+            config.hook.pytest_deselected(items=list(others))
+            items[:] = [item for item in items if item not in others]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say how many tests stay on the host, and why."""

@@ -178,6 +178,7 @@ def test_how_much_a_run_multiplies() -> None:
     assert long > 2 * short
 
 
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.parametrize(
     ("words", "version", "chosen", "said"),
     [
@@ -223,6 +224,7 @@ def weights(folder: Path) -> list[Any]:
     return [ended["weights_sha256"], kept["jit"]]
 
 
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 def test_a_choice_is_that_of_the_option_and_stays(
     group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
