@@ -65,6 +65,11 @@ def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
     return sorted(name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm")))
 
 
+def expects_device() -> bool:
+    """Return whether a device could be meant to be used here: cupy is installed, or NVIDIA's driver shows a card."""
+    return bool(installed_wheels()) or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()  # the latter: WSL
+
+
 def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed_wheels) -> str:
     """Return why cupy cannot be imported, in words."""
     installed = wheels()

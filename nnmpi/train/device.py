@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nnmpi.backend.cudnn import chosen, describe, use_convolution
 from nnmpi.backend.device import select
-from nnmpi.backend.device_errors import REMEDY
+from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.gemm import gemm_notice
 from nnmpi.backend.memory import gib
 from nnmpi.backend.record import Backend, numpy_backend
@@ -81,16 +81,20 @@ def check_convolution(algorithm: str, backend: Backend) -> None:
         )
 
 
-def describe_device(backend: Backend, group: Group, precision: str) -> list[str]:
+def describe_device(backend: Backend, group: Group, precision: str, verbose: bool = False) -> list[str]:
     """Return lines on how ranks share devices and memory, what computes slowly, and why this backend. Collective.
+
+    That no rank has a device is said where one could be meant to be used.
 
     Args:
         backend: where this rank computes.
         group: all ranks of the run.
         precision: what products read, such as "bf16".
+        verbose: say it anyway.
     """
     places = group.gather([platform.node(), backend.card])
-    lines = [f"chosen: {backend.reason}"] if backend.reason else []
+    tell = any(group.gather(expects_device())) or verbose
+    lines = [f"chosen: {backend.reason}"] if backend.reason and tell else []
     if not backend.is_device:
         return lines
     cards = {tuple(place) for place in places}

@@ -46,7 +46,7 @@ def header(context: RunContext, chosen: BlasChoice, kernels: str) -> list[str]:
         f"{'kernels of its own' if backend.is_device else blas()}",
         *([f"products: {chosen.line}"] if chosen.line else []),
         *([f"kernels: {kernels}"] if kernels else []),
-        *describe_device(backend, group, config.run.precision),
+        *describe_device(backend, group, config.run.precision, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",

@@ -1,5 +1,6 @@
 """What the header says of devices: one rank's slower products are every rank's business."""
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -56,9 +57,15 @@ def test_how_convolutions_are_computed(group: Group) -> None:
         check_convolution("im2col", numpy_backend())
 
 
-def test_the_host_has_nothing_to_say(group: Group) -> None:
-    """Unless it was chosen automatically; see `select`."""
-    assert describe_device(numpy_backend(), group, "bf16") == []
+def test_the_host_has_nothing_to_say(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it was chosen automatically, and one rank could be meant to use a device, or somebody asks."""
+    assert describe_device(numpy_backend(), group, "bf16", verbose=True) == []
+    chosen = replace(numpy_backend(), reason="auto chose numpy: why")
+    for there in (False, True):
+        last = there and group.rank == group.size - 1
+        monkeypatch.setattr("nnmpi.train.device.expects_device", lambda last=last: last)
+        assert describe_device(chosen, group, "bf16") == (["chosen: auto chose numpy: why"] if there else [])
+        assert describe_device(chosen, group, "bf16", verbose=True) == ["chosen: auto chose numpy: why"]
 
 
 @pytest.mark.mpi
