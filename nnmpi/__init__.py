@@ -18,7 +18,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
-from nnmpi.aliases import answer, missing  # noqa: E402
+from nnmpi.aliases import Package, answer, missing  # noqa: E402
 from nnmpi.backend.gemm import use_blas  # noqa: E402
 from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
@@ -95,8 +95,9 @@ _WHEN_USED = {
 }
 
 
-for _room in (data, nn, ops, optim):
+for _room in (data, nn, ops, optim, tensor):
     answer(_room)
+tensor.__class__ = Package
 
 
 def __dir__() -> list[str]:

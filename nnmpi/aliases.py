@@ -5,24 +5,28 @@ def total(x, axis=None, keepdims=False): ...
 
 total(x, dim=1)      # total(x, axis=1)
 x.unsqueeze(0)       # AttributeError: Tensor has no attribute 'unsqueeze'; write x[None], x[:, None] ...
+nn.ReLU(inplace=True)  # TypeError: ReLU has no argument 'inplace'; leave it out: no operation ...
 """
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from inspect import signature
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def also(**ours: str) -> Callable[[F], F]:
-    """Let a function take arguments by other names, too.
+    """Let a function take arguments by other names, too, and answer for those of PyTorch's that it has not.
 
     Args:
         ours: by their name elsewhere, what they are called here.
     """
 
     def decorate(function: F) -> F:
+        answered = INSTEAD.keys() - signature(function).parameters.keys() - ours.keys()
+
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             if kwargs:
@@ -30,6 +34,9 @@ def also(**ours: str) -> Callable[[F], F]:
                     if ours[theirs] in kwargs:
                         raise TypeError(f"{function.__qualname__} got {theirs} and {ours[theirs]}, which are one thing")
                     kwargs[ours[theirs]] = kwargs.pop(theirs)
+                for theirs in answered & kwargs.keys():
+                    name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+                    raise TypeError(f"{name} has no argument {theirs!r}; {INSTEAD[theirs]}")
             return function(*args, **kwargs)
 
         return cast(F, called)
@@ -41,13 +48,13 @@ def _rows(*rows: tuple[str, str]) -> Mapping[str, str]:
     return MappingProxyType({name: answer for names, answer in rows for name in names.split()})
 
 
-# Names in PyTorch, wherever they are typed (of the package, a module, a tensor), and what is written here.
+# Names in PyTorch, wherever they are typed (of the package, a module, a tensor, an argument), and what is written here.
 INSTEAD = _rows(
     ("zeros ones full empty eye rand randn randint arange linspace from_numpy as_tensor zeros_like ones_like",
      "make it with NumPy: nnmpi.Tensor(numpy.zeros((2, 3), 'float32'))"),
     ("float32 float64 float16 bfloat16 int64 long int float double half type",
      "dtypes have NumPy's names: x.astype('float32'), model.initialize(dtype='float64')"),
-    ("to cuda device",
+    ("to cuda device pin_memory non_blocking",
      "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)"),
     ("cpu", "x.numpy() and model.state() give arrays in host memory"),
     ("amp autocast", "nnmpi.use_precision and Numerics choose the precision"),
@@ -64,13 +71,18 @@ INSTEAD = _rows(
     ("functional", "operations stand in nnmpi.ops: ops.relu(x), ops.cross_entropy(logits, labels)"),
     ("utils", "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips"),
     ("DataLoader", "nnmpi.data.Loader"),
-    ("TensorDataset", "nnmpi.data.Dataset(name, x, y, classes=10)"),
+    ("TensorDataset", "nnmpi.data.Dataset(name, x, y, classes=10); with classes=0 quantities are predicted"),
     ("random_split", "nnmpi.data.split(dataset, 0.2, seed=0)"),
     ("lr_scheduler", "a schedule is a function of the step: optimizer.lr = optim.Cosine(...)(step)"),
+    ("StepLR MultiStepLR CosineAnnealingLR OneCycleLR",
+     "a schedule is a function of the step: optimizer.lr = optim.StepDecay(0.1, every=1000, factor=0.5)(step)"),
     ("RMSprop Adagrad Adadelta LBFGS", "there are optim.SGD, optim.Adam and optim.AdamW"),
     ("GRU RNN", "there is nn.LSTM"),
     ("LogSoftmax NLLLoss", "nn.CrossEntropyLoss takes what comes before the softmax; ops.log_softmax(x)"),
-    ("nll_loss", "ops.cross_entropy(logits, labels) takes what comes before the softmax"),
+    ("nll_loss", "ops.cross_entropy(x, labels): of a log_softmax, and of what comes before it, the same number"),
+    ("dropout1d dropout2d Dropout1d Dropout2d Dropout3d AlphaDropout", "nn.Dropout(p), which drops single elements"),
+    ("smooth_l1_loss mse_loss l1_loss binary_cross_entropy_with_logits",
+     "ops.huber(x, y), ops.mse(x, y), ops.mae(x, y), ops.binary_cross_entropy(x, y)"),
     ("BCELoss", "nn.BCEWithLogitsLoss takes what comes before the sigmoid"),
     ("SmoothL1Loss", "nn.HuberLoss"),
     ("AdaptiveAvgPool2d", "nn.GlobalAvgPool2d()"),
@@ -88,6 +100,7 @@ INSTEAD = _rows(
     ("dim", "x.ndim"),
     ("tolist", "x.numpy().tolist()"),
     ("unsqueeze", "write x[None], x[:, None] ..."),
+    ("sin cos", "nnmpi.tensor.sin(x)"),
     ("expand expand_as", "nnmpi.tensor.broadcast_to(x, shape)"),
     ("std norm", "x.var(axis).sqrt(), (x * x).sum().sqrt()"),
     ("abs pow", "abs(x), x ** 2"),
@@ -96,12 +109,19 @@ INSTEAD = _rows(
     ("chunk split", "write slices: x[:, :4]"),
     ("gather", "nnmpi.tensor.take_along_axis(x, indices, axis)"),
     ("view_as", "x.reshape(y.shape)"),
-    ("clone contiguous", "leave it out: no operation changes a tensor in place"),
+    ("clone contiguous inplace", "leave it out: no operation changes a tensor in place"),
+    ("set_to_none", "leave it out: zero_grad always forgets the gradients"),
+    ("start_dim", "leave it out: nn.Flatten() keeps the first axis"),
+    ("multinomial randperm normal bernoulli", "draw with NumPy: numpy.random.default_rng(0).choice(n, p=p)"),
+    ("topk sort argsort", "sort arrays: numpy.argsort(x.data)"),
+    ("batch_first", "leave it out: x is (batch, time, features)"),
+    ("drop_last", "leave it out: a short last batch counts by its samples"),
+    ("sampler collate_fn", "nnmpi.data.Loader deals samples by seed and epoch: rank= and world=, shuffle=, transform="),
     ("add_ sub_ mul_ div_ zero_ fill_ copy_ clamp_",
      "no operation changes a tensor in place; write x = x + 1, or to x.data"),
     ("requires_grad_", "Tensor(x, requires_grad=True); parameter.requires_grad = False"),
     ("train", "leave it out; with dropout or batch normalization the loss is computed within "
-     "a block: with nn.training(step=step)"),
+     "a block: with nn.training(step=optimizer.steps)"),
     ("eval training", "outside of nn.training() models evaluate; leave it out; nn.current().training tells"),
     ("modules apply", "named_modules() yields them with their names"),
     ("register_buffer", "self.name = nn.Buffer(shape, value), whose .data is saved with the state"),
@@ -128,3 +148,11 @@ def answer(module: ModuleType) -> None:
         raise missing(f"module {module.__name__!r}", name)
 
     module.__dict__["__getattr__"] = look_up
+
+
+class Package(ModuleType):
+    """A package that has the name of a function of PyTorch's, and says so to who calls it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise the TypeError that says what to call."""
+        raise TypeError(f"{self.__name__} is a package; nnmpi.Tensor(values) makes a tensor")

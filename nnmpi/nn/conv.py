@@ -1,5 +1,7 @@
 """Layers on images (batch, height, width, channels): convolution and pooling."""
 
+from typing import Literal
+
 from nnmpi.aliases import also
 from nnmpi.backend.windows import Pair, pair
 from nnmpi.errors import UsageError
@@ -18,7 +20,8 @@ class Conv2d(Module):
 
     Args:
         inputs, outputs: the numbers of channels.
-        kernel, stride, padding, dilation: one number, or one for rows and one for columns.
+        kernel, stride, padding, dilation: one number, or one for rows and one for columns; padding may be "same", for
+            images as large as they were.
         groups: the channels are cut into this many groups that do not mix.
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and so is the bias.
@@ -31,7 +34,7 @@ class Conv2d(Module):
         outputs: int,
         kernel: int | Pair,
         stride: int | Pair = 1,
-        padding: int | Pair = 0,
+        padding: int | Pair | Literal["same"] = 0,
         dilation: int | Pair = 1,
         groups: int = 1,
         bias: bool = True,
@@ -42,9 +45,15 @@ class Conv2d(Module):
                 f"a convolution of {inputs} to {outputs} channels in {groups} groups does not work; "
                 "groups must divide both numbers of channels"
             )
-        self.stride, self.padding = pair("stride", stride, 1), pair("padding", padding, 0)
-        self.dilation, self.groups = pair("dilation", dilation, 1), groups
+        self.stride, self.dilation, self.groups = pair("stride", stride, 1), pair("dilation", dilation, 1), groups
         rows, columns = pair("kernel", kernel, 1)
+        if padding == "same":
+            if not rows % 2 or not columns % 2 or self.stride != (1, 1):
+                raise UsageError(
+                    f'padding="same" needs an odd kernel and a stride of 1, not {kernel} and {stride}; give numbers'
+                )
+            padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
+        self.padding = pair("padding", padding, 0)
         terms = rows * columns * inputs // groups
         self.weight = Parameter((rows, columns, inputs // groups, outputs), init or fan_in(terms))
         self.bias = Parameter((outputs,), fan_in(terms)) if bias else None

@@ -5,7 +5,7 @@ from functools import partial
 from nnmpi.aliases import also
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
-from nnmpi.nn.mode import current
+from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.dropout import dropout
 from nnmpi.tensor.tensor import Tensor
@@ -31,6 +31,8 @@ class Dropout(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
         if not current().training or self.rate == 0:
+            if self.rate:
+                warn_later(x)
             return x
         return dropout(x, self.rate, partial(mask_place, self.path))
 

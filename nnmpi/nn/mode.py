@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from nnmpi.backend.recording import perform
+from nnmpi.tensor.tensor import Tensor
 
 
 class Mode(NamedTuple):
@@ -81,6 +82,15 @@ class _Within(ContextDecorator, AbstractContextManager[None]):
         _mode.set(self._before.pop())
 
 
+def warn_later(x: Tensor) -> None:
+    """Let a backward pass warn, where a layer that trains in another way has evaluated and nobody has said so."""
+    if x.tape is not None and current() is _EVALUATING:  # and no block's mode
+        x.tape.find().warning = (
+            "this model evaluates: dropout drops nothing and batch normalization uses its running statistics; compute "
+            "the loss within `with nn.training(step=optimizer.steps):`, or within `with nn.evaluation():` to mean it"
+        )
+
+
 def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> AbstractContextManager[None]:
     """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
 
@@ -94,7 +104,7 @@ def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = Fal
 
 
 def evaluation() -> AbstractContextManager[None]:
-    """Run models in evaluation mode, also inside a `training` block."""
+    """Run models in evaluation mode, also inside a `training` block; gradients may be wanted of just that."""
     return _Within(training=False)
 
 

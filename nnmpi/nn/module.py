@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from nnmpi.aliases import missing
+from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend, numpy_backend
@@ -91,6 +91,10 @@ class Module:
     sharding: Table = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
+
+    @also()
+    def __init__(self) -> None:
+        """Take no arguments."""
 
     def forward(self, *inputs: Any) -> Any:
         """Compute the result. Subclasses define it."""
@@ -213,6 +217,7 @@ class Module:
         for path, module in self.named_modules():
             module.path = path
 
+    @also()
     def zero_grad(self) -> None:
         """Forget all gradients, so that the next backward pass starts anew."""
         storage = vars(self).get("storage")

@@ -7,7 +7,7 @@ from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.init import Constant
-from nnmpi.nn.mode import current
+from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, layer_norm
 from nnmpi.tensor.parameter import Parameter
@@ -69,6 +69,7 @@ class BatchNorm(Module):
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
             result: Tensor = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
+            warn_later(result)
             return result
         return batch_norm(x, weight, bias, self.eps, all_reduce, self._see)[0]
 

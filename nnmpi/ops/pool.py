@@ -5,6 +5,7 @@ The operations check shapes and keep what backward needs; kernels compute (see `
 
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -63,6 +64,7 @@ class AvgPool2dFunction(_Pool2d):
         return (self.kernels.avg_pool_grad(self.xp, grad, shape, self.over),)
 
 
+@also(kernel_size="kernel")
 def max_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
@@ -93,6 +95,7 @@ def largest(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     return with_kernels(kernels, MaxPool2dFunction(kernels, PoolWindows(kernel, stride, padding)), x)
 
 
+@also(kernel_size="kernel")
 def avg_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the mean of each window, (batch, out_height, out_width, channels); the border counts as zeros.
 

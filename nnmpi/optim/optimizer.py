@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
@@ -241,6 +242,7 @@ class Optimizer(ABC):
         self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut() if self._keeper is None else ()
 
+    @also()
     def zero_grad(self) -> None:
         """Forget all gradients, as the model's `zero_grad` does.
 

@@ -79,12 +79,13 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> tuple
 class Tape:
     """The operations of one graph, oldest first."""
 
-    __slots__ = ("hooked", "joined", "nodes")
+    __slots__ = ("hooked", "joined", "nodes", "warning")
 
     def __init__(self) -> None:
         self.nodes: list[Function] = []
         self.hooked = False  # some leaf wants to know when its gradient is final
         self.joined: Tape | None = None  # the tape that took over this one's operations
+        self.warning: str | None = None  # what a user who calls `Tensor.backward` should be told
 
     def find(self) -> Tape:
         """Return the tape on which this one's operations stand now."""
@@ -105,6 +106,7 @@ def join(one: Tape, other: Tape) -> Tape:
         one, other = other, one  # copy the shorter list: each operation is then moved at most log2(n) times in all
     one.nodes.extend(other.nodes)
     one.hooked = one.hooked or other.hooked
+    one.warning = one.warning or other.warning
     other.nodes, other.joined = [], one
     return one
 

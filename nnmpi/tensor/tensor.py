@@ -9,6 +9,7 @@ A gradient in three lines:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,9 @@ class Tensor(Variable):
                 "backward of a tensor that depends on nothing that needs a gradient; "
                 "was it computed under no_grad, or detached?"
             )
+        warning = None if self.tape is None else self.tape.find().warning
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         xp = namespace(self.data)
         if grad is None:
             if self.data.size != 1:

@@ -2,7 +2,9 @@
 
 import re
 import runpy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +132,9 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
         for (x, y), same in zip(loader, loader.epoch(epoch), strict=True):
             assert (x == same.x).all()
             optimizer.zero_grad()
-            criterion(model(x), y).backward()
+            with nn.training(step=optimizer.steps):
+                loss = criterion(model(x), y)
+            loss.backward()
             optimizer.step()
     other.load_state_dict(model.state_dict())
     assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
@@ -145,6 +149,61 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     assert tensor.sum(dim=-1, keepdim=True).shape == (1, 2, 1)  # type: ignore[call-arg]
     assert tensor.argmax(dim=-1).tolist() == [[2, 2]]  # type: ignore[call-arg]
     assert np.allclose(ops.softmax(tensor, dim=1).sum(axis=1).numpy(), 1)  # type: ignore[call-arg]
+
+
+def test_a_loss_computed_in_evaluation_warns() -> None:
+    """In one sentence at the line of backward, where dropout or batch normalization is in it and nobody has said so."""
+    x, y = np.ones((6, 4), np.float32), np.arange(6) % 3
+
+    def loss(*layers: nn.Module) -> nnmpi.Tensor:
+        return nn.CrossEntropyLoss()(nn.Sequential(nn.Linear(4, 3), *layers).initialize()(x), y)
+
+    for layer in (nn.Dropout(), nn.BatchNorm(3)):
+        with pytest.warns(UserWarning, match=r"compute the loss within `with nn.training\(step=") as told:
+            loss(layer).backward()
+        assert [each.filename for each in told] == [__file__]
+        (loss() + loss(layer) * 0).detach()  # what nobody asks a gradient of
+        with warnings.catch_warnings(action="error"):
+            for mode in (nn.training(), nn.evaluation()):
+                with mode:
+                    value = loss(layer)
+                value.backward()
+            loss(nn.Dropout(0.0)).backward()
+    with pytest.warns(UserWarning):
+        (loss() + loss(nn.Dropout())).backward()  # of two graphs that meet
+    step = nnmpi.compile(lambda x: loss(nn.Dropout(0.3)).backward())
+    with pytest.warns(UserWarning):
+        step(nnmpi.Tensor(x))
+
+
+def test_arguments_of_pytorch_are_answered() -> None:
+    """Taken where they say something here, and else told what to write."""
+    typed: Any = nnmpi
+    model = typed.nn.Sequential(typed.nn.Linear(4, 3)).initialize()
+    optimizer = typed.optim.SGD(model.storage, lr=0.1)
+    calls: dict[str, Callable[[], object]] = {
+        "ReLU has no argument 'inplace'; leave it out": lambda: typed.nn.ReLU(inplace=True),
+        "Dropout has no argument 'inplace'; leave it out": lambda: typed.nn.Dropout(0.1, inplace=True),
+        "LSTM has no argument 'batch_first'; leave it out": lambda: typed.nn.LSTM(4, 4, batch_first=True),
+        "Optimizer.zero_grad has no argument 'set_to_none'; leave": lambda: optimizer.zero_grad(set_to_none=True),
+        "Module.zero_grad has no argument 'set_to_none'; leave": lambda: model.zero_grad(set_to_none=True),
+        "Loader has no argument 'pin_memory'; the backend": lambda: typed.data.Loader(None, 4, pin_memory=True),
+        "nnmpi.tensor is a package; nnmpi.Tensor(values) makes a tensor": lambda: typed.tensor([1.0]),
+    }
+    for sentence, call in calls.items():
+        with pytest.raises(TypeError, match=re.escape(sentence)):
+            call()
+    image = nnmpi.Tensor(np.ones((2, 7, 6, 1), np.float32))
+    conv = typed.nn.Conv2d(1, 3, kernel_size=(3, 5), padding="same", dilation=(2, 1)).initialize()
+    assert conv(image).shape == (2, 7, 6, 3) and conv.padding == (2, 2)
+    assert (
+        typed.ops.max_pool2d(image, kernel_size=2).shape
+        == typed.ops.avg_pool2d(image, kernel_size=2).shape
+        == (2, 3, 3, 1)
+    )
+    for kernel, stride in ((4, 1), (3, 2)):
+        with pytest.raises(UsageError, match='padding="same" needs an odd kernel and a stride of 1'):
+            typed.nn.Conv2d(1, 3, kernel, stride, padding="same")
 
 
 @pytest.mark.parametrize(
