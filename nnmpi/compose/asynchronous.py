@@ -75,25 +75,14 @@ class AsynchronousWorker(Trainer):
         with agreed(group):  # only servers' ranks have hooks in a model
             self._check()
         broadcast_state(model, group)
-        self._gradient = gradient = LocalGradient(
-            model,
-            self.loss,
-            self.backend,
-            seed,
-            numerics.clip,
-            self.precision,
-            self.evaluation_loss,
-            self.throttle.pace,
-        )
+        self._gradient = LocalGradient(self)
         self.runner: ParameterServerRunner | AveragingRunner
         if sync.uses_servers:
-            self.runner = ParameterServerRunner(
-                model, optimizer, group, sync, gradient, self.throttle, self.backend, synchronous_sends
-            )
+            self.runner = ParameterServerRunner(self, sync, self._gradient, synchronous_sends)
             self.reporters = len(sync.worker_ranks(group.size))
             self.reports_per_batch = self.reporters - sync.backup
         else:
-            self.runner = AveragingRunner(model, optimizer, group, sync, gradient, self.throttle, seed)
+            self.runner = AveragingRunner(self, sync, self._gradient)
         self._summary = StalenessSummary()
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:

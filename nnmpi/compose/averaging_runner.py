@@ -8,17 +8,14 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
-from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
 from nnmpi.compose.segment import Tally, exchange, sent, sum_up
 from nnmpi.compose.state import optimizer_state
-from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, TrainingSegment
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import UsageError
-from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
-from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Gossip, LocalSGD
 from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.server.parameter_server import ParameterServer
@@ -36,23 +33,14 @@ class AveragingRunner:
 
     server: ParameterServer | None = None
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        group: Group,
-        sync: Sync,
-        gradient: LocalGradient,
-        throttle: Throttle,
-        seed: int,
-    ) -> None:
-        self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
-        self._gradient, self._throttle = gradient, throttle
-        storage = model.storage
+    def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient) -> None:
+        self.model, self.optimizer, self.group, self.sync = trainer.model, trainer.optimizer, trainer.group, sync
+        self._gradient, self._throttle = gradient, trainer.throttle
+        group, storage, optimizer = self.group, self.model.storage, self.optimizer
         self._averaging: LocalSGD | Gossip = (
             LocalSGD(group, storage, optimizer, sync.local_steps)
             if sync.mode == "local"
-            else Gossip(group, storage, optimizer, sync.neighbours, seed)
+            else Gossip(group, storage, optimizer, sync.neighbours, trainer.seed)
         )
         # In a warm-up the mean of all is taken after every step; for plain SGD that is the synchronous run.
         self._warming = LocalSGD(group, storage, optimizer, 1)

@@ -22,7 +22,6 @@ from statistics import median
 
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
@@ -43,6 +42,7 @@ from nnmpi.compose.runner import (
     summed,
     to_device,
 )
+from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import Value, plain
@@ -52,11 +52,9 @@ from nnmpi.nn.chain import whole_pieces
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
-from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays
 from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.executor import Pipeline
@@ -78,28 +76,17 @@ class Pipelined:
     """Runs this rank's stages. Their passes are not recorded: they take turns in the order of a schedule.
 
     Args:
-        arrangement: with stages; its model initialized.
-        optimizer: over that model's storage; used here only where every microbatch is an update.
-        loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
-        seed: of the run.
+        trainer: whose model it is; its optimizer is used here only where every microbatch is an update.
+        arrangement: the trainer's, with stages.
         exchange: how gradients are summed over the replicas.
         synchronous_sends: see `comm.point_to_point.Messages`.
-        pace: how long computing lasts.
     """
 
     def __init__(
-        self,
-        arrangement: Arrangement,
-        optimizer: Optimizer,
-        loss: SumLoss,
-        evaluation_loss: SumLoss,
-        backend: Backend,
-        seed: int,
-        exchange: GradientExchange,
-        synchronous_sends: bool = False,
-        pace: Pace | None = None,
+        self, trainer: Trainer, arrangement: Arrangement, exchange: GradientExchange, synchronous_sends: bool
     ) -> None:
-        self.arrangement, self.optimizer, self.backend, self.seed = arrangement, optimizer, backend, seed
+        self.arrangement, self.optimizer, self.seed = arrangement, trainer.optimizer, trainer.seed
+        self.backend = backend = trainer.backend
         self.replays = self.held_bytes = 0
         layout, mesh = arrangement.layout, arrangement.mesh
         self.model: Module = arrangement.model
@@ -127,9 +114,9 @@ class Pipelined:
         self._waiting = self._holders()
         self._places = {stage: i for i, stage in enumerate(self._numbers)}
         self.fixed = FixedReduction(self.model, mesh.dp, _first_numbers(arrangement), backend) if layout.fixed else None
-        self._losses: tuple[SumLoss, SumLoss] = (loss, evaluation_loss)
-        self._score = score_of(loss, arrangement)
-        self.scalars, self._check = DeferredScalars(backend), label_check(loss, arrangement.classes)
+        self._losses = (trainer.loss, trainer.evaluation_loss)
+        self._score = score_of(trainer.loss, arrangement)
+        self.scalars, self._check = DeferredScalars(backend), label_check(trainer.loss, arrangement.classes)
         self._batch: _Running | None = None
         self._is_released = False
         self._traffic = Traffic()  # of the updates within a pass
@@ -150,6 +137,7 @@ class Pipelined:
         }
         place = mesh.place
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
+        pace = trainer.throttle.pace
         self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
         self._budget, self._planned_rows = layout.activation_memory, 0
         self._plans: StagePlans | None = None

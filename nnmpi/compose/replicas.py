@@ -22,7 +22,6 @@ from nnmpi.backend.recording import perform, refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.norm import note_squares, read_norm
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replayed import ReplayedPass
@@ -33,7 +32,6 @@ from nnmpi.compose.runner import (
     DeviceBatch,
     EvalReport,
     Outcome,
-    SumLoss,
     Values,
     check_cuts,
     label_check,
@@ -41,7 +39,7 @@ from nnmpi.compose.runner import (
     summed,
     to_device,
 )
-from nnmpi.compose.trainer import Totals
+from nnmpi.compose.trainer import Totals, Trainer
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import SharedOutWeights
@@ -49,12 +47,11 @@ from nnmpi.memory.plan import Plan
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.memory.store import Store, make_store
 from nnmpi.nn.mode import evaluation, training
-from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.pace import Pace, Rest
+from nnmpi.parallel.pace import Rest
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
@@ -105,20 +102,15 @@ class ForwardBackward:
     """Takes batches forward and backward, microbatch by microbatch, and notes what is to be known of them at the end.
 
     Args:
-        model: initialized.
-        loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
-        backend: where the model lives.
-        seed: of the run; keys dropout masks.
+        trainer: whose model, losses and seed they are, and which says how the model lies on the ranks.
         backward: takes a microbatch's loss back: called with it, its gradient, and whether it is the batch's last.
-        where: how the model lies on the ranks; None for all of it on each.
         fixed: what sums the microbatches' gradients in a fixed order, if something does.
         alone: whether no other rank computes along: then microbatches without rows are left out.
-        pace: how long computing lasts.
         weights: the strategy that lets the model's weights come, if they are not there.
 
     Attributes:
         scalars: SCORE, and LOSS; with a fixed order each microbatch's loss by its number.
-        pace: as given.
+        pace: how long computing lasts.
         now: what is worked on, or was last.
         passes: what does them; see `compose.replayed`.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
@@ -126,21 +118,16 @@ class ForwardBackward:
 
     def __init__(
         self,
-        model: Module,
-        loss: SumLoss,
-        evaluation_loss: SumLoss,
-        backend: Backend,
-        seed: int,
+        trainer: Trainer,
         backward: Backward,
-        where: Arrangement | None = None,
         fixed: FixedReduction | None = None,
         alone: bool = False,
-        pace: Pace | None = None,
         weights: SharedOutWeights | None = None,
     ) -> None:
-        self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, seed, fixed, weights
+        model, loss, evaluation_loss, backend = trainer.model, trainer.loss, trainer.evaluation_loss, trainer.backend
+        self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, trainer.seed, fixed, weights
         self._loss, self._evaluation_loss, self._alone, self._backward = loss, evaluation_loss, alone, backward
-        self.pace = Pace() if pace is None else pace
+        self.pace, where = trainer.throttle.pace, trainer.arrangement
         classes = 0 if where is None else where.classes
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
         # It is called on every rank, since it may communicate where the classes are shared out.
@@ -350,32 +337,13 @@ class LocalGradient:
     """Computes gradients of parts of batches.
 
     Args:
-        model: initialized, without another strategy.
-        loss: (logits, labels) -> the sum of the samples' losses.
-        backend: where the model lives.
-        seed: of the run; keys dropout masks.
-        clip: the largest length of the gradient of a part's mean loss, or None.
-        precision: of products, see `backend.precision`.
-        evaluation_loss: for `evaluate`; `loss` by default.
-        pace: how long computing lasts.
+        trainer: whose model it is, without another strategy; its `clip` is for the gradient of a part's mean loss.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        loss: SumLoss,
-        backend: Backend,
-        seed: int,
-        clip: float | None = None,
-        precision: str = "float32",
-        evaluation_loss: SumLoss | None = None,
-        pace: Pace | None = None,
-    ) -> None:
-        self.model, self.backend, self.clip = model, backend, clip
-        self._passes = ForwardBackward(
-            model, loss, evaluation_loss or loss, backend, seed, self._backward, alone=True, pace=pace
-        )
-        self._precision = precision
+    def __init__(self, trainer: Trainer) -> None:
+        self.model, self.backend, self.clip = trainer.model, trainer.backend, trainer.clip
+        self._passes = ForwardBackward(trainer, self._backward, alone=True)
+        self._precision = trainer.precision
         self._poll: Callable[[], None] | None = None
         self._rest: Rest | None = None
 
@@ -467,33 +435,16 @@ class Replicas:
     """Runs a whole model, or this rank's shards of its layers.
 
     Args:
-        model: initialized.
-        world: all ranks.
-        arrangement: how the model lies on the ranks, without a pipeline; None for all of it on each.
-        loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
-        backend: where the model lives.
-        seed: of the run; keys dropout masks.
+        trainer: whose model it is, without a pipeline.
         exchange: how gradients are summed over the replicas.
         is_summed: whether this runner sums them; a fused update does it otherwise.
-        pace: how long computing lasts.
     """
 
     updates = False
 
-    def __init__(
-        self,
-        model: Module,
-        world: Group,
-        arrangement: Arrangement | None,
-        loss: SumLoss,
-        evaluation_loss: SumLoss,
-        backend: Backend,
-        seed: int,
-        exchange: GradientExchange,
-        is_summed: bool,
-        pace: Pace | None = None,
-    ) -> None:
-        self.model, self.world = model, world
+    def __init__(self, trainer: Trainer, exchange: GradientExchange, is_summed: bool) -> None:
+        self.model, self.world = model, world = trainer.model, trainer.group
+        arrangement, backend, pace = trainer.arrangement, trainer.backend, trainer.throttle.pace
         replicas = world if arrangement is None else arrangement.mesh.replicas
         fixed = arrangement is not None and arrangement.layout.fixed
         self.parallel = (
@@ -516,11 +467,8 @@ class Replicas:
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
         strategy = self.parallel
-        self._passes = ForwardBackward(
-            *(model, loss, evaluation_loss, backend, seed, self._backward, arrangement, self.fixed),
-            pace=pace,
-            weights=strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None,
-        )
+        weights = strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None
+        self._passes = ForwardBackward(trainer, self._backward, self.fixed, weights=weights)
         self.scalars, self.evaluate = self._passes.scalars, self._passes.evaluate
 
     def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:

@@ -13,14 +13,10 @@ from collections.abc import Callable
 from functools import partial
 
 from nnmpi import clock, timeline
-from nnmpi.backend.record import Backend
-from nnmpi.comm.group import Group
 from nnmpi.compose.replicas import LocalGradient
 from nnmpi.compose.segment import Tally, exchange, sent, sum_up
 from nnmpi.compose.state import sharded_optimizer_state
-from nnmpi.compose.trainer import OnProgress, PollSignal, Progress, SegmentReport, Throttle, Totals, TrainingSegment
-from nnmpi.nn.module import Module
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.compose.trainer import OnProgress, PollSignal, Progress, SegmentReport, Totals, Trainer, TrainingSegment
 from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.parallel.server.push_pull import PushPull
@@ -38,19 +34,10 @@ class ParameterServerRunner:
         steps_done: the gradients of any rows that this rank computed in the last segment.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        group: Group,
-        sync: Sync,
-        gradient: LocalGradient,
-        throttle: Throttle,
-        backend: Backend,
-        synchronous_sends: bool,
-    ) -> None:
+    def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient, synchronous_sends: bool) -> None:
+        model, optimizer, group = trainer.model, trainer.optimizer, trainer.group
         self.model, self.optimizer, self.group, self.sync = model, optimizer, group, sync
-        self._gradient, self._throttle = gradient, throttle
+        self._gradient, self._throttle = gradient, trainer.throttle
         self._workers, servers = sync.worker_ranks(group.size), sync.server_ranks(group.size)
         self._is_worker = group.rank in self._workers
         shards = cut_shards(model.storage, len(servers))
@@ -65,7 +52,7 @@ class ParameterServerRunner:
             )
         self._note: Callable[[int, Push], None] = lambda worker, push: None
         self._talk = PushPull(
-            group, sync, model.storage, shards, self.server, self._noted, synchronous_sends, backend=backend
+            group, sync, model.storage, shards, self.server, self._noted, synchronous_sends, backend=trainer.backend
         )
         if self.server is not None and self._is_worker:
             gradient.look_after(self._serve, self._talk.serve_until)

@@ -326,6 +326,7 @@ class Trainer(ABC):
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         backend: where the model lives.
         precision: of products, see `backend.precision`.
+        clip: the largest length of the gradient, or None.
         arrangement: how the model lies on the ranks; None where each has all of it.
         in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
             rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
@@ -354,6 +355,7 @@ class Trainer(ABC):
         self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
+        self.clip = numerics.clip
         self.throttle = Throttle() if throttle is None else throttle
         self.arrangement = arrangement
 

@@ -257,7 +257,7 @@ class Worker(Trainer):
         super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle, arrangement)
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
-        self.exchange, self.clip = exchange, numerics.clip
+        self.exchange = exchange
         check_precision(self.precision, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
@@ -291,29 +291,10 @@ class Worker(Trainer):
         self._signals = PeriodicCheck(group)
 
     def _make_runner(self, synchronous_sends: bool) -> Runner:
-        where, losses = self.arrangement, (self.loss, self.evaluation_loss)
+        where = self.arrangement
         if where is not None and where.stages:
-            return Pipelined(
-                where,
-                self.optimizer,
-                *losses,
-                self.backend,
-                self.seed,
-                self.exchange,
-                synchronous_sends,
-                self.throttle.pace,
-            )
-        return Replicas(
-            self.model,
-            self.group,
-            where,
-            *losses,
-            self.backend,
-            self.seed,
-            self.exchange,
-            is_summed=self.fused is None,
-            pace=self.throttle.pace,
-        )
+            return Pipelined(self, where, self.exchange, synchronous_sends)
+        return Replicas(self, self.exchange, is_summed=self.fused is None)
 
     def _predict(self) -> float:
         """Return the seconds that a step's last sum is predicted to take, NaN without a fit.

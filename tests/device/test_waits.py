@@ -15,7 +15,6 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import Numerics
 from nnmpi.compose.replicas import LocalGradient
-from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
@@ -82,11 +81,12 @@ def test_one_wait_an_evaluation(group: Group, monkeypatch: pytest.MonkeyPatch) -
     given.close()
 
 
-def test_one_wait_for_a_gradient_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wait_for_a_gradient_of_ones_own(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where workers do not go in step."""
     dataset, backend = digits(), device_backend()
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
-    gradient = LocalGradient(model, sum_cross_entropy(None), backend, 0, clip=0.1)
+    numerics = Numerics(clip=0.1)
+    gradient = LocalGradient(Worker(model, optim.SGD(model.storage, 0.1), group, backend=backend, numerics=numerics))
     batch = next(batches(Loader(dataset, 32, microbatches=2), 0, backend))
     gradient.run(batch, 0)
     with watched(monkeypatch) as counts:
