@@ -23,7 +23,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from nnmpi import clock, timeline
-from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
@@ -60,11 +59,10 @@ from nnmpi.compose.runner import (
     check_loss,
     check_optimizer,
 )
-from nnmpi.compose.state import slots
 from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
-from nnmpi.errors import CheckpointError, DeviceError, NnmpiError, UsageError, counted
+from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -75,7 +73,6 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
-from nnmpi.memory.stored import in_memory
 from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -585,39 +582,6 @@ class Worker(Trainer):
         rank = peaks.index(max(peaks))
         most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{'; of rank 0' if rank else ''}"
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
-
-    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return this rank's arrays of the optimizer by "slot/parameter", copied to the host, and its numbers."""
-        arrays = {name: np.array(self.backend.to_host(in_memory(view))) for name, view in self._slots().items()}
-        scaling = {} if self.scaling is None else {f"loss_scale.{name}": x for name, x in self.scaling.state().items()}
-        return arrays, {"steps": self.optimizer.steps, **scaling}
-
-    def load_optimizer_state(self, arrays: Mapping[str, Array], scalars: Mapping[str, Any]) -> None:
-        """Put back what `optimizer_state` gave.
-
-        Raises:
-            CheckpointError: when names or shapes do not fit this optimizer and model; nothing is changed then.
-        """
-        own = self._slots()
-        if own.keys() != arrays.keys() or "steps" not in scalars:
-            different = sorted(own.keys() ^ arrays.keys())[:3]
-            raise CheckpointError(
-                f"the optimizer's state does not fit: {', '.join(different) or 'steps'} missing or unknown"
-            )
-        for name, view in own.items():
-            theirs = arrays[name]
-            if view.shape != theirs.shape or view.dtype != theirs.dtype:
-                raise CheckpointError(
-                    f"optimizer state {name} is {theirs.dtype} {theirs.shape}, not {view.dtype} {view.shape}"
-                )
-        for name, view in own.items():
-            view[...] = self.backend.asarray(arrays[name])
-        self.optimizer.steps = int(scalars["steps"])
-        if self.scaling is not None and "loss_scale.value" in scalars:  # else it begins anew
-            self.scaling.load({name.partition(".")[2]: x for name, x in scalars.items()})
-
-    def _slots(self) -> dict[str, Array]:
-        return slots(self.model.storage, self.optimizer)
 
     def _deterministic(self) -> AbstractContextManager[object]:
         """Compute in the worker's precision; with reduction "fixed" also to the same bits on every layout.

@@ -145,7 +145,7 @@ def _try_checkpoint(group: Group) -> None:
             saver.wait()
         restore(second, find(folder, group), folder, len(samples))
         _train(second, samples, half, STEPS)
-        arrays = [{**each.model.state(), **each.optimizer_state()[0]} for each in (whole, second)]
+        arrays = [{**each.model.state(), **each.state()[1].to_dict(everywhere=True)} for each in (whole, second)]
         same = all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])
         _require(group, same, "a training that was resumed ends with other weights")
         for each in (whole, first, second):

@@ -184,7 +184,7 @@ def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
     worker = Worker(model, optim.Adam(model.storage), group, numerics=Numerics(precision="fp16"))
     with nn.mode.observed(lambda module, result: seen.append(result.dtype)):
         worker.step(next(iter(Loader(train_set, 32).epoch(0))))
-    arrays = [*model.storage.data, *model.storage.grads, *worker.optimizer_state()[0].values()]
+    arrays = [*model.storage.data, *model.storage.grads, *sum(worker.optimizer.slots().values(), [])]
     assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
     assert np.dtype(np.float16) in seen
     assert mode_of() == "float32"  # the caller's
@@ -196,7 +196,7 @@ def test_the_scale_is_part_of_the_state(group: Group) -> None:
     assert worker.scaling is not None and other.scaling is not None
     worker.scaling.shrink()
     worker.scaling.grow()
-    other.load_optimizer_state(*worker.optimizer_state())
+    other.load_scalars(worker.scalars())
     assert other.scaling.state() == {"value": 2.0**15, "good": 1, "skipped": 1}
 
 

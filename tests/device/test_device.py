@@ -32,7 +32,8 @@ def train(group: Group, backend: Backend, build: Any, **options: Any) -> dict[st
     loader = Loader(dataset, 31, rank=group.rank, world=group.size, microbatches=2, dtype="float64")
     losses = [worker.step(batch).loss for batch in loader.epoch(0)]
     report = worker.evaluate(loader.epoch(0))
-    worker.load_optimizer_state(*worker.optimizer_state())
+    state = worker.state()[1]
+    state.scatter(state.to_dict(everywhere=True).__getitem__)
     model.load_state(model.state())
     return {"losses": np.array(losses), "evaluation": np.array([report.loss, report.accuracy]), **model.state()}
 

@@ -66,8 +66,8 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
     right = [fused.fused is not None, np.allclose(steps[0], steps[1], rtol=1e-6)]
     right += [[loss for loss, _ in steps[0]] == [loss for loss, _ in steps[1]]]
     right += [weights(fused.model) == weights(plain.model)]
-    ours, theirs = fused.optimizer_state(), plain.optimizer_state()
-    right += [ours[1] == theirs[1], all(np.array_equal(ours[0][name], theirs[0][name]) for name in theirs[0])]
+    ours, theirs = (worker.state()[1].to_dict(everywhere=True) for worker in (fused, plain))
+    right += [fused.scalars() == plain.scalars(), all(np.array_equal(ours[name], theirs[name]) for name in theirs)]
     assert all(map(all, ranks.gather([bool(each) for each in right])))
 
 
@@ -87,10 +87,10 @@ def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> 
     train(whole, parts)
     first = build(ranks, fused_update=True)
     train(first, parts[:2])
-    state, (arrays, scalars) = first.model.state(), first.optimizer_state()
     second = build(ranks, fused_update=True)
-    second.model.load_state(state)
-    second.load_optimizer_state(arrays, scalars)
+    second.model.load_state(first.model.state())
+    second.state()[1].scatter(first.state()[1].to_dict(everywhere=True).__getitem__)
+    second.load_scalars(first.scalars())
     train(second, parts[2:])
     assert set(ranks.gather(weights(second.model))) == set(ranks.gather(weights(whole.model)))
 

@@ -40,7 +40,7 @@ def make_worker(group: Group, width: int = 5, optimizer: str = "adamw", seed: in
 
 
 def arrays_of(worker: Worker) -> dict[str, Array]:
-    return {**worker.model.state(), **worker.optimizer_state()[0]}
+    return {**worker.model.state(), **worker.state()[1].to_dict(everywhere=True)}
 
 
 def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
@@ -128,7 +128,7 @@ def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: P
     save_at(worker, folder, group, step=4)
     found = read_checkpoint(folder.checkpoints / "step-00000004")
     assert list(found.model) == list(worker.model.state())
-    assert list(found.optimizer) == list(worker.optimizer_state()[0])
+    assert list(found.optimizer) == list(worker.state()[1].to_dict(everywhere=True))
 
 
 @pytest.mark.simulated
