@@ -15,7 +15,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.mode import evaluation
-from nnmpi.parallel.pipeline.executor import Pipeline
+from nnmpi.parallel.pipeline.executor import GradientSink, Pipeline
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.shard import part, split
 from nnmpi.tensor.function import no_grad
@@ -51,7 +51,7 @@ class ForwardPasses:
                 )
                 for number, links in where.stages.items()
             }
-            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, NoGradients(), backend)
+            self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, GradientSink(), backend)
 
     def run(self, microbatches: Sequence[Array]) -> None:
         """Take them through, without gradients; model input, at least one."""
@@ -72,25 +72,6 @@ class ForwardPasses:
 
     def _scope(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
         return self._mode()
-
-
-class NoGradients:
-    """What becomes of gradients where there are none: see `parallel.pipeline.executor.GradientSink`."""
-
-    def adds(self, stage: int, microbatch: int) -> None:
-        """Nothing will be added."""
-
-    def added(self, stage: int, microbatch: int) -> None:
-        """Nothing was added."""
-
-    def reduce(self, stage: int, microbatch: int | None) -> None:
-        """Nothing is summed."""
-
-    def progress(self) -> None:
-        """Nothing is under way."""
-
-    def step(self, stage: int, microbatch: int | None) -> None:
-        """Nothing is updated."""
 
 
 class Inference:

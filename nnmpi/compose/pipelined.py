@@ -28,6 +28,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.replicas import data_parallel
 from nnmpi.compose.runner import (
     LOSS,
     SCORE,
@@ -52,16 +53,14 @@ from nnmpi.nn.chain import whole_pieces
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
-from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain_gradients
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays
 from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
-from nnmpi.parallel.pipeline.executor import Pipeline
+from nnmpi.parallel.pipeline.executor import GradientSink, Pipeline
 from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate
@@ -72,7 +71,7 @@ from nnmpi.tensor.tensor import Tensor
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
 
 
-class Pipelined:
+class Pipelined(GradientSink):
     """Runs this rank's stages. Their passes are not recorded: they take turns in the order of a schedule.
 
     Args:
@@ -91,23 +90,7 @@ class Pipelined:
         layout, mesh = arrangement.layout, arrangement.mesh
         self.model: Module = arrangement.model
         self.updates = layout.asynchronous
-        self.parallel = (
-            ShardedDataParallel(
-                self.model, mesh.replicas, layout.zero, exchange.algorithm, backend=backend, runs_backward=False
-            )
-            if layout.zero
-            else DataParallel(
-                self.model,
-                mesh.replicas,
-                exchange.allreduce,
-                exchange.bucket_bytes,
-                exchange.overlap,
-                backend,
-                not layout.fixed,
-                runs_backward=False,
-                shares_batches=not layout.fixed,
-            )
-        )
+        self.parallel = data_parallel(trainer, exchange, is_summed=True, runs_backward=False)
         count = len(arrangement.cuts)
         self._last = count - 1
         self._numbers = _numbers(arrangement)
@@ -191,9 +174,9 @@ class Pipelined:
         values = self._enter_stages(running, longest)
         with agreed(world), self._planning(running, number):
             counts = [[each, models[each].count_pieces(values[each])] for each in stages]
-        trained = [
-            each for each in stages if any(p.requires_grad for _, m in self._members(each) for p in m.parameters())
-        ]
+        links = self.arrangement.stages
+        members = {each: [module for link in links[each] for _, module in link.members] for each in stages}
+        trained = [each for each in stages if any(p.requires_grad for m in members[each] for p in m.parameters())]
         everyones = world.gather([counts, trained])
         begin = min((each for _, theirs in everyones for each in theirs), default=self._last)
         costs, copied = [], dict[int, bool]()
@@ -264,10 +247,6 @@ class Pipelined:
         """Return a stage as a model that runs by a plan."""
         pieces = whole_pieces(self.model, self.arrangement.stages[number])
         return RecomputedModel(Sequential(*pieces), None, self.backend)
-
-    def _members(self, number: int) -> list[tuple[str, Module]]:
-        """Return a stage's modules with their names."""
-        return [each for link in self.arrangement.stages[number] for each in link.members]
 
     def _sums(self, batch: Batch, values: Values) -> tuple[float, float]:
         """See `Outcome.sums`."""

@@ -431,6 +431,27 @@ class LocalGradient:
         return norm
 
 
+def data_parallel(
+    trainer: Trainer, exchange: GradientExchange, is_summed: bool, runs_backward: bool = True
+) -> DataParallel:
+    """Return what sums a trainer's gradients over its replicas; with ZeRO it shares the model out, too. Collective.
+
+    Args:
+        exchange: how they are summed.
+        is_summed: whether they are summed there, if not in a fixed order.
+        runs_backward: whether it runs the backward passes.
+    """
+    where, model, backend, pace = trainer.arrangement, trainer.model, trainer.backend, trainer.throttle.pace
+    replicas, zero = (trainer.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
+    if zero:
+        return ShardedDataParallel(
+            model, replicas, zero, exchange.algorithm, backend=backend, runs_backward=runs_backward, pace=pace
+        )
+    free = where is None or not where.layout.fixed
+    how = (exchange.allreduce, exchange.bucket_bytes, exchange.overlap)
+    return DataParallel(model, replicas, *how, backend, is_summed and free, runs_backward, free, pace)
+
+
 class Replicas:
     """Runs a whole model, or this rank's shards of its layers.
 
@@ -444,26 +465,10 @@ class Replicas:
 
     def __init__(self, trainer: Trainer, exchange: GradientExchange, is_summed: bool) -> None:
         self.model, self.world = model, world = trainer.model, trainer.group
-        arrangement, backend, pace = trainer.arrangement, trainer.backend, trainer.throttle.pace
+        arrangement, backend = trainer.arrangement, trainer.backend
         replicas = world if arrangement is None else arrangement.mesh.replicas
         fixed = arrangement is not None and arrangement.layout.fixed
-        self.parallel = (
-            ShardedDataParallel(
-                model, replicas, arrangement.layout.zero, exchange.algorithm, backend=backend, pace=pace
-            )
-            if arrangement is not None and arrangement.layout.zero
-            else DataParallel(
-                model,
-                replicas,
-                exchange.allreduce,
-                exchange.bucket_bytes,
-                exchange.overlap,
-                backend,
-                is_summed and not fixed,
-                shares_batches=not fixed,
-                pace=pace,
-            )
-        )
+        self.parallel = data_parallel(trainer, exchange, is_summed)
         numbers = range(len(model.storage.spans))
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
         strategy = self.parallel
@@ -512,11 +517,8 @@ class Replicas:
         """See `Runner.explain`."""
         if self.fixed is not None or isinstance(self.parallel, ShardedDataParallel):
             return explain_gradients(self.world, self.model, step + 1, value, "its microbatches and replicas")
-        x, again = self._passes.suspect(batch, step, self._is_finite_everywhere)
+        x, again = self._passes.suspect(batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss]))))
         return explain(self.world, self.model, x, again, step + 1, value)
-
-    def _is_finite_everywhere(self, value: float) -> bool:
-        return all(map(isfinite, self.world.sum_floats([value])))
 
     def summary(self) -> list[str]:
         """Say what is computed again, once for each plan; see `Runner.summary`."""

@@ -11,7 +11,8 @@ and every microbatch has buffers of its own.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,8 @@ from nnmpi.schedule.schedule import Schedule
 INFERENCE = "inference"
 
 
-class GradientSink(Protocol):
-    """What becomes of the parameters' gradients: so a pipeline need not know data parallelism."""
+class GradientSink:
+    """What becomes of the parameters' gradients: so a pipeline need not know data parallelism. Here nothing."""
 
     def adds(self, stage: int, microbatch: int) -> None:
         """A microbatch's gradients will now be added to the parameters of a stage."""
@@ -135,9 +136,8 @@ class Pipeline:
 
     def _run(self, schedule: Schedule, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
         self._passes += 1
-        one = _Pass(self, schedule, inputs, seeds, self._boundaries, self.messages, f"{self.label}/{self._passes}")
         try:
-            return one.run()
+            return _Pass(self, schedule, inputs, seeds, self._boundaries, f"{self.label}/{self._passes}").run()
         except BaseException:
             for stage in self.stages.values():
                 stage.clear()
@@ -154,11 +154,10 @@ class _Pass:
         inputs: Sequence[Array],
         seeds: Sequence[Array],
         boundaries: Mapping[int, StageBoundary],
-        messages: Messages,
         label: str,
     ) -> None:
         self._stages, self._last, self._sink = pipeline.stages, pipeline.count - 1, pipeline.sink
-        self._schedule, self._boundaries, self._messages, self._label = schedule, boundaries, messages, label
+        self._schedule, self._boundaries, self._messages, self._label = schedule, boundaries, pipeline.messages, label
         self._program = schedule.programs[pipeline.group.rank]
         self._trains, self._pace = schedule.trains, pipeline.pace
         self._keys: list[InputKey] = [(tuple(x.shape), self._trains) for x in inputs]
@@ -181,12 +180,12 @@ class _Pass:
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
-            Kind.I: self._input_half,
+            Kind.I: partial(self._go_back, halves=True),
             Kind.W: self._weight_half,
             Kind.SEND_ACT: self._send_activation,
-            Kind.RECV_ACT: self._receive_activation,
+            Kind.RECV_ACT: partial(self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: self._send_gradient,
-            Kind.RECV_GRAD: self._receive_gradient,
+            Kind.RECV_GRAD: partial(self._receive, Kind.RECV_GRAD),
             Kind.REDUCE: self._sink.reduce,
             Kind.STEP: self._step,
         }
@@ -273,9 +272,6 @@ class _Pass:
         self._go_back(stage, microbatch, halves=False)
         self._sink.added(stage, microbatch)
 
-    def _input_half(self, stage: int, microbatch: int) -> None:
-        self._go_back(stage, microbatch, halves=True)
-
     def _weight_half(self, stage: int, microbatch: int) -> None:
         self._sink.adds(stage, microbatch)
         self._stages[stage].finish(microbatch)
@@ -313,12 +309,6 @@ class _Pass:
             held = {each.ctypes.data: each for each in sent}.values()  # what is kept beside itself is sent twice
             alone = [each for each in held if not any(np.may_share_memory(each, other) for other in kept)]
             self._sent = nbytes, sum(each.nbytes for each in held), sum(each.nbytes for each in alone)
-
-    def _receive_activation(self, stage: int, microbatch: int) -> None:
-        self._receive(Kind.RECV_ACT, stage, microbatch)
-
-    def _receive_gradient(self, stage: int, microbatch: int) -> None:
-        self._receive(Kind.RECV_GRAD, stage, microbatch)
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Make sure that this receive is posted, and the next one between the two stages.
