@@ -212,7 +212,8 @@ def _plan(
 
     found, lines, layouts, command = on_root(group, look)
     if machine.race:
-        raced = _race(asked, layouts[: machine.race], group, backend, local_rank)
+        tried = [with_options(asked.config, each) for each in layouts[: machine.race]]
+        raced = [time_layout(config, group, backend, local_rank).seconds for config in tried]
         best = min(range(len(raced)), key=raced.__getitem__)
         found["raced_s"] = raced
         lines.append("")
@@ -229,10 +230,6 @@ def _table(as_json: bool) -> list[str]:
     if as_json:
         return [json.dumps([survey_to_json(row) for row in rows], indent=1)]
     return [line for row in rows for line in (*describe_survey(row), "")]
-
-
-def _race(asked: _Asked, layouts: Sequence[Any], group: Group, backend: Backend, local_rank: int) -> list[float]:
-    return [time_layout(with_options(asked.config, each), group, backend, local_rank).seconds for each in layouts]
 
 
 def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> Samples:

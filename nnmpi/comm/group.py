@@ -158,25 +158,19 @@ class Group(Communicator):
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
 
-    def start_all_reduce(self, array: Buffer, algorithm: How = NATIVE, tag: int | None = None) -> Pending:
+    def start_all_reduce(self, array: Buffer, algorithm: How = NATIVE) -> Pending:
         """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
 
-        Several may be in flight, if all ranks start them in the same order. With tags of their own (see `bind`) those
-        made of steps may be started in any order. Of those through shared memory without a tag 8 can be in flight; the
-        next one waits for the first.
+        Several may be in flight, if all ranks start them in the same order; for any order, `bind` takes tags. Of those
+        through shared memory 8 can be in flight; the next one waits for the first.
 
         Args:
             array: as in `all_reduce`; to be left alone until the sum is finished.
             algorithm: as in `all_reduce`.
-            tag: as in `bind`; None for one that the group chooses.
 
         Raises:
             UsageError, ShapeError, DtypeError: as in `bind`.
         """
-        if tag is not None:
-            pending = self.bind(array, algorithm, tag)
-            pending.start()
-            return pending
         if algorithm == AUTO:
             algorithm = self.choose(array, started=True).algorithm
         number, self._started = self._started, self._started + 1

@@ -86,7 +86,7 @@ class Layout:
                 f"{self.virtual_stages} virtual stages belong to the pipeline schedule interleaved; "
                 f"{name_of(self.schedule)} has one per rank"
             )
-        if self.split != AUTO and not _are_counts(self.split):
+        if self.split != AUTO and (isinstance(self.split, str) or any(int(each) != each for each in self.split)):
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of links such as (5, 4, 3)")
         if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
             raise UsageError(f"split {self.split} has a stage without layers; give each at least 1, or auto")
@@ -170,10 +170,6 @@ class Layout:
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Whether a microbatch's activations are computed again for its backward."""
         return self.recompute == ALWAYS or (self.recompute == EXCEPT_LAST and microbatch < microbatches - 1)
-
-
-def _are_counts(split: Split) -> bool:
-    return not isinstance(split, str) and all(int(length) == length for length in split)
 
 
 def _one_of(what: str, value: str, names: Sequence[str]) -> None:

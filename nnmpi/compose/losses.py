@@ -46,7 +46,8 @@ class SumError:
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape}; let it give {wanted} "
                 "for each sample"
             )
-        total = self._function(_as_targets(outputs, targets), targets, reduction="sum")
+        alike = outputs if outputs.shape == targets.shape else reshape(outputs, targets.shape)
+        total = self._function(alike, targets, reduction="sum")
         return total if each == 1 else total / each
 
     def score(self, outputs: Tensor, targets: Array) -> Array | float:
@@ -122,7 +123,3 @@ def r2(score: float, variance: float) -> float:
 
 def _fits(outputs: Tensor, targets: Array) -> bool:
     return bool(outputs.shape[:1] == targets.shape[:1] and outputs.data.size == targets.size)
-
-
-def _as_targets(outputs: Tensor, targets: Array) -> Tensor:
-    return outputs if outputs.shape == targets.shape else reshape(outputs, targets.shape)

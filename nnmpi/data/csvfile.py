@@ -52,7 +52,7 @@ def read_csv(path: Path, target: str = "") -> Table:
     for line, cells in read_cells(path, io.StringIO(text, newline="")):
         if not width:
             width, place = len(cells), _target_column(path, cells, target)
-            if _is_header(path, cells, place):
+            if not any(_is_number(cell) for column, cell in enumerate(cells) if column != place):  # a header
                 continue
         label = cells.pop(place)
         values.extend(_numbers(path, line, cells, place))
@@ -127,10 +127,6 @@ def _target_column(path: Path, first: list[str], target: str) -> int:
     if target.isdecimal() and 1 <= int(target) <= len(first):
         return int(target) - 1
     raise DataError(f"{path} has no column {target!r}; its first line is {', '.join(names)}")
-
-
-def _is_header(path: Path, first: list[str], place: int) -> bool:
-    return not any(_is_number(cell) for column, cell in enumerate(first) if column != place)
 
 
 def _is_number(cell: str) -> bool:

@@ -29,7 +29,6 @@ et al., "Can decentralized algorithms outperform centralized algorithms?" (2017)
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 
@@ -117,12 +116,12 @@ class Averaging(ABC):
         weight = self._weight()
         with timeline.span("meeting", "collective", timeline.REDUCE):
             with keep_frozen(self.storage):
-                spread = average(self.storage.data, self.group, weight)
+                apart = average(self.storage.data, self.group, weight)
             for arrays in self.optimizer.slots().values():
                 average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
         self._done = 0
-        return spread.relative
+        return apart
 
     def release(self) -> None:
         """Give the communicator back to MPI. Collective; a second call does nothing."""
@@ -258,7 +257,8 @@ class Gossip(Averaging):
         sums = self._ring or self._sums(steps)
         for each in sums:
             each.start()
-        self.group.comm.world.wait_until(lambda: _poll(sums))
+        # all are polled, whichever are finished
+        self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))
         scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
         if not self._ring:
             for each in sums:
@@ -290,11 +290,6 @@ class Gossip(Averaging):
         self._ring = []
 
 
-def _poll(sums: Sequence[Pending]) -> bool:
-    """Let all go on, and return whether they are finished."""
-    return min([each.poll() for each in sums], default=True)
-
-
 @contextmanager
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
     """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may be rounded."""
@@ -304,25 +299,7 @@ def keep_frozen(storage: FlatStorage) -> Iterator[None]:
         part[...] = values
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """How far the ranks' arrays were from their mean.
-
-    Attributes:
-        distance: root of the mean over the ranks of the squared distance from the mean.
-        length: of the mean.
-    """
-
-    distance: float
-    length: float
-
-    @property
-    def relative(self) -> float:
-        """The distance over the length; 0 where the mean is 0."""
-        return self.distance / self.length if self.length != 0 else 0.0
-
-
-def average(arrays: Iterable[Array], group: Group, weight: float) -> Disagreement:
+def average(arrays: Iterable[Array], group: Group, weight: float) -> float:
     """Replace each array by its weighted mean over the ranks, the same bits everywhere. Collective.
 
     It computes rank 0's array plus the mean of the differences from it. So arrays that are equal already stay as they
@@ -333,7 +310,7 @@ def average(arrays: Iterable[Array], group: Group, weight: float) -> Disagreemen
         weight: of this rank; those of all ranks add up to 1.
 
     Returns:
-        How far apart the arrays were, the same on all ranks.
+        How far apart the arrays were, the same on all ranks: see `Averaging.synchronize`.
     """
     squares = length = 0.0
     for array in arrays:
@@ -347,4 +324,5 @@ def average(arrays: Iterable[Array], group: Group, weight: float) -> Disagreemen
         squares += sum_of_squares([own - mean])
         length += sum_of_squares([mean])
         array[...] = mean.reshape(array.shape)
-    return Disagreement(sqrt(group.sum_floats([squares])[0] / group.size), sqrt(length))
+    distance = sqrt(group.sum_floats([squares])[0] / group.size)
+    return distance / sqrt(length) if length else 0.0

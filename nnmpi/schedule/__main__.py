@@ -98,7 +98,8 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     """Return the figures, one per line."""
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
-    times += [f"{name} {ms:g} ms" for name, ms in _further(given) if ms]
+    further = (("message", given.message_ms), ("reduction", given.reduce_ms), ("update", given.step_ms))
+    times += [f"{name} {ms:g} ms" for name, ms in further if ms]
     lines = [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
@@ -109,10 +110,6 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
         lines.append(f"staleness         {_by_rank([max(each) for each in found.staleness])}   (updates, at most)")
         lines.append(f"weight versions   {_by_rank(found.weight_versions)}")
     return lines
-
-
-def _further(given: argparse.Namespace) -> tuple[tuple[str, float], ...]:
-    return ("message", given.message_ms), ("reduction", given.reduce_ms), ("update", given.step_ms)
 
 
 def _by_rank(numbers: Sequence[int]) -> str:

@@ -234,13 +234,8 @@ def event(span: TimedInstruction) -> TraceEvent:
     one = span.instruction
     category, track = _CATEGORIES[one.kind]
     about = {"stage": one.stage} | ({} if one.microbatch is None else {"microbatch": one.microbatch})
-    sends, takes = (_name(one) if one.kind in ends else "" for ends in (SENDS, RECEIVES))
+    sends, takes = (str(message_of(one).send) if one.kind in ends else "" for ends in (SENDS, RECEIVES))
     return TraceEvent(str(one), category, track, span.begin_s, span.end_s, about, sends, takes)
-
-
-def _name(transfer: Instruction) -> str:
-    """Return a message's name, the same at both its ends."""
-    return str(message_of(transfer).send)
 
 
 STAGES, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 8, 16)

@@ -115,9 +115,10 @@ class Sync:
                 "nobody to compute; start more ranks, or let the servers compute as well"
             )
         if self.backup >= workers:
+            way = f"give at most {workers - 1}" if workers > 1 else "start more ranks"
             raise UsageError(
                 f"backup {self.backup} with {counted(workers, 'worker')}: at least one gradient of each batch must "
-                f"be waited for; {_at_most(workers - 1, 'start more ranks')}"
+                f"be waited for; {way}"
             )
         if self.mode == "gossip" and ranks == 1:
             raise UsageError("gossip on one rank has no neighbours to average with; start at least 2 ranks")
@@ -162,7 +163,3 @@ def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise UsageError(f"{name} is {value}; give at least {least}")
-
-
-def _at_most(most: int, otherwise: str) -> str:
-    return f"give at most {most}" if most else otherwise

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.command import HelpAsked
@@ -37,7 +36,8 @@ def main(words: Sequence[str], group: Group) -> bool:
     backend = take_backend(options.trial.backend, group, group.local_rank())
     with explained(backend):
         ours = run(options, dataset, group, layout, backend)
-        console.say(*_header(options, dataset, ours), *_place(backend), "")
+        place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
+        console.say(*_header(options, dataset, ours), *place, "")
         alone = group.split(group.rank)
         serial = run(options, dataset, alone, _serial(layout), backend) if group.is_root else None
         alone.free()
@@ -84,10 +84,6 @@ def _header(options: Options, dataset: Dataset, ours: Trial) -> list[str]:
 
 def _optimizer(name: str) -> str:
     return f"{name}, eps {EPS}" if name in ("adam", "adamw") else name
-
-
-def _place(backend: Backend) -> list[str]:
-    return [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
 
 
 def table(findings: Sequence[Finding]) -> list[str]:

@@ -33,7 +33,7 @@ def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
             from_=(rank + distance) % size,
             recv=_around(rank + distance, min(distance, size - distance), size),
         )
-        for distance in _distances(size)
+        for distance in (1 << bit for bit in range((size - 1).bit_length()))
     )
 
 
@@ -43,11 +43,6 @@ def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
         Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)
         for step in reversed(bruck_all_gather(rank, size))
     )
-
-
-def _distances(size: int) -> list[int]:
-    """Return 1, 2, 4 ... below the size."""
-    return [1 << bit for bit in range((size - 1).bit_length())]
 
 
 def _around(first: int, count: int, size: int) -> Chunks:

@@ -97,7 +97,7 @@ class LayerContext:
     def to_parts(self, placement: Placement) -> Redistribute:
         """Return what gives each rank its part of the activation in that placement."""
         if placement == self.placement:
-            return _same
+            return lambda x: x
         cut = partial(scatter, group=self.group, placement=placement)
         if self.placement.is_replicated:
             return cut
@@ -121,10 +121,6 @@ class LayerContext:
     def refuse(self, why: str) -> LayoutError:
         """Return the error that says which layer cannot be sharded so, and why."""
         return LayoutError(f"layer {self.name!r} {why}")
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 class Redistributed(Module):
