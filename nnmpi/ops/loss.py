@@ -63,8 +63,8 @@ class CrossEntropy(Function):
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
 
-class SquaredError(Function):
-    """(x - target)^2, summed or averaged."""
+class _Error(Function):
+    """A loss of each element, summed or averaged; `_judge` returns the losses and their slopes in x."""
 
     __slots__ = ("reduction",)
 
@@ -72,6 +72,23 @@ class SquaredError(Function):
 
     def __init__(self, reduction: str) -> None:
         self.reduction = reduction
+
+    def forward(self, x: Array, target: Array) -> Array:
+        losses, slope = self._judge(x, target)
+        self.saved = (slope,)
+        return losses if self.reduction == "none" else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (slope,), xp = self.saved, self.xp
+        result = xp.multiply(slope, _averaged(xp, grad, slope.size, self.reduction))
+        return result if self.needs[0] else None, xp.negative(result) if self.needs[1] else None
+
+    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+
+class SquaredError(_Error):
+    """(x - target)^2, summed or averaged."""
 
     def forward(self, x: Array, target: Array) -> Array:
         xp = self.xp
@@ -89,66 +106,32 @@ class SquaredError(Function):
         return result if self.needs[0] else None, xp.negative(result) if self.needs[1] else None
 
 
-class Huber(Function):
+class Huber(_Error):
     """Huber's error, with d = x - target and c = d cut to [-delta, delta]: c (d - c / 2)."""
 
-    __slots__ = ("delta", "reduction")
-
-    replayable = True
+    __slots__ = ("delta",)
 
     def __init__(self, reduction: str, delta: float) -> None:
-        self.reduction, self.delta = reduction, delta
+        super().__init__(reduction)
+        self.delta = delta
 
-    def forward(self, x: Array, target: Array) -> Array:
+    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
         xp = self.xp
         difference = xp.subtract(x, target)
         slope = xp.clip(difference, -self.delta, self.delta)
-        self.saved = (slope,)
-        losses: Array = xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5)))
-        return losses if self.reduction == "none" else _averaged(xp, xp.sum(losses), x.size, self.reduction)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return _along(self, grad)
+        return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
 
 
-class AbsoluteError(Function):
+class AbsoluteError(_Error):
     """|x - target|, summed or averaged; where both are equal its gradient is 0."""
 
-    __slots__ = ("reduction",)
-
-    replayable = True
-
-    def __init__(self, reduction: str) -> None:
-        self.reduction = reduction
-
-    def forward(self, x: Array, target: Array) -> Array:
-        xp = self.xp
-        difference = xp.subtract(x, target)
-        self.saved = (xp.sign(difference),)
-        losses: Array = xp.absolute(difference)
-        return losses if self.reduction == "none" else _averaged(xp, xp.sum(losses), x.size, self.reduction)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return _along(self, grad)
+    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
+        difference = self.xp.subtract(x, target)
+        return self.xp.absolute(difference), self.xp.sign(difference)
 
 
-def _along(loss: Huber | AbsoluteError, grad: Array) -> tuple[Array | None, ...]:
-    """Return the gradients of x and of the target, from the slope that was saved."""
-    (slope,) = loss.saved
-    xp = loss.xp
-    result = xp.multiply(slope, _averaged(xp, grad, slope.size, loss.reduction))
-    return result if loss.needs[0] else None, xp.negative(result) if loss.needs[1] else None
-
-
-class BinaryCrossEntropy(Function):
+class BinaryCrossEntropy(_Error):
     """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
-
-    __slots__ = ("reduction",)
-
-    replayable = True
-
-    def __init__(self, reduction: str) -> None:
-        self.reduction = reduction
 
     def forward(self, x: Array, target: Array) -> Array:
         xp = self.xp

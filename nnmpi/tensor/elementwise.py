@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -30,99 +30,77 @@ class Negate(Elementwise):
         return (self.xp.negative(grad),)
 
 
-class Exp(Elementwise):
-    """e ** x"""
+class _Named(Elementwise):
+    """The array library's function of this name. The derivative is in terms of the result, or of x."""
 
+    name: ClassVar[str]
+    of_result: ClassVar[bool] = False
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.exp(x)
-        self.saved = (y,)
+        y: Array = getattr(self.xp, self.name)(x)
+        self.saved = (y if self.of_result else x,)
         return y
+
+
+class Exp(_Named):
+    """e ** x"""
+
+    name, of_result = "exp", True
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(grad, self.saved[0]),)
 
 
-class Log(Elementwise):
+class Log(_Named):
     """The natural logarithm."""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        y: Array = self.xp.log(x)
-        return y
+    name = "log"
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.divide(grad, self.saved[0]),)
 
 
-class Sqrt(Elementwise):
+class Sqrt(_Named):
     """The square root."""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        y: Array = self.xp.sqrt(x)
-        self.saved = (y,)
-        return y
+    name, of_result = "sqrt", True
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.divide(grad, self.xp.multiply(2, self.saved[0])),)
 
 
-class Absolute(Elementwise):
+class Absolute(_Named):
     """|x|; the derivative at 0 is taken as 0."""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        y: Array = self.xp.absolute(x)
-        return y
+    name = "absolute"
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(grad, self.xp.sign(self.saved[0])),)
 
 
-class Sin(Elementwise):
+class Sin(_Named):
     """sin x"""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        y: Array = self.xp.sin(x)
-        return y
+    name = "sin"
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(grad, self.xp.cos(self.saved[0])),)
 
 
-class Cos(Elementwise):
+class Cos(_Named):
     """cos x"""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        y: Array = self.xp.cos(x)
-        return y
+    name = "cos"
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(self.xp.negative(grad), self.xp.sin(self.saved[0])),)
 
 
-class TanhFunction(Elementwise):
+class TanhFunction(_Named):
     """tanh x"""
 
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        y: Array = self.xp.tanh(x)
-        self.saved = (y,)
-        return y
+    name, of_result = "tanh", True
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (y,), xp = self.saved, self.xp
