@@ -1,9 +1,34 @@
 """What the tests of this folder share."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.train.cli import main
 
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """No event files, which take longer than a small run; a test that is about them undoes it."""
     monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
+
+
+@pytest.fixture
+def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Runs the command on the group, for a small net on iris unless told otherwise; returns the run's folder."""
+    monkeypatch.chdir(tmp_path)
+    numbers = iter(range(1000))
+
+    def run(words: str) -> Path:
+        resumed = words.partition("--resume ")[2]
+        if resumed:
+            main(words.split(), group)
+            return tmp_path / resumed.split()[0]
+        words = words if "--model" in words else f"--model mlp --dataset iris --batch-size 64 {words}"
+        out = tmp_path / f"run{next(numbers)}"
+        main([*words.split(), "--out", str(out)], group)
+        return out
+
+    return run

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import train as job
@@ -31,19 +29,6 @@ class Steep(nn.Module):
 def steep(sample_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 20), nn.Tanh(), Steep(), nn.Linear(20, classes))
 """
-
-
-@pytest.fixture
-def train(group: Group, tmp_path: Path) -> Train:
-    """Trains and returns the run's folder."""
-    numbers = iter(range(1000))
-
-    def run(words: str) -> Path:
-        out = tmp_path / f"run{next(numbers)}"
-        main([*words.split(), *([] if "--resume" in words else ["--out", str(out)])], group)
-        return out
-
-    return run
 
 
 @pytest.fixture

@@ -46,21 +46,6 @@ EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "elapsed_s", "r
 EVAL_KEYS += ["samples_per_second", "steps_per_second"]
 
 
-@pytest.fixture
-def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains a small net on iris with more options and returns the run's folder."""
-    monkeypatch.chdir(tmp_path)
-    numbers = iter(range(1000))
-
-    def train(words: str) -> Path:
-        words = words if "--model" in words else f"--model mlp --dataset iris --batch-size 64 {words}"
-        out = tmp_path / f"run{next(numbers)}"
-        main([*words.split(), "--out", str(out)], group)
-        return out
-
-    return train
-
-
 def weights(run: Path) -> dict[str, Any]:
     name = (run / "checkpoints" / "latest").read_text().strip()
     return load_file(run / "checkpoints" / name / "model.safetensors")

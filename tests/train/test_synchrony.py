@@ -20,21 +20,6 @@ Train: TypeAlias = Callable[[str], Path]
 BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
 
 
-@pytest.fixture
-def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Runs the command in this process and returns the run's folder."""
-    monkeypatch.chdir(tmp_path)
-    numbers = iter(range(1000))
-
-    def train(words: str) -> Path:
-        resumed = words.partition("--resume ")[2]
-        out = tmp_path / (resumed.split()[0] if resumed else f"run{next(numbers)}")
-        main([*words.split(), *([] if resumed else ["--out", out.name])], group)
-        return out
-
-    return train
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
