@@ -13,7 +13,7 @@ same calls in the same order: whatever overwrites a result comes after its last 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,14 @@ LEAST_BYTES = 1024  # smaller results have memory of their own
 LINE_BYTES = 64
 
 
+class ChunkPart(NamedTuple):
+    """Some bytes of a chunk of memory."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
 class PooledBlock:
     """A block of memory that goes back to its pool when the last array over it goes away.
 
@@ -30,13 +38,16 @@ class PooledBlock:
 
     Args:
         pool: where the block comes from.
-        block: bytes, at least as many as the array needs.
+        span: where it is.
+        block: its bytes, at least as many as the array needs.
         shape: of the array, C-contiguous.
         dtype: of the array; bfloat16 appears as 16-bit integers, since the interface has no word for it.
     """
 
-    def __init__(self, pool: MemoryPool, block: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.pool, self.block = pool, block
+    def __init__(
+        self, pool: MemoryPool, span: ChunkPart, block: Array, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self.pool, self.span, self.block = pool, span, block
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
@@ -45,34 +56,61 @@ class PooledBlock:
         }
 
     def __del__(self) -> None:
-        self.pool.free.append(self.block)
+        self.pool.returned.append(self.span)
 
 
 class MemoryPool:
-    """Blocks of memory, free and in use.
+    """Chunks of memory, of which parts are in use.
+
+    A result gets the tightest part that is free, and of these the one that was given back last, whose lines may still
+    be in the cache. What it does not need stays free, and parts that meet become one again. So a pass of fewer rows
+    finds room among what one of more rows has left. Where no part is long enough, there is a new chunk.
 
     Attributes:
-        free: the blocks over which there is no array.
-        size_bytes: of all blocks together.
+        returned: parts over which there is no array any more, since the last result.
+        size_bytes: of all chunks together.
     """
 
     def __init__(self) -> None:
-        self.free: list[Array] = []
+        self.returned: list[
+            ChunkPart
+        ] = []  # a collection of garbage may give back at any time: nothing is joined there
         self.size_bytes = 0
+        self._chunks: list[Array] = []
+        self._free: list[ChunkPart] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a C-contiguous array of any values, over a block of the pool unless it is short."""
+        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
         bytes_needed = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if bytes_needed < LEAST_BYTES:
             return np.empty(shape, dtype)
-        fitting = [i for i, block in enumerate(self.free) if bytes_needed <= block.size <= 2 * bytes_needed]
-        if fitting:  # the tightest, and of these the one that was given back last
-            block = self.free.pop(min(reversed(fitting), key=lambda i: self.free[i].size))
-        else:
-            block = _aligned(bytes_needed)
-            self.size_bytes += block.size
-        array: Array = np.asarray(PooledBlock(self, block, shape, dtype))
+        span = self._take(-(-bytes_needed // LINE_BYTES) * LINE_BYTES)
+        block = self._chunks[span.chunk][span.start : span.stop]
+        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
         return array if array.dtype == dtype else array.view(dtype)
+
+    def _take(self, count_bytes: int) -> ChunkPart:
+        """Return so many bytes that are free."""
+        while self.returned:
+            self._join(self.returned.pop(0))
+        fitting = [span for span in self._free if span.stop - span.start >= count_bytes]
+        if not fitting:
+            self._chunks.append(_aligned(count_bytes))
+            self.size_bytes += count_bytes
+            return ChunkPart(len(self._chunks) - 1, 0, count_bytes)
+        chunk, start, stop = found = min(reversed(fitting), key=lambda span: span.stop - span.start)
+        self._free.remove(found)
+        if stop - start > count_bytes:
+            self._free.append(ChunkPart(chunk, start + count_bytes, stop))
+        return ChunkPart(chunk, start, start + count_bytes)
+
+    def _join(self, span: ChunkPart) -> None:
+        """Let a part be free, as one with those beside it."""
+        for other in [each for each in self._free if each.chunk == span.chunk]:
+            if other.stop == span.start or other.start == span.stop:
+                self._free.remove(other)
+                span = ChunkPart(span.chunk, min(span.start, other.start), max(span.stop, other.stop))
+        self._free.append(span)
 
 
 def alias(x: Any) -> Any:
@@ -97,9 +135,9 @@ def alias(x: Any) -> Any:
 def _bare(array: Array) -> Array:
     """Return an array over the same elements that does not keep its block in use."""
     base: Any = array
-    while isinstance(base, np.ndarray) and base.base is not None:
-        base = base.base
-    if not isinstance(base, PooledBlock):
+    while base is not None and not isinstance(base, PooledBlock):
+        base = getattr(base, "base", None)  # windows have one between them and their array that is no array itself
+    if base is None:
         return array
     block = base.block
     bare: Array = np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)

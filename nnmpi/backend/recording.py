@@ -151,6 +151,14 @@ class Recorder:
             if type(leaf.grad) is type(place) and namespace(place).may_share_memory(leaf.grad, place):
                 leaf.grad = leaf.grad.copy()
 
+    def copy(self, array: Array) -> Array:
+        """Return a copy, in the recording's memory where that can be, in the order of the array's elements there."""
+        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+            return array.copy(order="K")
+        place = self.pool.allocate(array.shape, array.dtype)
+        np.copyto(place, array)
+        return place
+
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as if nothing were recorded."""
         token = _active.set(None)

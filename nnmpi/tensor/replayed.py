@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.memory_pool import alias
 from nnmpi.backend.recording import Recorder
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.variable import Variable
@@ -35,10 +36,11 @@ def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: li
     if node.replayable:
         node.xp = recorder.module(node.xp)
         return node.forward(*values)
-    place = _own(recorder.alone(node.forward, *values), values)
+    place = _own(recorder, recorder.alone(node.forward, *values), values)
+    bare, target = [alias(value) for value in values], alias(place)
 
     def again() -> None:
-        _put(place, node.forward(*values))
+        _put(target, node.forward(*bare))
 
     recorder.note(again)
     return place
@@ -55,34 +57,35 @@ def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | 
     if node.replayable:
         return node.backward(grad)
     known = [grad, *(getattr(edge, "buffer", None) for edge in node.edges or ())]
-    places = [None if each is None else _own(each, known) for each in recorder.alone(node.backward, grad)]
+    results = recorder.alone(node.backward, grad)
+    places = tuple(None if each is None else _own(recorder, each, known) for each in results)
 
-    edges = node.edges
+    edges, bare, targets = node.edges, alias(grad), [alias(each) for each in places]
 
     def again() -> None:
         node.edges = edges  # so that it finds gradients' places, and what it adds to there, as it did
         try:
-            results = node.backward(grad)
+            results = node.backward(bare)
         finally:
             node.edges = None
-        for place, result in zip(places, results, strict=True):
-            if place is not None and result is not None:
-                _put(place, result)
+        for target, result in zip(targets, results, strict=True):
+            if target is not None and result is not None:
+                _put(target, result)
 
     recorder.note(again)
-    return tuple(places)
+    return places
 
 
-def _own(result: Any, known: Sequence[Any]) -> Array:
+def _own(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
     """Return a result as an array that later ones can be written to.
 
     One that is, or is a view of, what the operation was given stays so: it will be again. Any other one is copied, as
-    it may be somebody's: a row of a table, for example.
+    it may be somebody's: a row of a table, for example. The copy lies in the recording's memory.
     """
     place = _writable(result)
     if any(type(each) is type(place) and namespace(place).may_share_memory(each, place) for each in known):
         return place
-    return place.copy(order="K") if place is result else place
+    return recorder.copy(place)
 
 
 def _writable(result: Any) -> Array:

@@ -158,6 +158,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
+                    if recorder is not None and not node.replayable:
+                        recorder.note(node.release)  # each replay's forward keeps what its backward needs
             if finals is not None:
                 _call_hooks(finals.get(node, ()))  # also where an operation above passed no gradient on to this one
     except BaseException:

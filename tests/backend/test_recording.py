@@ -110,18 +110,43 @@ def test_a_view_keeps_the_memory(recorder):
     part = whole[1:, ::2].T
     del whole
     gc.collect()
-    assert not pool.free
+    assert not pool.returned
     noted = alias(part)
     np.testing.assert_array_equal(noted.shape, part.shape)
     assert noted.ctypes.data == part.ctypes.data
     assert noted.strides == part.strides
     del part
-    assert len(pool.free) == 1  # the alias does not hold it
+    assert len(pool.returned) == 1  # the alias does not hold it
     again = pool.allocate((1000,), np.dtype("float64"))
-    assert not pool.free
+    assert not pool.returned
     assert pool.size_bytes == 8192
     again[...] = 3
     assert noted[0, 0] == 3
+
+
+def test_windows_do_not_keep_the_memory():
+    """Between them and their array NumPy has an object that is no array."""
+    pool = MemoryPool()
+    whole = pool.allocate((256,), np.dtype("float64"))
+    noted = alias(np.lib.stride_tricks.sliding_window_view(whole, 3)[::2])
+    whole[...] = np.arange(256)
+    del whole
+    assert len(pool.returned) == 1
+    assert noted[1].tolist() == [2, 3, 4]
+
+
+def test_short_results_lie_in_parts_of_what_long_ones_had():
+    pool, kind = MemoryPool(), np.dtype("float64")
+    long = [pool.allocate((n,), kind) for n in (1000, 800)]
+    places = [each.ctypes.data for each in long]
+    long.clear()
+    short = [pool.allocate((n,), kind) for n in (300, 600, 400)]  # each where the least is left
+    assert [each.ctypes.data for each in short] == [places[1], places[0], places[0] + 4800]
+    assert pool.size_bytes == 8000 + 6400
+    short.clear()
+    again = [pool.allocate((n,), kind) for n in (1000, 800)]  # the parts are one again
+    assert [each.ctypes.data for each in again] == places
+    assert pool.size_bytes == 8000 + 6400
 
 
 def test_aliases_of_calls():
@@ -132,7 +157,7 @@ def test_aliases_of_calls():
     other = alias(a.fill)
     keep = a.ctypes.data, b.ctypes.data
     del a, b
-    assert len(pool.free) == 2
+    assert len(pool.returned) == 2
     assert call().ctypes.data == keep[1]
     assert call()[0] == 3
     other(5)

@@ -107,6 +107,28 @@ def test_activations_of_a_whole_replica_are_those_of_recorded_steps() -> None:
     assert measure_whole(work, (1, 1), ROWS, numpy_backend(), recorded=False) == peaks[1]
 
 
+@pytest.mark.host_only("passes on a device are not recorded")
+@pytest.mark.parametrize("rows", [4, 5])  # a last batch of two rows, and of four
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_short_last_batch_takes_no_more(name: str, rows: int) -> None:
+    """Its recording lies where that of the others does."""
+    work = Workload(MODELS[name], Adam, lambda where: {}, samples(name), rows, 2)
+
+    def held(group: Group) -> int:
+        worker, epochs = ready_worker(work, group, None, rows, numpy_backend()), 4
+        loader = Loader(work.samples, rows, shuffle=False, workers=0)
+        replays = 0
+        for number in range(epochs):
+            for batch in loader.epoch(number):
+                replays = worker.runner.replays
+                worker.step(batch)
+        assert name == "lstm" or worker.runner.replays > replays  # the last one, too
+        worker.release()
+        return worker.ledger.report().peaks[ACTIVATIONS]
+
+    assert simulate(held, 1, cpu_factor=0.0) == [measure_whole(work, (1, 1), rows, numpy_backend())]
+
+
 def test_branches_are_planned_as_they_are_dealt_out() -> None:
     def build() -> Module:
         towers = [nn.Sequential(nn.Linear(SIDE * SIDE, 8), nn.ReLU()) for _ in range(3)]
