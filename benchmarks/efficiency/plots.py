@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks.efficiency.runs import RULES, confidence, reached
+from benchmarks.efficiency.runs import GOAL, RULES, confidence, reached
 from benchmarks.harness.parts import Content
 from benchmarks.harness.plots import colours, new_figure, save
 from benchmarks.synchrony.curve import read
 
+_WORDS = MappingProxyType({"rate": "learning rate", "batch": "batch size"})
 FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: what leaves the picture above diverges
 
 
@@ -42,8 +44,9 @@ def draw_descent(folder: Path, content: Content) -> None:
                 low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
                 axes.fill_between(x[begin:], low[begin:], high[begin:], color=palette[number], alpha=0.2, linewidth=0)
         fixed_value = next(row[fixed] for row in content["rows"] if row["vary"] == vary)
-        panels[0][column].set_title(f"{vary} varied, {fixed} {fixed_value:g}")
-        panels[0][column].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=5, frameon=False)
+        panels[0][column].set_title(f"{_WORDS[fixed]} {fixed_value:g}", fontsize=10)
+        above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.1), "ncols": 5, "frameon": False, "fontsize": 8}
+        panels[0][column].legend(**above, title=_WORDS[vary], title_fontsize=9)
     for line, label in enumerate(("samples", "CPU time, s (logarithmic)")):
         for axes in panels[line]:
             axes.set_xlabel(label)
@@ -67,7 +70,8 @@ def draw_scaling(folder: Path, content: Content) -> None:
     first = [reached(row) for row in content["rows"] if row["rule"] == "none" and row["batch"] == batches[0]]
     steps = fmean(goal.batches for goal in first if goal is not None)
     axes.plot(batches, [steps * batches[0] / b for b in batches], ":", color="black", label="as many samples")
-    axes.set(xlabel="batch", ylabel="steps to the goal", xscale="log", yscale="log")
+    axes.set(xlabel="batch size", ylabel="steps, mean and 95 % interval", xscale="log", yscale="log")
+    axes.set_title(f"steps to an accuracy of {GOAL:.0%}, by the rule for the learning rate", fontsize=10)
     axes.set_xticks(batches, [str(b) for b in batches])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -339,6 +339,7 @@ def draw(file: Path, rows: Sequence[StepTimes]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(marks, [f"{mark:g}" for mark in marks])
         axis.set_ticks([], minor=True)
+    axes.set_title("a step: simulated against measured over links of known rate", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     plots.save(figure, file)
 

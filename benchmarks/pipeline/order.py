@@ -95,6 +95,7 @@ def draw(file: Path, microbatches: int, ranks: int = STAGES) -> None:
     """
     figure = plots.new_figure(11, 9)
     panels = figure.subplots(len(SCHEDULES), 1, sharex=True)
+    shown = _LONGEST * simulated("gpipe", microbatches, ranks)[1].makespan_s
     for name, axes in zip(SCHEDULES, panels, strict=True):
         _, simulation = simulated(name, microbatches, ranks)
         for kind, (label, colour) in _COLOURS.items():
@@ -106,9 +107,10 @@ def draw(file: Path, microbatches: int, ranks: int = STAGES) -> None:
         axes.invert_yaxis()
         axes.set_yticks(range(ranks), [str(rank) for rank in range(ranks)], fontsize=7)
         title = f"{name}: {simulation.makespan_s:g} units of time, bubble {100 * simulation.bubble:.1f} %"
+        title += f"; the first {shown:.0f} are shown" if simulation.makespan_s > shown else ""
         axes.set_title(title, fontsize=10, loc="left")
-    _, reference = simulated("gpipe", microbatches, ranks)
-    panels[-1].set_xlim(0, _LONGEST * reference.makespan_s)
+        axes.set_ylabel("rank")
+    panels[-1].set_xlim(0, shown)
     panels[-1].set_xlabel(f"time (one forward of a rank's layers is 1); {microbatches} microbatches on {ranks} ranks")
     plots.put_legend_above(figure, panels[0])
     plots.save(figure, file)

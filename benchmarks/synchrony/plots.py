@@ -78,8 +78,10 @@ def draw_ranks(folder: Path, content: Content) -> None:
             axes.set_xlim(left=0)
             axes.grid(alpha=0.25)
             axes.set_xlabel("wall time (solid), simulated time (dotted), s")
-            axes.set_ylabel("test accuracy, %")
-            axes.legend(loc="lower right", fontsize=8, title=WORDS[slow], title_fontsize=8)
+            axes.legend(loc="lower right", fontsize=8)
+            if column == 0:
+                axes.set_ylabel("test accuracy, %")
+        panels[0][column].set_title(WORDS[slow], fontsize=10)
     save(figure, folder / "ranks.png", dpi=80)
 
 

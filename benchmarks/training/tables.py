@@ -216,6 +216,7 @@ def draw_speeds(file: Path, rows: Rows) -> None:
             axes.barh(y, x, BAR, xerr=whiskers if bars else None, color=colour, label=group)
             for at, each in zip(y, bars, strict=True):
                 axes.text(each["ratio_quartiles"][1], at, f" {each['ratio']:.2f}", va="center", fontsize=8)
+        axes.set_xlim(0, 1.16 * max(each["ratio_quartiles"][1] for each in mine))  # the numbers stand in the frame
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(range(len(cases)), cases)
         axes.invert_yaxis()

@@ -213,11 +213,19 @@ def test_ratios_are_those_of_rounds_and_of_the_fastest() -> None:
     assert "iris | 2" not in tables.llmc(rows, markdown=True)
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number within its frame."""
     pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    save = tables.save
+    monkeypatch.setattr(tables, "save", lambda figure, file: (figures.append(figure), save(figure, file)))
     rows = [_row(group, ranks, [1.0, 2.0, 4.0]) for group in (PURE, STOCK) for ranks in (1, 2)]
     tables.draw_speeds(tmp_path / "a.png", rows)
     assert (tmp_path / "a.png").stat().st_size > 5000
+    texts = [(text, axes) for axes in figures[0].axes for text in axes.texts]
+    assert len(texts) == 2
+    for text, axes in texts:
+        assert text.get_window_extent().x1 < axes.get_window_extent().x1
 
 
 @pytest.mark.parametrize(
