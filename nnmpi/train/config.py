@@ -50,16 +50,7 @@ def positive(option: str, value: float, limit: float = math.inf) -> None:
 
 
 def not_negative(option: str, value: float, limit: float = math.inf) -> None:
-    """Refuse a value that is not 0 or above and below the limit, NaN too.
-
-    Args:
-        option: how the option is written, for the message.
-        value: what was given.
-        limit: the first number that is too large.
-
-    Raises:
-        UsageError: naming the option, the value and what would work.
-    """
+    """Refuse a value that is not 0 or above and below the limit, as `positive` does."""
     bound = "0 or a finite number above it" if limit == math.inf else f"a number from 0 up to, not including, {limit:g}"
     require(0 <= value < limit, f"{option} is {value}; give {bound}")
 
