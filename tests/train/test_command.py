@@ -140,3 +140,18 @@ def test_a_signal_saves_the_last_whole_step(
     step = int(ending.output.split("after step ")[1].split(";")[0])
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", f"step-{step:08d}"]
     assert lines(metrics) == step
+
+
+def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path: Path) -> None:
+    """Open MPI's launcher complained of ranks that it could not reach, when one of them ended before the others."""
+    (tmp_path / "net.py").write_text(
+        "from nnmpi import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self): self.out = nn.Linear(64, 10)\n"
+        "    def forward(self, x): return self.out(x.reshape(-1, 63))\n"
+        "def build(shape, classes): return Net()\n"
+    )
+    ending = train(tmp_path, "--dataset digits --model net.py:build --out run --quiet", 2)
+    assert ending.status == 1
+    assert ending.output.count("does not fit") == 1
+    assert "Traceback" not in ending.output and "ERROR" not in ending.output

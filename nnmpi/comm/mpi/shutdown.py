@@ -98,7 +98,11 @@ class Shutdown:
 
     def on_end(self) -> None:
         """End because the program has come to its end: what `atexit` calls."""
-        if self._announced or self._is_child() or self._mpi.Is_finalized():
+        if self._is_child() or self._mpi.Is_finalized():
+            return
+        if self._announced:  # all have failed: Open MPI's launcher kills who is not yet through when the first one ends
+            self._mpi.Finalize()
+            time.sleep(DRAIN_S)
             return
         limit_s = None if self.limit_s is None else self.limit_s + self._turn_s()
         if self._announce(0, "", limit_s) is None:

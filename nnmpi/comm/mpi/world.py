@@ -86,8 +86,9 @@ class MpiComm:
 
     def free_requests(self, requests: Sequence[MPI.Request]) -> None:
         """Give persistent requests back."""
-        for request in requests:
-            request.Free()
+        if not MPI.Is_finalized():  # else at the end of a program that has failed
+            for request in requests:
+                request.Free()
 
     def poke(self) -> None:
         """Let messages move on."""
