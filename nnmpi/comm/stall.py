@@ -8,6 +8,8 @@ hands out what they hold just then, and lets go of it in the wrong thread.
     rank 0   ... a step of training > the sum of its losses > an all-gather     waits, in an all-gather of 3 ranks
     rank 1   ... a step of training > the sum of its losses > an all-gather     waits
     rank 2   ... mine.py:12 in forward                                          does not: it is the one that is missing
+
+A thread in which ranks are simulated waits for none: their scheduler knows when nobody can go on, and says so at once.
 """
 
 import gc
@@ -23,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from nnmpi.comm.agreement import name_ranks
 
-PACKAGE, ROOM, POLLING = "nnmpi.", "nnmpi.comm.", "wait_until"
+PACKAGE, ROOM, POLLING, SIMULATED = "nnmpi.", "nnmpi.comm.", "wait_until", "nnmpi.comm.simulated."
 WARNING_S, LIMIT_S = 10.0, 300.0  # of training
 BUSY_FACTOR = 10  # how many times the limit is given to a rank that does something, though nobody knows whether it ends
 
@@ -103,6 +105,10 @@ def find_place(thread: int, operation: str, waiter: object = None) -> Place:
 
 def _find_place(frame: FrameType | None, words: str) -> Place:
     frames = list(_outward(frame))
+    simulating = [n for n, each in enumerate(frames) if _module(each).startswith(SIMULATED)]
+    if simulating:  # its ranks compute in other threads: it goes on as long as this process works
+        caller = min(simulating[-1] + 1, len(frames) - 1)
+        return Place(False, f"at {_line(frames[caller])}, which simulates ranks", int(time.process_time()))
     inner = next((number for number, each in enumerate(frames) if _module(each).startswith(PACKAGE)), None)
     polled = [n for n, each in enumerate(frames) if _in_room(each) and each.f_code.co_name == POLLING]
     if not polled and (inner is None or not _in_room(frames[inner])):
@@ -138,7 +144,7 @@ def describe(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], un
     parts += [f"{_plural(ranks, 'is', 'are')} {place}" for place, ranks in _by_place(busy).items()]
     waiting = {rank: status for rank, status in statuses.items() if status.waits_s}
     if not parts:
-        parts = ["all ranks wait for one another, so they are not in the same collective or message"]
+        parts = ["all ranks wait for one another; if none goes on, they are not in the same collective or message"]
     parts += [f"{_plural(ranks, 'waits', 'wait')} in {place}" for place, ranks in _by_place(waiting).items()]
     return "; ".join(parts)
 

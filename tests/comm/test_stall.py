@@ -12,6 +12,7 @@ from nnmpi import clock
 from nnmpi.comm import stall
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.world import LONGEST_S, mpi_world
+from nnmpi.comm.simulated.world import simulate
 from nnmpi.comm.stall import Place, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
@@ -36,7 +37,7 @@ def test_a_rank_that_has_died_is_told_with_its_last_place() -> None:
 
 def test_where_all_wait_nobody_is_missing() -> None:
     words = describe({0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, [])
-    assert words.startswith("all ranks wait for one another, so they are not in the same collective or message; rank 0")
+    assert words.startswith("all ranks wait for one another; if none goes on, they are not in the same collective")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,26 @@ def test_a_rank_waits_while_it_is_in_a_call_of_comm(module: str, waits: bool) ->
     assert place.waits == waits
     assert ("a barrier of 2 ranks" in place.words) == waits
     assert ("test_stall.py" in place.words) == (not waits)
+
+
+def test_simulated_ranks_are_not_waited_for() -> None:
+    """Their scheduler knows of every deadlock, and others may wait for this process: it works while its threads do."""
+    found: list[Place] = []
+
+    def rank(group: Group) -> None:
+        if group.rank:
+            began_s = time.process_time()
+            found.append(find_place(thread.ident or 0, "a barrier of 2 ranks"))
+            while time.process_time() < began_s + 1.1:
+                pass
+            found.append(find_place(thread.ident or 0, "a barrier of 2 ranks"))
+        group.barrier()
+
+    thread = threading.Thread(target=lambda: simulate(rank, 2), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [each.waits for each in found] == [False, False] and found[0].mark != found[1].mark
+    assert "test_stall.py" in found[0].words and found[0].words.endswith("which simulates ranks")
 
 
 @pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="this system does not tell a thread's time")
