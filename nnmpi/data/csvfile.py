@@ -5,8 +5,8 @@
     7.0,4.7,versicolor
 
 Labels may be text or whole numbers. Either way the classes are the labels that occur in the training table, sorted,
-so numbers need not begin at 0 nor be consecutive; `class_names` says which class stands for which label. Where
-quantities are wanted, the label is a number that is predicted.
+so numbers need not begin at 0 nor be consecutive; `class_names` says which class stands for which label. With a zero in
+front (007) they are text. Where quantities are wanted, the label is a number that is predicted.
 """
 
 import csv
@@ -192,11 +192,30 @@ def _class_names(table: Table) -> tuple[str, ...]:
             f"{table.path}: label {shortened(broken[0])!r} is not a whole number; give classes, as numbers or text, or "
             "predict numbers: wanted='quantities', as the losses mse, mae and huber do"
         )
-    return tuple(str(number) for number in sorted({int(float(label)) for label in found}))
+    if not any(map(_has_zeros, found)):
+        return tuple(str(number) for number in sorted({int(float(label)) for label in found}))
+    spelled: dict[float, str] = {}
+    for label in found:
+        if (other := spelled.setdefault(float(label), label)) != label:
+            raise DataError(
+                f"{table.path}: the labels {shortened(other)!r} and {shortened(label)!r} are one number, but zeros in "
+                "front make them text; write them alike"
+            )
+    return tuple(found)
 
 
 def _is_whole(label: str) -> bool:
     return _is_number(label) and math.isfinite(float(label)) and float(label) == int(float(label))
+
+
+def _is_count(label: str) -> bool:
+    return _is_whole(label) and not _has_zeros(label)
+
+
+def _has_zeros(label: str) -> bool:
+    """Return whether a number is spelled with zeros in front, as codes are, not numbers."""
+    digits = label.lstrip("+-")
+    return len(digits) > 1 and digits[0] == "0" and digits[1].isdecimal()
 
 
 def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wanted: Wanted = "classes") -> Dataset:
@@ -214,9 +233,9 @@ def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wante
     if wanted == "quantities" or (wanted == "any" and _are_fractions(table.labels)):
         return Dataset(name, table.features, _quantities(table), 0)
     class_names = class_names or _class_names(table)
-    numeric = all(_is_whole(label) for label in class_names)
+    numeric = all(_is_count(label) for label in class_names)
     number = {label: i for i, label in enumerate(class_names)}
-    labels = [str(int(float(label))) if numeric and _is_whole(label) else label for label in table.labels]
+    labels = [str(int(float(label))) if numeric and _is_count(label) else label for label in table.labels]
     unknown = [label for label in labels if label not in number]
     if unknown:
         raise DataError(

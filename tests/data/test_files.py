@@ -114,6 +114,15 @@ def test_labels_of_which_only_some_are_numbers_are_text(tmp_path: Path) -> None:
     assert (data.y.tolist(), data.class_names) == ([0, 2, 1], ("1", "1.0", "x"))
 
 
+def test_zeros_in_front_make_a_label_text(tmp_path: Path) -> None:
+    data = dataset(tmp_path, "1,007\n1,042\n1,10\n")
+    assert (data.y.tolist(), data.class_names) == ([0, 1, 2], ("007", "042", "10"))
+    for label, names in (("7", data.class_names), ("07", ("7", "8"))):
+        (tmp_path / "t.csv").write_text(f"1,{label}\n")
+        with pytest.raises(DataError, match=f"label '{label}' is not among the training labels"):
+            to_dataset(read_csv(tmp_path / "t.csv"), "t", names)
+
+
 def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf1,"a, b"\r\n2,"say ""c"""\r\n'))
@@ -141,6 +150,7 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
         ("1,2,1.5\n1,2,2\n", "label '1.5' is not a whole number"),
         ("1,2,nan\n1,2,2\n", "label 'nan' is not a whole number"),
+        ("1,2,01\n1,2,1\n", "the labels '01' and '1' are one number, but zeros in front make them text; write them"),
         ('1,2,"a\n', "not CSV"),
     ],
 )

@@ -181,8 +181,8 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "columns", "sentence"),
     [
-        ("a.txt", b"", (), "a.txt: the document is empty"),
-        ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
+        ("a.txt", b"", (), "a.txt: the document is empty; give a text, in UTF-8"),
+        ("a.txt", b" \n\n", (), "a.txt: the document is empty; give a text, in UTF-8"),
         ("a.txt", b"abc \xff def", (), "not UTF-8 text .invalid start byte at byte 4.; convert it"),
         ("a.txt", b"abc", ("b",), "has no columns"),
         ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, and the first line has 2"),
