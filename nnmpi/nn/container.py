@@ -14,6 +14,7 @@ Giving the two ends a name, so that a pipeline can carry the value from one stag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -57,6 +58,14 @@ class Pop(Module):
         return x + (kept if self.shortcut is None else self.shortcut(kept))
 
 
+@dataclass(frozen=True)
+class _Fused:
+    """What a sequence calls for these modules."""
+
+    layers: list[Module]
+    steps: list[Callable[..., Any]]
+
+
 class Sequential(Module):
     """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... -> y.
 
@@ -68,7 +77,7 @@ class Sequential(Module):
         if layers and isinstance(layers[0], list | tuple):
             raise UsageError("Sequential takes the modules themselves: Sequential(*layers), not a list of them")
         self.layers = list(layers)
-        self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
+        self._fused: _Fused | None = None
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules with their numbers."""
@@ -97,9 +106,9 @@ class Sequential(Module):
         """
         if not current().joins:
             return self.layers
-        if self._fused is None or self._fused[0] != self.layers:
-            self._fused = (list(self.layers), fuse(self.layers))
-        return self._fused[1]
+        if self._fused is None or self._fused.layers != self.layers:
+            self._fused = _Fused(list(self.layers), fuse(self.layers))
+        return self._fused.steps
 
     def __len__(self) -> int:
         return len(self.layers)

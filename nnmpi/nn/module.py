@@ -197,8 +197,9 @@ class Module:
             storage: makes the storage, from what `FlatStorage` is given.
 
         Raises:
-            UsageError: for another dtype.
+            UsageError: for another dtype, and a module or parameter that is kept where it is not found.
         """
+        self._refuse_hidden()
         if dtype not in ("float32", "float64", np.float32, np.float64):
             raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
         backend = numpy_backend() if backend is None else backend
@@ -211,6 +212,19 @@ class Module:
         if group is not None:
             self.storage.known_groups |= {group(name, parameter) for name, parameter in self.whole_parameters()}
         return self
+
+    def _refuse_hidden(self) -> None:
+        """Refuse a part that would never be trained, such as one in a dictionary or in a list within another."""
+        found = {id(each) for _, each in (*self.named_parameters(), *self.whole_parameters())}
+        for path, module in self.named_modules():
+            for name, value in vars(module).items():
+                hidden = next((each for each, own in _within(value) if not found.issuperset(map(id, own))), None)
+                if hidden is not None:
+                    raise UsageError(
+                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__} that is not found there "
+                        "and would not be trained; a module's parts are its attributes and the items of lists "
+                        "(nn.ModuleList) among them, a Sequential's the modules that it was given"
+                    )
 
     def name_modules(self) -> None:
         """Give this module and all below it their full names as seen from here; `initialize` does so."""
@@ -319,6 +333,15 @@ class Module:
             value[int(number)] = module
         else:
             raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+
+
+def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
+    """Yield the modules and parameters in a value and in containers within it, each with its parameters."""
+    if isinstance(value, Module | Parameter):
+        yield value, [value] if isinstance(value, Parameter) else [each for _, each in value.named_parameters()]
+    elif isinstance(value, dict | list | tuple | set | frozenset):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _within(each)
 
 
 class ModelParameters(list[Parameter]):

@@ -106,8 +106,8 @@ class Parameter(Tensor):
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
             raise missing(type(self).__name__, name)
         raise UninitializedError(
-            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first; a layer in "
-            "a dictionary, a set, or a list within another is not found then: make it an attribute or an item of a list"
+            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first; a layer "
+            "that is neither a module's attribute nor an item of a list that is one is not found then"
         )
 
     def __repr__(self) -> str:

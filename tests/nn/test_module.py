@@ -182,14 +182,31 @@ def test_a_new_layer_has_no_values_until_the_model_is_initialized_again():
     assert model.initialize()(np.ones((1, 2), np.float32)).shape == (1, 3)
 
 
-@pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]], lambda x: {x}])
-def test_a_layer_that_is_not_found_is_told_so(within):
+@pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]], lambda x: {x}, lambda x: ({"a": [x]},)])
+@pytest.mark.parametrize("make", [lambda: Linear(2, 2).initialize(), lambda: Linear(2, 2), lambda: Parameter((2,))])
+def test_a_part_that_is_not_found_is_refused(within, make):
+    """One with values of its own would compute, and not be trained; one that is found elsewhere, too, is."""
+    hidden, model = make(), Residual(Linear(2, 2))
+    model.body.others = within(hidden)
+    with pytest.raises(UsageError, match=f"body.others holds a {type(hidden).__name__} that is not found there"):
+        model.initialize()
+    model.mine = hidden
+    assert "mine" in " ".join(name for name, _ in model.initialize().named_parameters())
+
+
+def test_a_sequence_has_no_parts_beside_its_modules():
+    """Its numbers are their names, and what runs."""
+    model = Sequential(Linear(2, 2))
+    model.extra = Linear(2, 2)
+    with pytest.raises(UsageError, match="extra holds a Linear .* a Sequential's the modules that it was given"):
+        model.initialize()
+
+
+def test_a_layer_that_is_kept_elsewhere_is_told_so():
     """The model has been initialized: to do so again would not help."""
     hidden = Linear(2, 2)
-    model = Sequential(Linear(2, 2))
-    model.others = within(hidden)
-    model.initialize()
-    with pytest.raises(GraphError, match="is not found then: make it an attribute or an item of a list$"):
+    model = Sequential(Linear(2, 2)).initialize()
+    with pytest.raises(GraphError, match="nor an item of a list that is one is not found then$"):
         hidden(model(np.ones((1, 2), np.float32)))
 
 
