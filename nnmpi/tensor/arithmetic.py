@@ -171,6 +171,10 @@ class Where(Elementwise):
         )
 
 
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or getattr(x, "dtype", None) == "bool"
+
+
 def _apply(function: Function, a: Any, b: Any) -> Tensor:
     """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32 and back would."""
     if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
@@ -184,8 +188,15 @@ def add(a: Any, b: Any) -> Tensor:
 
 
 def subtract(a: Any, b: Any) -> Tensor:
-    """Return a - b."""
-    return _apply(Subtract(), *operands("subtract", a, b))
+    """Return a - b.
+
+    Raises:
+        DtypeError: for two booleans.
+    """
+    a, b = operands("subtract", a, b)
+    if _is_bool(a) and _is_bool(b):
+        raise DtypeError("subtract of bool and bool means nothing; convert one with astype('float32')")
+    return _apply(Subtract(), a, b)
 
 
 def multiply(a: Any, b: Any) -> Tensor:

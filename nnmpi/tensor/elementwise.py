@@ -127,7 +127,13 @@ class Clip(Elementwise):
 
 
 def negate(x: Tensor) -> Tensor:
-    """Return -x."""
+    """Return -x.
+
+    Raises:
+        DtypeError: for booleans.
+    """
+    if x.data.dtype.kind == "b":
+        raise DtypeError("negate of a bool tensor means nothing; convert with astype('float32')")
     return in_float32(Negate(), x)
 
 

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nnmpi.backend.array import Array, mixed_error, namespace
+from nnmpi.backend.array import Array, is_array, mixed_error, namespace
 from nnmpi.backend.recording import active, perform
-from nnmpi.errors import GraphError
+from nnmpi.errors import DtypeError, GraphError
 from nnmpi.tensor.placement import Placement, aligned, is_cut
 from nnmpi.tensor.replayed import play
 from nnmpi.tensor.tape import Tape, join
@@ -127,6 +127,7 @@ class Function:
 
         Raises:
             GraphError: when no input is a tensor, or this object stands in a graph already.
+            DtypeError: when `forward` returns no array.
             LayoutError: for a rank's part of a tensor (see `placed`).
             DeviceError: when some inputs are in the host's memory, and others on a device.
         """
@@ -163,7 +164,7 @@ class Function:
             raise mixed from error
         # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is built on it.
         result: Tensor = first.blank()  # type: ignore[attr-defined]
-        result.data = data if type(data) is np.ndarray else np.asarray(data) if isinstance(data, _SCALAR) else data
+        result.data = data if type(data) is np.ndarray else self._as_array(data)
         if recorder is not None:
             recorder.made.add(result)
         if recorded:
@@ -220,6 +221,16 @@ class Function:
         """Drop everything that only a backward pass needs."""
         self.edges = None
         self.saved = ()
+
+    def _as_array(self, data: Any) -> Array:
+        """Return what `forward` has returned, which must be an array or a scalar of NumPy's."""
+        if isinstance(data, _SCALAR):
+            return np.asarray(data)
+        if not is_array(data):
+            what = "nothing" if data is None else f"a {type(data).__name__}"
+            raise DtypeError(f"{type(self).__name__}.forward returned {what}; return an array, as self.xp makes them")
+        array: Array = data
+        return array
 
     def _record(self, inputs: tuple[Any, ...], result: Tensor) -> None:
         if hasattr(self, "edges"):

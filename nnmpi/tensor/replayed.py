@@ -36,7 +36,10 @@ def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: li
     if node.replayable:
         node.xp = recorder.module(node.xp)
         return node.forward(*values)
-    place = _own(recorder, recorder.alone(node.forward, *values), values)
+    result = recorder.alone(node.forward, *values)
+    if not is_array(result):
+        return result  # type: ignore[no-any-return]  # `Function` refuses it
+    place = _own(recorder, result, values)
     bare, target = [alias(value) for value in values], alias(place)
 
     def again() -> None:
@@ -58,6 +61,8 @@ def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | 
         return node.backward(grad)
     known = [grad, *(getattr(edge, "buffer", None) for edge in node.edges or ())]
     results = recorder.alone(node.backward, grad)
+    if not isinstance(results, tuple | list) or not all(each is None or is_array(each) for each in results):
+        return results  # type: ignore[no-any-return]  # the tape refuses it
     places = tuple(None if each is None else _own(recorder, each, known) for each in results)
 
     edges, bare, targets = node.edges, alias(grad), [alias(each) for each in places]

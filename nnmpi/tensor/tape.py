@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.replayed import play_back
@@ -73,6 +73,7 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> tuple
         grads = node.backward(grad)
     finally:
         node.needs = needs
+    _check_tuple(node, grads)
     return tuple(each if want else None for each, want in zip(grads, now, strict=True))
 
 
@@ -123,7 +124,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when halves are
             asked for and a leaf wants to know when its gradient is final, or the graph is to be retained.
         ShapeError: when an operation returns a gradient of another shape than its input has.
-        DtypeError: when it returns one of another dtype.
+        DtypeError: when it returns one of another dtype, or what is no array.
     """
     recorder = active()
     plain: Any = np if type(seed) is np.ndarray else namespace(seed)
@@ -213,6 +214,8 @@ def _pass_on(node: Function, grads: tuple[Array | None, ...], xp: Any) -> None:
     """Add what an operation's backward returned to its inputs' gradients."""
     edges = node.edges
     assert edges is not None  # used-up operations are taken off the tape
+    if type(grads) is not tuple:
+        _check_tuple(node, grads)
     if len(grads) != len(edges):
         raise ShapeError(
             f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)} inputs; "
@@ -228,9 +231,23 @@ def _pass_on(node: Function, grads: tuple[Array | None, ...], xp: Any) -> None:
             raise _used_up()
         else:
             shape, dtype = edge.shape, edge.dtype
+        if type(grad) is not np.ndarray and not is_array(grad):
+            raise DtypeError(f"{type(node).__name__}.backward returned {_kind(grad)} for an input; return its array")
         if grad.shape != shape or grad.dtype != dtype:
             raise _misfit(type(node).__name__, grad, shape, dtype)
         edge.add_grad(grad, xp)
+
+
+def _check_tuple(node: Function, grads: Any) -> None:
+    """Refuse what a backward returned in place of its gradients; an array's rows, too, could be taken for them."""
+    if not isinstance(grads, tuple | list):
+        raise GraphError(
+            f"{type(node).__name__}.backward returned {_kind(grads)}; return a tuple with one gradient per input"
+        )
+
+
+def _kind(x: Any) -> str:
+    return "nothing" if x is None else f"a {type(x).__name__}"
 
 
 def _misfit(name: str, grad: Array, shape: tuple[int, ...], dtype: Any) -> ShapeError | DtypeError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -226,6 +226,11 @@ class Tensor(Variable):
 
     def __getitem__(self, key: Any) -> Tensor:
         return index.getitem(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise UsageError(
+            "a Tensor's elements cannot be assigned; write to its array, x.data, or use nnmpi.tensor.where"
+        )
 
     # Comparisons give plain boolean arrays: they have no derivative. `==` stays identity, so that tensors can be keys;
     # with numbers and arrays, where that would be False whatever the values are, it is an error.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.nn.compiled import compile
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, enable_grad, no_grad, recording
 from nnmpi.tensor.parameter import Parameter
@@ -129,6 +130,36 @@ def test_a_wrong_number_of_gradients_is_refused():
     y = Passes(lambda self, grad: (grad,))(leaf([1.0]), Tensor([1.0], dtype="float64"))
     with pytest.raises(ShapeError, match="Passes.backward returned 1 gradients for 2 inputs"):
         y.backward()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("make", [lambda x: 3.0, lambda x: [1.0], lambda x: "x", Tensor])
+def test_what_is_no_array_is_refused(make, recorded):
+    """From forward, in the place of a gradient, and in the place of all of them; when a step is recorded, too."""
+
+    class Returns(Passes):
+        def forward(self, x):
+            return make(x)
+
+    for of, words in (
+        (lambda: Returns(None), "Returns.forward returned a [a-zA-Z]+; return an array"),
+        (lambda: Passes(lambda self, grad: (make(grad),)), "Passes.backward returned a [a-zA-Z]+ for an input"),
+        (lambda: Passes(lambda self, grad: make(grad)), "Passes.backward returned a [a-zA-Z]+(; return a tu| for an)"),
+    ):
+        x = leaf([1.0, 2.0])
+
+        def step(of=of, x=x):
+            of()(x).sum().backward()
+
+        with pytest.raises((DtypeError, GraphError), match=words):
+            (compile(step) if recorded else step)()
+
+
+def test_an_array_is_no_tuple_of_gradients():
+    """Its rows would be taken for them."""
+    y = Passes(lambda self, grad: grad)(leaf([[1.0], [2.0]]), leaf([[1.0], [2.0]]))
+    with pytest.raises(GraphError, match="Passes.backward returned a ndarray; return a tuple"):
+        y.sum().backward()
 
 
 def test_none_is_no_gradient():
