@@ -201,7 +201,7 @@ def _check_indices(indices: NDArray[Any], model: Module) -> None:
     raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepReport(Scored):
     """One update, the same on all ranks but for the times.
 

@@ -32,7 +32,7 @@ class Tally:
         more: what else its way of working has to tell, as JSON values.
     """
 
-    totals: Totals = Totals()
+    totals: Totals = field(default_factory=Totals)
     seen: int = 0
     broken: str = ""
     signal: int = 0

@@ -96,9 +96,11 @@ class Throttle:
             rest_until(clock.now() + left_s, rest)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Totals(Scored):
     """Sums over a number of steps; all fields add up.
+
+    It is not frozen, since each step makes several, and making a frozen one takes five times as long.
 
     Attributes:
         steps, samples: counts.
@@ -231,7 +233,7 @@ class Totals(Scored):
         return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
     """A step that all ranks did together, or out of step: a gradient that was used, or a step of a worker's own.
 
