@@ -211,7 +211,6 @@ class BucketExchange:
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
         if self._alone:
-            self.traffic = Traffic()
             self._reset()
             return
         begin = self._come_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -214,7 +214,7 @@ class Loader:
                 see `data.upload` and `transform.split_transform`.
         """
         epoch_order = self.order(epoch)
-        threads = int(stored or self._takes_long()) if self.workers is None else self.workers
+        threads = int(stored or self._takes_long) if self.workers is None else self.workers
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
@@ -222,6 +222,7 @@ class Loader:
             ahead=max(self.prefetch, threads),  # with fewer, some threads would only wait
         )
 
+    @cached_property
     def _takes_long(self) -> bool:
         """Return whether making a part of a batch may take longer than having it made by a thread."""
         if self.dataset.is_tokens or not can_split(self.transform) or split_transform(self.transform)[0]:
