@@ -203,7 +203,7 @@ class Loop:
             )
         if not trainer.in_step or before.step + report.batches == self._context.extent.steps:
             self._log()
-        self.state = replace(before.after(report.totals), window=self._window)
+        self.state = before.after(report.totals, self._window)
         self._told = 0
         if report.batches and not trainer.in_step:
             self._reporter.segment(self.state, report)

@@ -60,10 +60,10 @@ class RunState:
     elapsed_s: float = 0.0
     samples: int = 0
 
-    def after(self, totals: Totals) -> RunState:
-        """Return the state after the steps that have these sums."""
+    def after(self, totals: Totals, window: Totals) -> RunState:
+        """Return the state after the steps that have these sums, with those since the last line of metrics."""
         step, batch = self.step + totals.steps, self.batch + totals.steps
-        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
+        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window)
 
     def after_epoch(self) -> RunState:
         """Return the state at the beginning of the next epoch."""
