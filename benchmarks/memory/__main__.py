@@ -119,8 +119,9 @@ def resident(number):
         batch = Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0)
         for _ in range(steps):
             worker.step(batch)
+        used = host_memory().used_bytes
         worker.release()
-        return nnmpi.memory.report().peak
+        return nnmpi.memory.report().peak, used
 
     names = ("MLP, 2048 features", "GPT, 8 blocks of 256", "CNN, 512 images")
     sizes = (((16,) * 3, (2048,) * 3), ((1, 16, 1), (8, 256, 8)), (2, 512))[number]
@@ -137,9 +138,10 @@ def resident(number):
             x, y = DRAW.integers(0, 256, (2, batch, 128))
         else:
             model, (x, y) = models.cnn((28, 28, 1), 10), images(size, 28, 1)
-        ledger = train(model, x, y, 6)
-        above = host_memory().peak_bytes - base
-    columns = (names[number], *(f"{each / 2**20:.1f}" for each in (base, above, ledger)), f"{above / ledger - 1:+.1%}")
+        ledger, used = train(model, x, y, 6)
+        after, above = used - base, host_memory().peak_bytes - base
+    columns = (names[number], *(f"{each / 2**20:.1f}" for each in (base, ledger, above, after)))
+    columns = (*columns, *(f"{each / ledger - 1:+.1%}" for each in (above, after)))
     print("|", " | ".join(columns), "|")
 
 
@@ -224,7 +226,8 @@ def main():
     if given.resident is not None:
         if given.resident:
             return resident(int(given.resident))
-        print("| network | base, MiB | above it, MiB | ledger, MiB | off |\n|---|---|---|---|---|", flush=True)
+        titles = "base, MiB | ledger, MiB | peak, MiB | after 6 steps, MiB | peak off | after off"
+        print(f"| network | {titles} |\n|" + "---|" * 7, flush=True)
         return max(subprocess.call([sys.executable, __file__, "--resident", str(i)]) for i in range(3))
     if given.stored:
         return stored(given.check, given.rounds)

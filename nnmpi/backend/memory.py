@@ -75,6 +75,13 @@ def share_freed_memory() -> bool:
     return _set_malloc((_ARENA_MAX, 1))
 
 
+def return_freed_memory() -> None:
+    """Give what malloc keeps, and nobody uses, back to the system now (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def _set_malloc(*settings: tuple[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False

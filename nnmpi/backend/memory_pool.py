@@ -12,6 +12,7 @@ same calls in the same order: whatever overwrites a result comes after its last 
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from nnmpi.backend.array import Array
 
 LEAST_BYTES = 1024  # smaller results have memory of their own
 LINE_BYTES = 64
+LEAST_MAPPED_BYTES = 128 * 1024
 
 
 class ChunkPart(NamedTuple):
@@ -145,7 +147,14 @@ def _bare(array: Array) -> Array:
 
 
 def _aligned(count_bytes: int) -> Array:
-    """Return bytes that begin where a line of the cache does."""
+    """Return bytes that begin where a line of the cache does.
+
+    Many are a mapping of their own: between what malloc gives and takes back while a step is recorded they would leave
+    holes, which nobody uses later.
+    """
+    if count_bytes >= LEAST_MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        mapping = mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(mapping, np.uint8)
     whole = np.empty(-(-count_bytes // LINE_BYTES) * LINE_BYTES + LINE_BYTES, np.uint8)
     skip = -whole.ctypes.data % LINE_BYTES
     return whole[skip : skip + whole.size - LINE_BYTES]

@@ -23,6 +23,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from nnmpi import clock, timeline
+from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
@@ -286,6 +287,7 @@ class Worker(Trainer):
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group)
+        return_freed_memory()  # what values were drawn in, between which a step's arrays would leave holes
 
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where = self.arrangement

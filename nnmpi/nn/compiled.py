@@ -33,6 +33,7 @@ import numpy as np
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active
@@ -128,6 +129,7 @@ class Compiled:
         self._held.pop(key, None)
         while len(self._held) >= MOST_RECORDINGS:
             del self._held[next(iter(self._held))]
+        return_freed_memory()  # replays will not ask for it again, as they have the pool
         recorder = Recorder(self.pool)
         places = [_place(x) for x in inputs]
         try:
@@ -137,6 +139,7 @@ class Compiled:
         finally:
             restore(mode)
             recorder.hand_out()
+            return_freed_memory()  # where results were before they were copied to the pool
         held = _Recording(recorder, places, outputs)
         self._held[key] = held
         self.calls = len(recorder.calls)

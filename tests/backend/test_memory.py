@@ -40,3 +40,26 @@ def test_arrays_are_not_mapped_afresh() -> None:
     """With glibc's own settings each array costs faults for its pages; kept memory costs none."""
     assert faults("keep") < 100
     assert faults("leave") > 1000
+
+
+RECORDED = """
+import numpy as np
+import nnmpi
+from nnmpi.backend.memory import host_memory, keep_freed_memory
+keep_freed_memory()
+arrays = [np.ones(2**18, np.float32) for _ in range(48)]
+kept = arrays[::2]
+del arrays
+x, before = np.ones((2**9, 2**9), np.float32), host_memory().used_bytes
+step = nnmpi.compile(lambda x: (x + x) * x)
+step(x)
+print(host_memory().used_bytes - before - step.pool.size_bytes)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux alone")
+def test_recording_gives_back_what_malloc_has_kept() -> None:
+    """Holes of 24 MiB between arrays that stay go, and the recording has memory apart from them."""
+    ran = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, timeout=60)
+    assert not ran.returncode, ran.stderr
+    assert int(ran.stdout) < -16 * 2**20
