@@ -9,6 +9,7 @@ A gradient in three lines:
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,7 @@ from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
 from nnmpi.backend.precision import is_floating
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.launcher import read_launch
 from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.operand import whole_values
@@ -78,7 +80,9 @@ class Tensor(Variable):
             )
         warning = None if self.tape is None else self.tape.find().warning
         if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+            launch = read_launch(os.environ)
+            if launch is None or launch.rank == 0:  # once for all ranks
+                warnings.warn(warning, stacklevel=2)
         xp = namespace(self.data)
         if grad is None:
             if self.data.size != 1:

@@ -151,8 +151,10 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     assert np.allclose(ops.softmax(tensor, dim=1).sum(axis=1).numpy(), 1)  # type: ignore[call-arg]
 
 
-def test_a_loss_computed_in_evaluation_warns() -> None:
+def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one sentence at the line of backward, where dropout or batch normalization is in it and nobody has said so."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     x, y = np.ones((6, 4), np.float32), np.arange(6) % 3
 
     def loss(*layers: nn.Module) -> nnmpi.Tensor:
@@ -174,6 +176,9 @@ def test_a_loss_computed_in_evaluation_warns() -> None:
     step = nnmpi.compile(lambda x: loss(nn.Dropout(0.3)).backward())
     with pytest.warns(UserWarning):
         step(nnmpi.Tensor(x))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with warnings.catch_warnings(action="error"):
+        loss(nn.Dropout()).backward()  # one rank warns for all
 
 
 def test_arguments_of_pytorch_are_answered() -> None:
