@@ -176,7 +176,7 @@ class Optimizer(ABC):
                 f"{launch.size} processes were started, and each trains a model of its own, whose weights drift apart: "
                 "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples); or, where the "
                 "program adds up the gradients by itself, which is not seen here, set model.storage.shared = True",
-                stacklevel=4,
+                stacklevel=5,  # the line that calls `step`
             )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Array] = ()) -> None:

@@ -309,9 +309,10 @@ def test_processes_that_train_apart_are_warned(shared: bool, monkeypatch: pytest
     storage.shared = shared  # as a strategy does
     optimizer = SGD(storage, lr=0.1)
     with (
-        nullcontext()
+        nullcontext(())
         if shared
         else pytest.warns(UserWarning, match=r"2 processes .* set model\.storage\.shared = True$")
-    ):
+    ) as told:
         optimizer.step()
+    assert all(each.filename == __file__ for each in told)
     optimizer.step()
