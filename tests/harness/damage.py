@@ -3,6 +3,7 @@
     python -m tests.harness.damage run 1000         # so many of each damage of each file of a run
     python -m tests.harness.damage data 1000        # damaged data files of each kind
     python -m tests.harness.damage words 5000       # command lines and configuration files
+    python -m tests.harness.damage layouts 1000     # options that each are right, together, against one rank
 
 A run's checkpoints must be read as they were written, an older one if need be. Nothing may end in a traceback, nor take
 longer than LONGEST_S of processor time. Damage is done anywhere in a file: each of its places is as likely.
@@ -339,6 +340,65 @@ def _read_own(words: list[str]) -> str:
     return "read"
 
 
+# ---- options that do not fit together ----
+
+SAME = "--model mlp --dataset iris --hidden 7 5 9 --dtype float64 --max-steps 3 --save-every 0 --eval-every 0 --quiet"
+RESULT: dict[str, str] = {  # what the result hangs on
+    "--batch-size": "7 13 32",
+    "--optimizer": "sgd adam",
+    "--clip": "0.1 10",
+    "--dropout": "0.1",
+}
+LAYOUT: dict[str, str] = {  # and what it must not hang on
+    "--jit": "on off",
+    "--activation-memory": "0.3 1 1KB 10KB",
+    "--recompute": "on auto 2",
+    "--offload": "host",
+    "--zero": "1 2 3",
+    "--pipeline": "naive gpipe 1f1b interleaved zero-bubble",
+    "--microbatches": "1 3 5 7",
+    "--pp": "1 2 3",
+    "--tp": "1 2 3",
+    "--dp": "1 2 3",
+    "--reduction": "fixed",
+    "--overlap": "on off",
+}
+
+
+def try_layouts(folder: Path, count: int, findings: Findings, seed: int = 0) -> None:
+    """Train with so many mixtures of options on simulated ranks: equal to one rank's training, or refused."""
+    draws, alone = Random(seed), {}
+    for number in range(count):
+        ranks = draws.choice((1, 2, 2, 3, 4, 6))
+        chosen = draws.sample(list(RESULT), draws.randint(0, 2))
+        own, where = (
+            [word for name in names for word in (name, draws.choice(given[name].split()))]
+            for names, given in ((chosen, RESULT), (draws.sample(list(LAYOUT), draws.randint(1, 4)), LAYOUT))
+        )
+        key = " ".join(own)
+        if key not in alone:
+            alone[key] = _weights_after(folder, own, 1)
+        findings.take(f"{number}: {ranks} ranks {own + where}", partial(_equal, folder, own + where, ranks, alone[key]))
+
+
+def _weights_after(folder: Path, words: list[str], ranks: int) -> dict[str, Any]:
+    """Return the weights that a training ends with."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with quick_trainings(), contextlib.redirect_stdout(io.StringIO()):
+        simulate(partial(main, [*SAME.split(), *words, "--out", str(folder)]), ranks)
+    loaded = load_checkpoint(folder / "checkpoints")
+    assert loaded is not None
+    return {name: np.array(loaded[0].model[name]) for name in loaded[0].model}
+
+
+def _equal(folder: Path, words: list[str], ranks: int, alone: dict[str, Any]) -> str:
+    found = _weights_after(folder, words, ranks)
+    assert found.keys() == alone.keys()
+    for name, array in found.items():
+        np.testing.assert_allclose(array, alone[name], rtol=1e-6, atol=1e-9, err_msg=name)
+    return "equal"
+
+
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
@@ -349,7 +409,12 @@ def _inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-SUITES: dict[str, Callable[[Path, int, Findings], None]] = {"run": damage_run, "data": damage_data, "words": try_words}
+SUITES: dict[str, Callable[[Path, int, Findings], None]] = {
+    "run": damage_run,
+    "data": damage_data,
+    "words": try_words,
+    "layouts": try_layouts,
+}
 
 if __name__ == "__main__":
     begin_s, tried = time.monotonic(), Findings()

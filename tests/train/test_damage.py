@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.damage import Findings, damage_data, damage_run, try_words
+from tests.harness.damage import Findings, damage_data, damage_run, try_layouts, try_words
 
 pytestmark = pytest.mark.host_only("it is about files and words, not arrays")
 
@@ -29,3 +29,10 @@ def test_words_are_read_or_refused(tmp_path: Path) -> None:
     try_words(tmp_path / "words", 60, findings)
     assert not findings.wrong, "\n".join(findings.wrong)
     assert findings.ends["refused"] > 30
+
+
+def test_mixtures_of_options_are_equal_to_one_rank_or_refused(tmp_path: Path) -> None:
+    findings = Findings()
+    try_layouts(tmp_path / "it", 30, findings)
+    assert not findings.wrong, "\n".join(findings.wrong)
+    assert findings.ends["equal"] >= 5 and findings.ends["refused"] >= 5
