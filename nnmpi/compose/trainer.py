@@ -100,7 +100,7 @@ class Throttle:
 class Totals(Scored):
     """Sums over a number of steps; all fields add up.
 
-    It is not frozen, since each step makes several, and making a frozen one takes five times as long.
+    It is not frozen, since each step makes several, and making a frozen one takes more than four times as long.
 
     Attributes:
         steps, samples: counts.
