@@ -470,6 +470,7 @@ class Replicas:
         fixed = arrangement is not None and arrangement.layout.fixed
         self.parallel = data_parallel(trainer, exchange, is_summed)
         numbers = range(len(model.storage.spans))
+        self._plans = arrangement is not None and arrangement.layout.activation_memory is not None
         self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
         strategy = self.parallel
         weights = strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None
@@ -481,6 +482,12 @@ class Replicas:
         fixed = self.fixed
         check_cuts(batch, fixed is not None)
         if fixed is not None:
+            plans, self._plans = self._plans, False  # all ranks together, in the first batch
+            if plans and 0 in self.world.gather(len(batch.cuts)):
+                raise UsageError(
+                    "ranks without samples cannot take part in a plan for the activations of reduction fixed; give a "
+                    "larger batch, fewer ranks, or no activation_memory"
+                )
             fixed.begin(batch.microbatches)
         self._passes.run(batch, step, scale, replays)
         if fixed is None:

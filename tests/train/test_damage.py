@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.errors import UsageError
+from nnmpi.train.cli import main
 from tests.harness.damage import Findings, damage_data, damage_run, try_layouts, try_words
 
 pytestmark = pytest.mark.host_only("it is about files and words, not arrays")
@@ -36,3 +39,10 @@ def test_mixtures_of_options_are_equal_to_one_rank_or_refused(tmp_path: Path) ->
     try_layouts(tmp_path / "it", 30, findings)
     assert not findings.wrong, "\n".join(findings.wrong)
     assert findings.ends["equal"] >= 5 and findings.ends["refused"] >= 5
+
+
+def test_a_plan_with_a_rank_that_has_no_samples_is_refused(tmp_path: Path) -> None:
+    """The others waited for it; a seed's mixture found that."""
+    words = "--dataset iris --model mlp --max-steps 2 --quiet --reduction fixed --batch-size 1 --activation-memory 10KB"
+    with pytest.raises(UsageError, match="ranks without samples cannot take part in a plan"):
+        simulate(lambda group: main([*words.split(), "--out", str(tmp_path / "run")], group), 2)
