@@ -7,7 +7,6 @@ Augment before normalising: Shift fills with 0, which is black only in images th
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -124,15 +123,10 @@ class Normalize:
 
     def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
         """Return (x - mean) / std in the dtype of x."""
-        mean, std = _fitted(self, x.dtype, x.shape[1:])
+        mean, std = self.fitted(x.dtype, x.shape[1:])
         result: Array = x - mean
         result /= std
         return result
-
-
-@lru_cache(maxsize=8)  # each batch asks for the same, and there are a few loaders at most
-def _fitted(normalize: Normalize, dtype: np.dtype[np.float32], sample_shape: tuple[int, ...]) -> tuple[Array, Array]:
-    return normalize.fitted(dtype, sample_shape)
 
 
 @dataclass(frozen=True)
