@@ -223,11 +223,14 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
 
     Raises:
         LayoutError: on all ranks, when the degrees do not make up the world; it names those that would.
+        UsageError: likewise, for what does not go with the degrees that were derived.
     """
     nodes = group.nodes()
     with agreed(group):
         on_several = nodes if len(set(nodes)) > 1 else None
-        return Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
+        mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
+    replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)  # which checks what was derived from the number of ranks, too
+    return mesh
 
 
 def _cut(

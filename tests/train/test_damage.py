@@ -46,3 +46,11 @@ def test_a_plan_with_a_rank_that_has_no_samples_is_refused(tmp_path: Path) -> No
     words = "--dataset iris --model mlp --max-steps 2 --quiet --reduction fixed --batch-size 1 --activation-memory 10KB"
     with pytest.raises(UsageError, match="ranks without samples cannot take part in a plan"):
         simulate(lambda group: main([*words.split(), "--out", str(tmp_path / "run")], group), 2)
+
+
+@pytest.mark.parametrize("words", ["--zero 3 --dp 1 --tp 1", "--reduction fixed --dp 1 --pp 1"])
+def test_what_is_derived_from_the_number_of_ranks_is_checked_too(words: str, tmp_path: Path) -> None:
+    """A pipeline that nobody had asked for by name trained with ZeRO 3, and to other weights."""
+    words = f"--dataset iris --model mlp --max-steps 2 --quiet {words} --out {tmp_path / 'run'}"
+    with pytest.raises(UsageError, match="take zero 1 with pp 2|leave tp at 1"):
+        simulate(lambda group: main(words.split(), group), 2)
