@@ -53,8 +53,14 @@ class ForwardPasses:
             }
             self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, GradientSink(), backend)
 
-    def run(self, microbatches: Sequence[Array]) -> None:
-        """Take them through, without gradients; model input, at least one."""
+    def run(self, microbatches: Sequence[Array], model: Callable[[Any], Tensor] | None = None) -> None:
+        """Take them through, without gradients.
+
+        Args:
+            microbatches: model input, at least one.
+            model: what computes in the model's place where it is not cut into stages, such as a recording of it.
+        """
+        model = self._model if model is None else model
         with no_grad():
             if self._pipeline is not None:
                 self._pipeline.infer(microbatches)
@@ -62,7 +68,7 @@ class ForwardPasses:
             for number, each in enumerate(microbatches):
                 with self._mode():
                     x = Tensor(each) if self._shared is None else self._shared(Tensor(each), True)
-                    result = self._model(x)
+                    result = model(x)
                     self._keep(result if self._shared is None else self._shared(result, False), number)
 
     def free(self) -> None:

@@ -17,6 +17,7 @@ from nnmpi.backend.record import Backend
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.inference import ForwardPasses
 from nnmpi.errors import UsageError
+from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
@@ -34,6 +35,7 @@ class Writer:
     def __init__(self, where: Arrangement, backend: Backend, vocabulary: int) -> None:
         self._where, self._backend, self.vocabulary = where, backend, vocabulary
         self._memory: dict[str, Any] = {}
+        self._again = Compiled(where.model)  # one token behind others: the same calls each time
         self._logits: Array | None = None
         self._passes = ForwardPasses(where, backend, lambda: continued(self._memory), self._keep)
 
@@ -47,20 +49,21 @@ class Writer:
             (vocabulary,), in host memory, the same on all ranks.
         """
         self._memory.clear()
-        return self._read(tokens)
+        self._again = Compiled(self._where.model)  # what is recorded knows what was remembered
+        return self._read(tokens, self._where.model)
 
     def go_on(self, token: int) -> Array:
         """Read one more token, and return the logits of the one after it. Collective."""
-        return self._read([token])
+        return self._read([token], self._again)
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
         self._passes.free()
 
-    def _read(self, tokens: Sequence[int]) -> Array:
+    def _read(self, tokens: Sequence[int], model: Callable[..., Any]) -> Array:
         batch, mesh = self._backend.asarray(np.array([tokens], np.int64)), self._where.mesh
         self._logits = None
-        self._passes.run([batch])
+        self._passes.run([batch], model)
         logits = np.zeros(self.vocabulary)
         if self._logits is not None:  # on the last stage; where ranks share the classes out, each has some
             shared = self._where.classes > 0

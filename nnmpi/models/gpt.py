@@ -4,6 +4,10 @@ learners", 2019)."""
 from math import sqrt
 from typing import Any
 
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.dropout import Dropout
@@ -40,17 +44,31 @@ class GPTEmbedding(Module):
         Raises:
             ShapeError: when the tokens are more than there are places, or no (batch, time).
         """
-        shape, context, memory = tokens.shape, self.positions.entries, current().memory
-        start = 0 if memory is None else memory.get(self.path, 0)
+        memory = current().memory
+        if memory is None:
+            self._check(tokens.shape, 0)
+            rows = self.positions.weight[: tokens.shape[1]]
+        else:
+            places = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
+            perform(self._go_on, memory, tokens.shape, places)
+            rows = self.positions(places)
+        x: Tensor = self.tokens(tokens) + rows
+        return x
+
+    def _go_on(self, memory: dict[str, Any], shape: tuple[int, ...], places: Array) -> None:
+        """Write the places of tokens behind others. A recording calls it each time, as they are other ones."""
+        start = memory.get(self.path, 0)
+        self._check(shape, start)
+        memory[self.path] = start + shape[1]
+        places[...] = namespace(places).arange(start, start + shape[1])
+
+    def _check(self, shape: tuple[int, ...], start: int) -> None:
+        context = self.positions.entries
         if len(shape) != 2 or start + shape[1] > context:
             behind = f" behind {start} others" if start else ""
             raise ShapeError(
                 f"gpt with a context of {context} needs tokens (batch, at most {context}), not {shape}{behind}"
             )
-        if memory is not None:
-            memory[self.path] = start + shape[1]
-        x: Tensor = self.tokens(tokens) + self.positions.weight[start : start + shape[1]]
-        return x
 
 
 def gpt(

@@ -3,6 +3,8 @@
 from typing import Any
 
 from nnmpi.aliases import also
+from nnmpi.backend.array import namespace
+from nnmpi.backend.recording import active, perform
 from nnmpi.errors import UsageError
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import fan_in
@@ -77,7 +79,13 @@ class LSTM(Module):
         memory = current().memory
         if memory is None:
             return self._run(x, None, lengths, ends=False)[0]
-        y, memory[self.path] = self.with_state(x, memory.get(self.path), lengths)
+        before = memory.get(self.path)
+        y, ends = self.with_state(x, before, lengths)
+        if before is None or active() is None:
+            memory[self.path] = ends
+        else:  # replays look for it in the same place
+            for place, end in zip(before, ends, strict=True):
+                perform(namespace(place.data).copyto, place.data, end.data)
         return y
 
     def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.dropout import Place
 from nnmpi.tensor.convert import converted, with_kernels
@@ -159,15 +160,22 @@ class PackedAttention(Function):
         if not self.heads:  # more ranks than heads
             self.saved = (None, ())
             return y
+        if self.before is not None:
+            perform(self._go_on, self.before, qkv, y)
+            return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
-        causal = self.causal
-        if self.before is not None:
-            causal = causal and not self.before.count  # one token behind others sees all
-            k, v = self.before.extend(self.xp, k, v)
         drop = self.draw(self.length or q.shape[2], self.length or k.shape[2])
-        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, causal, True in self.needs, *drop), drop)
+        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, self.causal, True in self.needs, *drop), drop)
         return y
+
+    def _go_on(self, before: KeyValues, qkv: Array, y: Array) -> None:
+        """Attend to the tokens before, too. A recording calls it as a whole, as there are more of them each time."""
+        xp, causal = namespace(qkv), self.causal and not before.count  # one token behind others sees all
+        q, k, v = self._split(qkv, 3)
+        k, v = before.extend(xp, k, v)
+        (heads,) = self._split(y, 1)
+        self.kernels.attend(xp, q, k, v, heads, causal, False)
 
     def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:
         """Return which probabilities of so many queries and keys are dropped, if some are."""
@@ -186,7 +194,8 @@ class PackedAttention(Function):
         """Return the heads of each part of (batch, time, parts * heads * features)."""
         batch, time, width = packed.shape
         shape = (batch, time, parts, self.heads, width // (parts * self.heads))
-        heads = self.xp.reshape(packed, shape).transpose(2, 0, 3, 1, 4)  # (parts, batch, heads, time, features)
+        # (parts, batch, heads, time, features)
+        heads = namespace(packed).reshape(packed, shape).transpose(2, 0, 3, 1, 4)
         return tuple(heads[i] for i in range(parts))
 
 

@@ -1,6 +1,7 @@
 """Writing token by token: with what layers keep, under any layout, it is what whole passes would write."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,20 @@ def main(group: Group, kind: str, layout: Layout) -> list[int]:
 def test_every_layout_writes_what_whole_passes_do(kind: str, ranks: int, layout: Layout) -> None:
     """On all ranks the same; past the context too, where the last half is read again."""
     assert simulate(lambda group: main(group, kind, layout), ranks) == [by_whole_passes(kind)] * ranks
+
+
+def test_layers_run_once_for_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each later token replays what the first one behind the prompt did, and the layers' own code stands still."""
+    seen: list[tuple[int, ...]] = []
+    forward = nn.Embedding.forward
+
+    def noted(module: nn.Embedding, indices: Any) -> Tensor:
+        seen.append(indices.shape)
+        return forward(module, indices)
+
+    monkeypatch.setattr(nn.Embedding, "forward", noted)
+    simulate(lambda group: main(group, "lstm", Layout()), 1)
+    assert seen == [(1, len(PROMPT)), (1, 1)]
 
 
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
