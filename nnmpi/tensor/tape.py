@@ -156,6 +156,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     grads = node.backward(grad)
                 else:
                     grads = play_back(recorder, node, grad)
+                grad = None  # it goes before what it is passed on to takes memory
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()

@@ -7,6 +7,8 @@ import weakref
 import numpy as np
 import pytest
 
+from nnmpi.backend.allocations import counting
+from nnmpi.backend.record import numpy_backend
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.elementwise import TanhFunction
 from nnmpi.tensor.function import Function, no_grad
@@ -132,6 +134,17 @@ def test_gradients_of_operations_are_freed(no_gc):
         y.backward(retain_graph=retain)
         assert [node.grad for node in nodes] == [None] * 4
         assert all((node.saved == ()) != retain for node in nodes if isinstance(node, TanhFunction))
+
+
+def test_a_gradient_goes_before_the_next_one_is_copied():
+    """What came to an operation is not there any more when a leaf takes memory for its gradient."""
+    backend = numpy_backend()
+    x = Tensor(backend.asarray(np.ones(1000)), requires_grad=True)
+    y, seed = x * 2 * 3, backend.asarray(np.ones(1000))
+    with counting(backend) as count:
+        y.backward(seed)
+    assert count.used == x.grad.nbytes
+    assert count.peak == 2 * x.grad.nbytes
 
 
 def test_nothing_needs_the_garbage_collector(no_gc):
