@@ -201,6 +201,7 @@ class Pipelined(GradientSink):
                     each > begin,
                     each == self._last,
                     copied[each],
+                    self.backend.is_device,
                 )
                 for each in stages
             }

@@ -59,6 +59,7 @@ from nnmpi.compose.runner import (
     Values,
     check_loss,
     check_optimizer,
+    to_device,
 )
 from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
@@ -69,7 +70,6 @@ from nnmpi.memory.ledger import (
     BATCHES,
     COMMUNICATION,
     GRADIENTS,
-    MEASURED_STEP,
     PARAMETERS,
     STATE,
     MemoryLedger,
@@ -282,8 +282,8 @@ class Worker(Trainer):
             self._detach()
             raise
         self.parallel = self.runner.parallel
-        self.ledger, self._steps_here = MemoryLedger(self.backend, self._predict_memory()), 0
-        self._recorded_bytes = 0
+        self.ledger, self._recorded_bytes = MemoryLedger(self.backend, self._predict_memory()), 0
+        self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group)
@@ -346,13 +346,17 @@ class Worker(Trainer):
             self.optimizer.lr = lr
         if self._sequence is not None:
             batch = self._sequence.part(batch)
+        if self.backend.is_device:  # before what the pass allocates is counted
+            there = to_device(batch, self.model, self.backend)
+            batch = replace(batch, x=there.x, y=there.y, host_y=there.labels)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
-        self._note_memory({BATCHES: batch.x.nbytes + batch.y.nbytes})
-        replays = current() is None and self._steps_here != MEASURED_STEP  # else each pass is to be looked at
-        with self._deterministic(), self._meter.running(), self._measuring():
-            outcome = self.runner.run(batch, step, factor, replays)
+        nbytes = batch.x.nbytes + batch.y.nbytes
+        self._note_memory({BATCHES: nbytes})
+        counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
+        with self._deterministic(), self._meter.running(), self._counting() if counts else _AS_IT_IS:
+            outcome = self.runner.run(batch, step, factor, not counts)
         if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
             self._recorded_bytes = self.runner.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
@@ -414,10 +418,14 @@ class Worker(Trainer):
         found = everything[-1]
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
-    def _measuring(self) -> AbstractContextManager[None]:
-        """Count what a step allocates, if it is the one in which that is done, or a trace is recorded."""
-        self._steps_here += 1
-        return _AS_IT_IS if self._steps_here != MEASURED_STEP + 1 and current() is None else self._counting()
+    def _is_to_count(self, nbytes: int) -> bool:
+        """Return whether to count what a step allocates, given the bytes of its batch; see `memory.ledger`."""
+        if self._counted_bytes is None:
+            self._counted_bytes = -1
+        elif nbytes > self._counted_bytes:
+            self._counted_bytes = nbytes
+            return True
+        return False
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

@@ -9,7 +9,8 @@
 
 Nothing is estimated. What stays is asked of those who hold it, whenever it may have changed. What comes and goes is
 counted allocation by allocation (`backend.allocations`). That takes 2 us for each array, so it is done in one step, or
-where a trace is recorded, and holds for the others. It is the second step: the first makes what is made once, too.
+where a trace is recorded, and holds for the others. It is the second step, as the first makes what is made once, too,
+and after that each of a larger batch: the second may be an epoch's short last one.
 
     nnmpi.memory.report().held["gradients"]        bytes, of the worker that was made last
 """
@@ -28,7 +29,6 @@ from nnmpi.errors import UsageError
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, COMMUNICATION, BATCHES)
-MEASURED_STEP = 1  # the second one
 
 _ledger: ContextVar[MemoryLedger | None] = ContextVar("nnmpi_ledger", default=None)
 

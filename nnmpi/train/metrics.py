@@ -20,7 +20,7 @@ messages were under way the rank computed for `hidden_s` and waited for `sync_s`
 passes over the data, with its fraction.
 
 The bytes that rank 0 has had at most for each purpose, and for all together, begin with "memory" (see `memory.ledger`);
-activations are 0 before they are measured, in the second step.
+activations are 0 before they are measured, in the second step, and again with each larger batch.
 
 A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
 staleness is the number of updates that its weights have seen between being read and being updated with it; with local

@@ -104,8 +104,11 @@ PIPELINES = (
 )
 
 
-@pytest.mark.host_only("what a device's messages keep goes when they are sent")
-@pytest.mark.parametrize(("name", "layout", "microbatches"), PIPELINES, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize(
+    ("name", "layout", "microbatches"),
+    PIPELINES,
+    ids=[f"{name}-{each.schedule}, dp {each.dp}, pp {each.pp}, sp {each.sp}-{m}" for name, each, m in PIPELINES],
+)
 def test_a_pipeline_keeps_to_its_budget(name, layout, microbatches):
     """With all, the least and half: the weights' bits, and on each rank the bytes that were predicted."""
     ranks = layout.dp * layout.pp * layout.sp

@@ -1,6 +1,7 @@
 """The ledger: bytes by kind, predicted and measured alike, and where they can be seen."""
 
 import contextvars
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,24 @@ def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
             assert found.peak <= sum(found.peaks.values())
             assert (found.peaks[COMMUNICATION] > 0) == (zero > 0)
             assert "as predicted" in line
+
+
+def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
+    """Where it is the second step, as in an epoch of two, the next full batch is counted, too."""
+
+    def activations(samples: int, steps: int) -> int:
+        data = Dataset("numbers", np.ones((samples, 6), np.float32), np.zeros(samples, int), 3)
+        model = models.mlp((6,), 3, HIDDEN).initialize()
+        worker = Worker(model, optim.Adam(model.storage), group)
+        loader = Loader(data, 8, workers=0)
+        for batch in islice(chain.from_iterable(map(loader.epoch, count())), steps):
+            worker.step(batch)
+        worker.release()
+        return nnmpi.memory.report().peaks[ACTIVATIONS]
+
+    full = activations(16, 2)
+    assert activations(12, 2) < full
+    assert activations(12, 3) == activations(12, 8) == full
 
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")

@@ -36,6 +36,7 @@ class StageCosts:
         needed: whether a gradient goes back there.
         is_last: whether the loss is its end.
         copied: whether its result is sent from a copy, since it does not lie in rows.
+        staged: whether messages go through other memory, as a device's do: none of its own is kept for them.
     """
 
     first: tuple[ChainLinkCost, ...]
@@ -44,6 +45,7 @@ class StageCosts:
     needed: bool
     is_last: bool
     copied: bool
+    staged: bool
 
     def instructions(self, stage: int, plan: Plan) -> dict[tuple[Kind, int, bool], InstructionBytes]:
         """Return what the stage's instructions and those of its neighbours' messages do to memory."""
@@ -59,8 +61,9 @@ class StageCosts:
                 Kind.SEND_GRAD: message_back,
             }.items():
                 found[kind, stage, is_first] = taken
-            found[Kind.SEND_ACT, stage - 1, is_first] = InstructionBytes(0, 0, self.received)
-            found[Kind.SEND_GRAD, stage + 1, is_first] = InstructionBytes(0, 0, costs[-1].gradient)
+            posted = (0, 0) if self.staged else (self.received, costs[-1].gradient)  # memory of receives
+            found[Kind.SEND_ACT, stage - 1, is_first] = InstructionBytes(0, 0, posted[0])
+            found[Kind.SEND_GRAD, stage + 1, is_first] = InstructionBytes(0, 0, posted[1])
         return found
 
     def _bytes(self, costs: Costs, plan: Plan) -> tuple[InstructionBytes, ...]:
@@ -80,6 +83,13 @@ class StageCosts:
             gone = plan.index(Action(Act.BACKWARD, end - 1)) + 1
             peak = max(max(price.peaks[turn:gone]) - came, *price.peaks[gone:], 0)
         peak = max(peak, price.bytes[-1] + back)
+        if self.staged:  # what comes is there from when it is used, and what goes until it is sent
+            return (
+                InstructionBytes(self.received + held + alone, self.received + most),
+                InstructionBytes(-alone, result if self.copied else 0),
+                InstructionBytes(back - held - self.received, came + peak - held),
+                InstructionBytes(-back, 0),
+            )
         return (
             InstructionBytes(held + alone, most),
             InstructionBytes(result - alone, result, result, result, result)
