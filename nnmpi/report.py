@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.command import Parser, say
+from nnmpi.compose.trainer import PARTS
 from nnmpi.errors import UsageError
 from nnmpi.pages.page import write_page
 from nnmpi.reading import check_ordinary, parse_json
 from nnmpi.timeline import COMPUTE, WAITING
 from nnmpi.train.cli import read_run
 from nnmpi.train.config import all_options
-from nnmpi.train.curves import OVER_TIME, PANELS, TIMES, Panel, bars, check_can_draw, draw
+from nnmpi.train.curves import OVER_TIME, PANELS, Panel, bars, check_can_draw, draw
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -91,7 +92,7 @@ def gather(run: Path) -> dict[str, Any]:
         "head": _head(console),
         "results": [_result(each) for each in records if each["kind"] in ("eval", "test")][-2:],
         "charts": [chart for panel in (*PANELS, *OVER_TIME) if (chart := _chart(panel, records))["lines"]],
-        "times": {label: mean for key, label in TIMES if (mean := _mean(trained, key))},
+        "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
         "staleness": {"width": width, "heights": heights, "mean": stale.mean(), "max": stale.largest()},
         "options": _changed(options),

@@ -47,6 +47,7 @@ class AveragingRunner:
         self._check = PeriodicCheck(group)
         self._steps = 0  # of this rank, in the whole run
         self._told_s = 0.0  # when a step was told of
+        self._waited_s = 0.0  # for other ranks, since then
         self.steps_done = 0
 
     def run(self, segment: TrainingSegment) -> SegmentReport:
@@ -60,7 +61,7 @@ class AveragingRunner:
         averaging = self._warming if segment.bsp else self._averaging
         averaging.begin()
         tally, staleness = Tally(), Staleness(self.group.size)
-        done, stop, signal, self._told_s = 0, False, 0, begin
+        done, stop, signal, self._told_s, self._waited_s = 0, False, 0, begin, 0.0
         with uploaded(loader, segment.epoch, self._gradient.backend, segment.batches.start) as items:
             for number in segment.batches:
                 if stop:
@@ -84,10 +85,11 @@ class AveragingRunner:
                     if number + 1 < segment.batches.stop
                     else None
                 )
-                tally.wait(clock.now() - waiting)
+                self._waited_s = clock.now() - waiting
                 if notes is not None:
                     signal = max(int(note[0]) for note in notes)
                     stop = bool(signal) or any(note[1] for note in notes)
+        tally.wait(self._waited_s)
         disagreement = averaging.synchronize()
         tally.signal = max(signal, segment.poll_signal())
         tally.messages, tally.bytes = averaging.messages, averaging.bytes
@@ -122,7 +124,7 @@ class AveragingRunner:
         self._throttle.wait(started, self.group.rank, self._steps)
         self._steps += 1
         now = clock.now()
-        totals = gradient.totals(now - started, 0.0, input_s, now - self._told_s)
+        totals = gradient.totals(now - started, self._waited_s, input_s, now - self._told_s)
         self._told_s = now
         return Progress(batch.number, 0, totals, gradient.norm, now - begin)
 

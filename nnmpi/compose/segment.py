@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.trainer import SegmentReport, Totals
+from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.averaging import average
@@ -62,7 +62,7 @@ def sum_up(tallies: Sequence[Tally], batches: int, seconds: float, used: Totals 
     for tally in tallies:
         computed = computed.plus(tally.totals)
     workers = sum(1 for tally in tallies if tally.totals.steps or tally.totals.sync_s)
-    times = {name: 1 / max(workers, 1) * getattr(computed, name) for name in ("compute_s", "sync_s", "input_s")}
+    times = {name: 1 / max(workers, 1) * getattr(computed, name) for name in PARTS}
     return replace(used or computed, steps=batches, wall_s=seconds, **times)
 
 

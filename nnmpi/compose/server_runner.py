@@ -62,13 +62,14 @@ class ParameterServerRunner:
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self._updates = self._dropped = 0  # of this rank's server: updates before the segment, gradients that came late
         self._used = Totals()  # of the gradients that server 0 could use
+        self._late = Totals()  # the times of those that it could not, since the last one that it could
         self.steps_done = 0
 
     def run(self, segment: TrainingSegment) -> SegmentReport:
         """Run one segment."""
         begin = self._told_s = clock.now()
         tally = Tally()
-        self._used, self._dropped = Totals(), 0
+        self._used, self._late, self._dropped = Totals(), Totals(), 0
         if self.server is not None:
             self._updates, self.server.signal = self.server.updates, segment.poll_signal
         self._note = partial(self._count, tally, segment.progress, segment.poll_signal, begin)
@@ -139,6 +140,7 @@ class ParameterServerRunner:
                         gradient.norm,
                         spent_s,
                         wait_s,
+                        started - pulled,
                         segment.poll_signal() or ticket.signal,
                         broken,
                     )
@@ -168,12 +170,15 @@ class ParameterServerRunner:
         """Count a gradient that has come, and tell of it if it will be used; on server 0."""
         assert self.server is not None
         controller = self.server.controller
+        times = Totals(compute_s=push.compute_s, sync_s=push.wait_s, input_s=push.input_s)
         if controller.dropped == self._dropped and not push.broken:
             before_s, self._told_s = self._told_s, clock.now()
-            sums = (push.rows, push.targets, push.loss_sum, push.score_sum, push.compute_s, push.wait_s)
-            totals = Totals(1, *sums, wall_s=self._told_s - before_s)
-            self._used = self._used.plus(totals)
+            counts = Totals(1, push.rows, push.targets, push.loss_sum, push.score_sum, wall_s=self._told_s - before_s)
+            totals = counts.plus(times).plus(self._late)
+            self._used, self._late = self._used.plus(counts), Totals()
             progress(Progress(push.task.batch, worker, totals, push.norm, self._told_s - begin))
+        else:
+            self._late = self._late.plus(times)
         self._dropped = controller.dropped
         tally.signal = tally.signal or push.signal or poll_signal()
         if tally.signal:

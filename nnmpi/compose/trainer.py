@@ -96,6 +96,14 @@ class Throttle:
             rest_until(clock.now() + left_s, rest)
 
 
+PARTS = {  # of a step's time: what is printed, recorded and drawn of it
+    "compute_s": "compute",
+    "wait_s": "waiting for stages",
+    "sync_s": "synchronisation",
+    "input_s": "input",
+}
+
+
 @dataclass
 class Totals(Scored):
     """Sums over a number of steps; all fields add up.
@@ -161,7 +169,7 @@ class Totals(Scored):
         """
         if workers == 1:
             return self
-        times = {name: getattr(self, name) / workers for name in ("compute_s", "sync_s", "input_s")}
+        times = {name: getattr(self, name) / workers for name in PARTS}
         return replace(self, steps=int(last), **times)
 
     def to_json(self) -> dict[str, Any]:
@@ -216,13 +224,8 @@ class Totals(Scored):
     def breakdown(self) -> str:
         """Return where an iteration's time went, in ms and per cent of its wall time."""
         wall_s = max(self.wall_s, 1e-12)
-        parts: tuple[tuple[str, float], ...] = (
-            ("compute", self.compute_s),
-            ("synchronisation", self.sync_s),
-            ("input", self.input_s),
-        )
-        if self.wait_s:
-            parts = (parts[0], ("waiting for stages", self.wait_s), *parts[1:])
+        found = [(name, getattr(self, key)) for key, name in PARTS.items()]
+        parts = [(name, seconds) for name, seconds in found if seconds or name != PARTS["wait_s"]]
         rest_s = self.wall_s - sum(seconds for _, seconds in parts)
         if abs(rest_s) < ROUNDING * wall_s:
             rest_s = 0.0

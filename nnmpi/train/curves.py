@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.compose.trainer import PARTS
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.metrics import read_metrics, sum_staleness
@@ -145,12 +146,6 @@ OVERVIEW, STEP_TIME, STALENESS = "overview.png", "step_time.png", "staleness.png
 COLUMNS = 3  # of the overview
 SIZE, DPI = (4.8, 3.2), 140  # of a picture: inches, dots per inch
 AXES = (0.18, 0.15, 0.79, 0.76)  # what curves have of a picture: from left and below, width, height; the rest is labels
-TIMES = (
-    ("compute_s", "compute"),
-    ("wait_s", "waiting for stages"),
-    ("sync_s", "synchronisation"),
-    ("input_s", "input"),
-)
 COLOURS = {"train": "C0", "eval": "C1"}
 
 
@@ -234,7 +229,7 @@ def _draw_panel(records: Sequence[Mapping[str, Any]], panel: Panel, axes: Any) -
 def _draw_times(records: Sequence[Mapping[str, Any]], axes: Any) -> None:
     """Stack where a step's time went, in milliseconds."""
     steps, _ = _points(records, "train", "compute_s")
-    found = {label: [1e3 * value for value in _points(records, "train", key)[1]] for key, label in TIMES}
+    found = {label: [1e3 * value for value in _points(records, "train", key)[1]] for key, label in PARTS.items()}
     found = {label: heights for label, heights in found.items() if any(heights)}
     axes.set(title="Where a step's time goes", xlabel="step", ylabel="ms per step")
     if found:

@@ -19,7 +19,7 @@ from nnmpi import clock
 from nnmpi.command import printable
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.trainer import SegmentReport, Totals
+from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
 
@@ -161,10 +161,7 @@ class Reporter:
                 "grad_norm": norm if isfinite(norm) else None,
                 "elapsed_s": state.elapsed_s,
                 "samples_per_second": window.samples_per_second,
-                "compute_s": window.per_step(window.compute_s),
-                "sync_s": window.per_step(window.sync_s),
-                "input_s": window.per_step(window.input_s),
-                "wait_s": window.per_step(window.wait_s),
+                **{part: window.per_step(getattr(window, part)) for part in PARTS},
                 "hidden_s": window.per_step(window.hidden_s),
                 "comm_bytes": window.per_step(window.comm_bytes),
                 "comm_calls": window.per_step(window.comm_calls),

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 from nnmpi import clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.trainer import Progress, Totals
+from nnmpi.compose.trainer import PARTS, Progress, Totals
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
@@ -279,7 +279,7 @@ class Loop:
     def _over_ranks(self, totals: Totals) -> Totals:
         """Return the totals with the ranks' mean in the place of each time. Collective."""
         group = self._context.group
-        names = ("compute_s", "sync_s", "input_s", "wall_s", "hidden_s", "wait_s")
+        names = (*PARTS, "wall_s", "hidden_s")
         sums = group.sum_floats([getattr(totals, name) for name in names])
         means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
         return replace(totals, **means)

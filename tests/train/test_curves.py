@@ -1,11 +1,16 @@
 """Plots and event files are made from metrics records."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nnmpi.comm.simulated.world import simulate
+from nnmpi.report import gather
+from nnmpi.train.cli import main
 from nnmpi.train.curves import bars, draw, draw_staleness
 from nnmpi.train.metrics import EventFile, sum_staleness
 
@@ -44,6 +49,44 @@ def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(staleness()) + "\n")
     assert {file.stem for file in draw(tmp_path / "metrics.jsonl", tmp_path / "curves")} == NAMES
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, "--pp 2 --pipeline gpipe --microbatches 4"),
+        (4, "--sync bsp --backup 1"),
+        (4, "--sync bsp --backup 2 --straggler rank=2,factor=3 --pace-ms 1"),
+        (3, "--sync asp"),
+        (3, "--sync local --local-steps 4"),
+    ],
+)
+def test_what_is_drawn_of_a_step_is_what_is_printed_of_it(
+    ranks: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the page and in the picture; no part is left out, and together they are the step, but for the last meeting."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    drawn: dict[str, float] = {}
+
+    def stack(self: Any, steps: list[int], *heights: list[float], labels: list[str]) -> None:
+        drawn.update((name, sum(each) / len(each)) for name, each in zip(labels, heights, strict=True))
+
+    common = "--model mlp --dataset digits --hidden 16 --epochs 1 --log-every 9 --backend numpy --verbose"
+    simulate(partial(main, [*common.split(), *words.split(), "--out", str(tmp_path / "run")]), ranks)
+    (line,) = re.findall(r"^  step (\S+) ms = (.*)$", capsys.readouterr().out, re.MULTILINE)
+    words_of_parts = (part.partition(" ms ")[0].rpartition(" ") for part in line[1].split(" + "))
+    printed = {name: float(ms) for name, _, ms in words_of_parts}
+    step_ms, other_ms = float(line[0]), printed.pop("other")
+    monkeypatch.setattr(axes, "stackplot", stack)
+    monkeypatch.setattr(axes, "legend", lambda self: None)
+    draw(tmp_path / "run" / "metrics.jsonl", tmp_path / "curves")
+    page = {name: 1e3 * seconds for name, seconds in gather(tmp_path / "run")["times"].items()}
+    assert drawn == pytest.approx(page)
+    assert list(drawn) == list(printed)
+    assert -0.01 * step_ms <= other_ms and sum(drawn.values()) <= 1.01 * step_ms
+    assert sum(drawn.values()) == pytest.approx(step_ms, rel=0.2)
+    if "--pp" not in words:  # printed are means over the ranks, whose stages differ; drawn is rank 0's
+        assert drawn == pytest.approx(printed, abs=0.15 * step_ms)
 
 
 @pytest.mark.parametrize("workers", [1, 10, 11, 64])

@@ -59,7 +59,7 @@ class Push:
         loss_sum: the sum of the targets' losses; score_sum: how many of them were predicted, or
             how well.
         norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports it.
-        compute_s, wait_s: how long the worker computed, and waited before.
+        compute_s, wait_s, input_s: how long the worker computed, and waited before for the weights and for the batch.
         signal: the number of the signal that the worker got, 0 for none: the segment ends with whole batches.
         broken: whether the gradient is of no use; the segment ends at once.
     """
@@ -75,6 +75,7 @@ class Push:
     norm: float
     compute_s: float
     wait_s: float
+    input_s: float = 0.0
     signal: int = 0
     broken: bool = False
 

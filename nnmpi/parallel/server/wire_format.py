@@ -1,6 +1,6 @@
-"""How the messages of workers and servers look: sixteen numbers, then the values of one shard.
+"""How the messages of workers and servers look: eighteen numbers, then the values of one shard.
 
-    header, 17 float64                                                    payload
+    header, 18 float64                                                    payload
     push    segment sequence shard | batch part rows ... norm ... broken  | the gradient's part of each flat array |
     reply   segment sequence shard | batch part worker over version ...   | the weights' part of each flat array   |
             `---- MessageId ----'
@@ -26,7 +26,7 @@ from nnmpi.parallel.server.parameter_server import Push, Reply
 from nnmpi.parallel.server.shards import Shard
 from nnmpi.synchrony.consistency import Task
 
-HEADER = 17
+HEADER = 18
 HEADER_BYTES = HEADER * 8
 
 
@@ -68,7 +68,7 @@ class MessageBuffer:
 
     Attributes:
         buffer: (HEADER_BYTES + bytes of the shard,) uint8, in host memory.
-        header: (17,) float64, a view of the buffer's beginning.
+        header: (18,) float64, a view of the buffer's beginning.
         values: views of the rest, one for each flat array: 1-D, of that array's dtype, maybe empty.
     """
 
@@ -110,7 +110,7 @@ def write_push(header: Array, message_id: MessageId, push: Push) -> None:
     """Write what a worker reports about its gradient into a header.
 
     Args:
-        header: (17,) float64.
+        header: (18,) float64.
         message_id: of the push.
         push: what comes with the gradient.
     """
@@ -118,15 +118,16 @@ def write_push(header: Array, message_id: MessageId, push: Push) -> None:
         *(message_id.segment, message_id.sequence, message_id.shard),
         *(push.task.batch, push.task.part, push.rows, push.targets, push.global_targets),
         *(push.lr, push.version),
-        *(push.loss_sum, push.score_sum, push.norm, push.compute_s, push.wait_s, push.signal, push.broken),
+        *(push.loss_sum, push.score_sum, push.norm, push.compute_s, push.wait_s, push.input_s),
+        *(push.signal, push.broken),
     )
 
 
 def read_push(header: Array) -> tuple[MessageId, Push]:
-    """Return what `write_push` wrote into a header, (17,) float64."""
+    """Return what `write_push` wrote into a header, (18,) float64."""
     numbers = header.tolist()
     segment, sequence, shard, batch, part, rows, targets, global_targets = (int(number) for number in numbers[:8])
-    lr, version, loss_sum, score_sum, norm, compute_s, wait_s, signal, broken = numbers[8:]
+    lr, version, loss_sum, score_sum, norm, compute_s, wait_s, input_s, signal, broken = numbers[8:]
     push = Push(
         task=Task(batch, part),
         rows=rows,
@@ -139,6 +140,7 @@ def read_push(header: Array) -> tuple[MessageId, Push]:
         norm=norm,
         compute_s=compute_s,
         wait_s=wait_s,
+        input_s=input_s,
         signal=int(signal),
         broken=bool(broken),
     )
@@ -149,7 +151,7 @@ def write_reply(header: Array, message_id: MessageId, reply: Reply) -> None:
     """Write what a server answers into a header; a batch of -1 means no task.
 
     Args:
-        header: (17,) float64; its last numbers stay as they are.
+        header: (18,) float64; its last numbers stay as they are.
         message_id: of the reply.
         reply: what comes with the weights.
     """
@@ -163,7 +165,7 @@ def write_reply(header: Array, message_id: MessageId, reply: Reply) -> None:
 
 
 def read_reply(header: Array) -> tuple[MessageId, Reply]:
-    """Return what `write_reply` wrote into a header, (17,) float64."""
+    """Return what `write_reply` wrote into a header, (18,) float64."""
     segment, sequence, shard, batch, part, *rest = (int(number) for number in header[:10])
     worker, over, version, slowest, signal = rest
     task = None if batch < 0 else Task(batch, part)

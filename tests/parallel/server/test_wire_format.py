@@ -63,7 +63,7 @@ def test_a_reply_comes_back(message_id: MessageId, reply: Reply) -> None:
 
 def test_a_push_with_a_loss_that_is_not_finite_comes_back() -> None:
     header = np.zeros(HEADER)
-    push = Push(Task(3, 1), 4, 4, 13, 0.1, 7, float("nan"), 0.0, float("inf"), 0.5, 0.25, 15, True)
+    push = Push(Task(3, 1), 4, 4, 13, 0.1, 7, float("nan"), 0.0, float("inf"), 0.5, 0.25, 0.125, 15, True)
     write_push(header, MessageId(1, 2, 0), push)
     _, found = read_push(header)
     assert np.isnan(found.loss_sum) and found.norm == np.inf
