@@ -17,7 +17,7 @@ from benchmarks.training.cases import CASES, SHALLOWSPEED, find
 from benchmarks.training.contestants import LLMC, SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
-from nnmpi.backend.gemm import MKL, NUMPY
+from nnmpi.backend.gemm import BLAS_NAMES, NUMPY
 from nnmpi.comm.describe import read_cpu
 from nnmpi.errors import UsageError
 
@@ -69,7 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--growth", action="store_true", help=f"also: memory before and after {GROWTH_STEPS} steps")
     add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
     text = "what multiplies nnmpi's matrices (default: NumPy's own)"
-    add("--blas", choices=(NUMPY, MKL), default=NUMPY, help=text)
+    add("--blas", choices=BLAS_NAMES, default=NUMPY, help=text)
     text = "also, in the cases of GPT: llm.c, of which FOLDER has train_gpt2.c; needs gcc"
     add("--llmc", type=Path, metavar="FOLDER", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")

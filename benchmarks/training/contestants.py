@@ -59,7 +59,7 @@ class Contestant:
         """Its side and what distinguishes it there; unique in a field."""
         words = [self.exchange, "compiled" * self.compiled, "jit" * self.jit, self.layout, self.attention]
         words += ["fused SGD" * self.fused_sgd, "bucket view" * self.bucket_view, "tuned malloc" * self.tuned]
-        words += ["sharded" * self.sharded, "mkl" * (self.blas == "mkl")]
+        words += ["sharded" * self.sharded, self.blas * (self.blas != "numpy")]
         if self.dtype != "float32":
             words.append(self.dtype)
         return " ".join([self.side, *filter(None, words)])

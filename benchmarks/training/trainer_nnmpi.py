@@ -18,7 +18,7 @@ from benchmarks.training.floor import floor
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
-from nnmpi.backend.gemm import MKL
+from nnmpi.backend.gemm import AVX2, MKL
 from nnmpi.backend.mkl import installed_mkl
 from nnmpi.compose.arrange import arrange
 from nnmpi.data.loader import Batch, Cut
@@ -91,6 +91,7 @@ class NnmpiTrainer(Trainer):
         pools = [pool for pool in threadpoolctl.threadpool_info() if "numpy" in str(pool.get("filepath", ""))]
         names = [f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})" for pool in pools]
         names = [f"mkl {installed_mkl().version}", *names] if self.contestant.blas == MKL else names
+        names = [f"{name}, its code for AVX2" for name in names] if self.contestant.blas == AVX2 else names
         found = {"blas": ", ".join(names) or "unknown"}
         if self._group is not None:
             found["mpi"] = self._group.comm.world.library

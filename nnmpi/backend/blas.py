@@ -1,22 +1,30 @@
-"""Whether the BLAS runs code for an older processor than the one it is on.
+"""Which processor's code NumPy's OpenBLAS runs: whether an older one's, and how to run that for AVX2.
 
 OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_CORETYPE names one, as some machines do for
 all their users. Code for Haswell leaves half of an AVX-512 processor idle: on a Zen 5 core a product of matrices ran at
 123 GF/s instead of 215 to 245, and a training step of dense layers took 1.8 to 2 times as long; on a core of an Intel
 Xeon (Sapphire Rapids or later) the product ran at 96 instead of 130. A Zen 4 core computes with half of such a vector
-at a time, and there Haswell's code is the faster one: 107 to 111 against 95 to 106. Steps of a large MLP are 9 %
-shorter with it and those of a CNN, with smaller products, 16 % longer (docs/speed.md), so that nothing is chosen.
+at a time, and there Haswell's code is the faster one: 107 to 111 against 95 to 106. Steps of dense layers are 3 to 9 %
+shorter with it and those of a CNN, with smaller products, 16 % longer (docs/speed.md). So the train command takes it by
+the model (`train.products`): OpenBLAS can be told to choose again while it runs.
 
     python -c "from nnmpi.backend.blas import find_older; print(find_older() or 'nothing to say')"
 """
 
+import ctypes
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 
 from threadpoolctl import threadpool_info
+
+from nnmpi.errors import UsageError
 
 VARIABLE = "OPENBLAS_CORETYPE"
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -68,6 +76,7 @@ GENERATIONS: dict[str, tuple[Generation, ...]] = {
 FAMILIES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
 # Vendor and family of processors with AVX-512 that is no wider inside than AVX2: Zen 4 (Zen 3 has none at all).
 HALF_WIDTH = (["AuthenticAMD"], ["25"])
+AVX2_CORE = "Haswell"
 # What it costs, where that was measured.
 COST = {("AVX2", "AVX-512"): ", which makes dense layers 1.3 to 2 times as fast"}
 
@@ -77,11 +86,10 @@ def find_older(environ: Mapping[str, str] = os.environ) -> str | None:
 
     None too where that cannot be told: with another BLAS, an unknown processor, or no /proc/cpuinfo.
     """
-    cores = [each["architecture"] for each in threadpool_info() if each.get("internal_api") == "openblas"]
-    family = FAMILIES.get(platform.machine().lower())
-    if not cores or family is None:
+    core, family = _core(), FAMILIES.get(platform.machine().lower())
+    if not core or family is None:
         return None
-    return compare(cores[0], family, read_flags(), environ.get(VARIABLE))
+    return compare(core, family, read_flags(), environ.get(VARIABLE))
 
 
 def compare(core: str, family: str, flags: frozenset[str], wanted: str | None) -> str | None:
@@ -113,12 +121,94 @@ def read_flags(path: Path = _CPU_INFO) -> frozenset[str]:
 
     Those of AVX-512 are left out where it is no faster than AVX2.
     """
+    said = _processor(path)
+    flags = frozenset(said.get("flags") or said.get("Features") or ())
+    return frozenset(flag for flag in flags if not flag.startswith("avx512")) if _has_half_width(said) else flags
+
+
+def _processor(path: Path) -> dict[str, list[str]]:
+    """Return what the system says of the first processor; nothing where it does not tell."""
     try:
         first = path.read_text().split("\n\n")[0]
     except OSError:
-        return frozenset()
-    said = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in first.splitlines())}
-    flags = frozenset(said.get("flags") or said.get("Features") or ())
-    if (said.get("vendor_id"), said.get("cpu family")) == HALF_WIDTH:
-        flags = frozenset(flag for flag in flags if not flag.startswith("avx512"))
-    return flags
+        return {}
+    return {name.strip(): values.split() for name, _, values in (line.partition(":") for line in first.splitlines())}
+
+
+def _has_half_width(said: Mapping[str, list[str]]) -> bool:
+    return (said.get("vendor_id"), said.get("cpu family")) == HALF_WIDTH
+
+
+def may_gain_by_avx2(environ: Mapping[str, str] = os.environ, path: Path = _CPU_INFO) -> bool:
+    """Return whether OpenBLAS runs code for AVX-512 by its own choice, and that for AVX2 may be faster here."""
+    return (
+        VARIABLE not in environ
+        and _has_half_width(_processor(path))
+        and _openblas() is not None
+        and _core().lower() in GENERATIONS["x86"][-1].cores
+    )
+
+
+@contextmanager
+def avx2_code(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let NumPy's OpenBLAS run its code for AVX2 inside the block, in the whole process.
+
+    Nothing may multiply in another thread while the block begins or ends. Of blocks that overlap the last one's end
+    counts.
+
+    Raises:
+        UsageError: where OpenBLAS or the processor cannot do that.
+    """
+    library = _openblas()
+    if library is None or not GENERATIONS["x86"][2].flags <= read_flags():
+        raise UsageError("NumPy's BLAS has no code for AVX2 that could be chosen here; choose numpy or mkl")
+    with _avx2.lock:
+        _avx2.blocks += 1
+        if _avx2.blocks == 1:
+            _choose(library, AVX2_CORE, environ)
+    try:
+        yield
+    finally:
+        with _avx2.lock:
+            _avx2.blocks -= 1
+            if not _avx2.blocks:
+                _choose(library, None, environ)
+
+
+_avx2 = SimpleNamespace(lock=Lock(), blocks=0)  # how many run now: simulated ranks are threads of one process
+
+
+def _choose(library: ctypes.PyDLL, core: str | None, environ: MutableMapping[str, str]) -> None:
+    """Let OpenBLAS choose its code again, by a core's name, or as it did when it was loaded."""
+    before = environ.get(VARIABLE)
+    if core is not None:
+        environ[VARIABLE] = core
+    try:
+        library.gotoblas_dynamic_quit()
+        library.gotoblas_dynamic_init()
+    finally:
+        environ.pop(VARIABLE, None)
+        if before is not None:
+            environ[VARIABLE] = before
+
+
+def _core() -> str:
+    """Return OpenBLAS's name for the code that it runs now; empty where there is no OpenBLAS."""
+    return next((str(each["architecture"]) for each in threadpool_info() if each.get("internal_api") == "openblas"), "")
+
+
+@cache
+def _openblas() -> ctypes.PyDLL | None:
+    """Return NumPy's OpenBLAS, if it has code for several processors; None for any other BLAS.
+
+    Calls keep the interpreter's lock, so that no other thread of Python's multiplies while there is no code chosen.
+    """
+    for each in threadpool_info():
+        if each.get("internal_api") == "openblas":
+            try:
+                library = ctypes.PyDLL(each["filepath"])
+            except OSError:
+                return None
+            names = ("gotoblas_dynamic_quit", "gotoblas_dynamic_init", f"gotoblas_{AVX2_CORE.upper()}")
+            return library if all(hasattr(library, name) for name in names) else None
+    return None

@@ -623,9 +623,10 @@ class RunConfig:
     convolution: Literal["auto", "im2col", "cudnn", "tuned"] = "auto"
     """Convolutions on a CUDA device; auto: by cuDNN where it is installed (pip install nnmpi[cudnn]), else as products
     of matrices (im2col); tuned: by the fastest of cuDNN's plans, which are timed when a size is first met."""
-    blas: Literal["auto", "numpy", "mkl"] = "auto"
-    """What multiplies matrices on the CPU: NumPy's BLAS or MKL (pip install nnmpi[mkl]); auto: the faster one for this
-    model on this machine, which is found out once and kept."""
+    blas: Literal["auto", "numpy", "avx2", "mkl"] = "auto"
+    """What multiplies matrices on the CPU: NumPy's BLAS, that with its code for AVX2 (the faster one on Zen 4, for
+    large matrices), or MKL (pip install nnmpi[mkl]); auto: the fastest one for this model on this machine, which is
+    found out once and kept."""
     blas_threads: int = 0
     """Threads of each rank's BLAS; 0: as the environment says, or else the cores divided by the ranks, or, of a single
     process that no launcher has started, as many as are fastest when it starts."""

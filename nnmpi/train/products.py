@@ -1,7 +1,9 @@
 """Which BLAS multiplies a run's matrices, and with how many threads: found out by timing both.
 
     first run      NumPy's BLAS and MKL, where that is installed, multiply matrices of the model's sizes in turns, by
-                   one thread each; the times are kept in ~/.cache/nnmpi/blas-...json, and the faster one is taken
+                   one thread each; the times are kept in ~/.cache/nnmpi/blas-...json, and the fastest one is taken;
+                   where AVX-512 is no wider than AVX2, OpenBLAS's code for that takes part, too, if the model has no
+                   convolutions: of their many small products AVX-512's does the faster ones
     later runs     of such a model on such a processor read them there
     every run      that no launcher has started, and whose environment sets no threads: whether several threads are
                    faster than one now, which they are not on busy cores
@@ -26,7 +28,8 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from nnmpi.backend.gemm import MKL, NUMPY, BlasName, gemm, use_blas
+from nnmpi.backend.blas import may_gain_by_avx2
+from nnmpi.backend.gemm import AVX2, MKL, NUMPY, BlasName, gemm, use_blas
 from nnmpi.backend.kernels.lookup import load
 from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
 from nnmpi.backend.record import Backend
@@ -179,26 +182,34 @@ def choose_blas(run: RunConfig, model: Module, rows: int, group: Group) -> BlasC
         group: all ranks of the run.
 
     Raises:
-        UsageError: on all ranks, where MKL is asked for and one of them has none.
+        UsageError: on all ranks, where one is asked for that a rank does not have.
     """
     wanted, threads, dtype = run.blas, run.blas_threads, run.dtype
-    sizes = sizes_of(model, rows)
-    if wanted == "auto" and (not sizes or not all(group.gather(find_mkl() is not None))):
-        wanted = NUMPY
-    if wanted != NUMPY:
-        with agreed(group):
-            installed_mkl()
+    sizes, line = sizes_of(model, rows), ""
     name: BlasName = NUMPY
-    line = ""
     if wanted == "auto":
-        name, line = on_root(group, lambda: _faster(sizes, dtype))
+        own = _candidates(model) if sizes else []
+        names = [each for each in own if all(each in rank for rank in group.gather(own))]
+        if len(names) > 1:
+            name, line = on_root(group, lambda: _fastest(names, sizes, dtype))
     elif wanted != NUMPY:
-        name = wanted
-        line = f"{_said(name)}, as asked for"
+        with agreed(group), use_blas(wanted):
+            name, line = wanted, f"{_said(wanted)}, as asked for"
     reason = ""
     if not threads and group.size == 1:
         threads, reason = _threads(name, sizes, dtype)
     return BlasChoice(name, threads, "; ".join(filter(None, (line, reason))))
+
+
+def _candidates(model: Module) -> list[BlasName]:
+    """Return what may be the fastest on this rank; all ranks say it of the same model."""
+    has_convolutions = any(len(each.declared) > 2 for each in model.parameters())
+    found: list[BlasName] = [NUMPY]
+    if not has_convolutions and may_gain_by_avx2():
+        found.append(AVX2)
+    if find_mkl() is not None:
+        found.append(MKL)
+    return found
 
 
 def sizes_of(model: Module, rows: int) -> list[Sizes]:
@@ -219,24 +230,24 @@ def sizes_of(model: Module, rows: int) -> list[Sizes]:
     return sorted(large, key=lambda size: (-prod(size), size))[:KINDS]
 
 
-def _faster(sizes: Sequence[Sizes], dtype: str) -> tuple[BlasName, str]:
-    """Return the name of the faster BLAS, and a line on it: by the times that are kept, or by new ones."""
-    cache, facts = cache_folder(), _facts(sizes, dtype)
+def _fastest(names: Sequence[BlasName], sizes: Sequence[Sizes], dtype: str) -> tuple[BlasName, str]:
+    """Return the name of the fastest BLAS, and a line on it: by the times that are kept, or by new ones."""
+    cache, facts = cache_folder(), _facts(names, sizes, dtype)
     file = None if cache is None else default_file(facts, cache, "blas")
     times, when = (None if file is None else load_times(file, facts)), "kept"
     if times is None:
         with threadpool_limits(1, user_api="blas"):
-            times, when = _time({NUMPY: NUMPY, MKL: MKL}, sizes, dtype, thread_time, LEAST_S), "timed now"
+            times, when = _time(dict(zip(names, names, strict=True)), sizes, dtype, thread_time, LEAST_S), "timed now"
         if file is not None:
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_durably(file, json.dumps({"facts": facts, "seconds": times}, indent=1).encode())
-    ratio = times[NUMPY] / times[MKL]
-    name: BlasName = MKL if ratio >= FASTER else NUMPY
-    words = f"{_said(name)}; MKL takes {1 / ratio:.2f} of its time" if name == NUMPY else f"{_said(name)}"
-    if name != NUMPY:
-        words += f", {ratio:.2f} times as fast as {name_blas(blas_pool(threadpool_info()))} with these matrices"
-    return name, f"{words} ({when})"
+    best = min(names, key=times.__getitem__)
+    if times[NUMPY] < FASTER * times[best]:
+        others = (f"{_said(each)} takes {times[each] / times[NUMPY]:.2f} of its time" for each in names[1:])
+        return NUMPY, f"{_said(NUMPY)}; {', '.join(others)} ({when})"
+    ratio = times[NUMPY] / times[best]
+    return best, f"{_said(best)}, {ratio:.2f} times as fast as {_said(NUMPY)} with these matrices ({when})"
 
 
 def _threads(name: BlasName, sizes: Sequence[Sizes], dtype: str) -> tuple[int, str]:
@@ -290,13 +301,14 @@ def _time(
     return times
 
 
-def _facts(sizes: Sequence[Sizes], dtype: str) -> dict[str, Any]:
+def _facts(names: Sequence[BlasName], sizes: Sequence[Sizes], dtype: str) -> dict[str, Any]:
     """Return what times hold for."""
     file = find_mkl()
     return {
         "cpu": read_cpu("model name") + read_cpu("flags"),
         "numpy": [np.__version__, name_blas(blas_pool(threadpool_info()))],
         "mkl": None if file is None else [file.name, file.stat().st_size],
+        "names": list(names),
         "sizes": [list(each) for each in sizes],
         "dtype": dtype,
     }
@@ -306,7 +318,7 @@ def load_times(file: Path, facts: Mapping[str, Any]) -> Times | None:
     """Return the times that are kept in a file; None where there are none of these facts, or it is damaged."""
     try:
         kept = read_json(file)
-        times = {name: float(kept["seconds"][name]) for name in (NUMPY, MKL)}
+        times = {name: float(kept["seconds"][name]) for name in facts["names"]}
     except (OSError, KeyError, TypeError, ValueError, NnmpiError):
         return None
     plausible = all(isfinite(seconds) and seconds > 0 for seconds in times.values())
@@ -315,4 +327,6 @@ def load_times(file: Path, facts: Mapping[str, Any]) -> Times | None:
 
 def _said(name: str) -> str:
     """Return a BLAS in words."""
-    return f"mkl {installed_mkl().version}" if name == MKL else name_blas(blas_pool(threadpool_info()))
+    if name == MKL:
+        return f"mkl {installed_mkl().version}"
+    return "OpenBLAS's code for AVX2" if name == AVX2 else name_blas(blas_pool(threadpool_info()))

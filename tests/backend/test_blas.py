@@ -1,13 +1,18 @@
-"""The warning about a BLAS that runs code for an older processor."""
+"""Which processor's code OpenBLAS runs: the warning about an older one's, and how that for AVX2 is chosen."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nnmpi.backend.blas import FAMILIES, GENERATIONS, compare, find_older, read_flags
+from nnmpi.backend import blas
+from nnmpi.backend.blas import FAMILIES, GENERATIONS, compare, find_older, may_gain_by_avx2, read_flags
+from nnmpi.backend.gemm import use_blas
+from nnmpi.errors import UsageError
 
 AVX2 = frozenset(["fpu", "sse2", "avx", "avx2", "fma", "bmi2"])
 AVX512 = AVX2 | frozenset(["avx512f", "avx512bw", "avx512dq", "avx512vl"])
@@ -102,3 +107,59 @@ def test_the_running_library_is_asked() -> None:
     ended = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "None"
     assert find_older({}) is None or "OPENBLAS_CORETYPE" in os.environ
+
+
+ZEN_4 = (
+    "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t\t: fpu avx avx2 fma avx512f avx512bw avx512dq avx512vl\n\n"
+)
+ZEN_5 = ZEN_4.replace(": 25", ": 26")
+can_choose = pytest.mark.skipif(
+    blas._openblas() is None or not GENERATIONS["x86"][2].flags <= read_flags(), reason="OpenBLAS cannot choose here"
+)
+
+
+@pytest.mark.host_only("it is NumPy's BLAS")
+@can_choose
+def test_code_for_avx2_runs_inside_the_block() -> None:
+    """And what it chose itself behind it; of blocks that overlap, as those of simulated ranks, behind the last one."""
+    library, a = blas._openblas(), np.random.default_rng(0).normal(size=(70, 70))
+    assert library is not None
+    library.gotoblas_corename.restype = ctypes.c_char_p
+    before, product, environ = library.gotoblas_corename(), a @ a, dict(os.environ)
+    first, second = use_blas("avx2"), use_blas("avx2")
+    first.__enter__()
+    second.__enter__()
+    assert library.gotoblas_corename() == b"Haswell"
+    np.testing.assert_allclose(a @ a, product, rtol=1e-10, atol=1e-12)
+    first.__exit__(None, None, None)
+    assert library.gotoblas_corename() == b"Haswell"
+    second.__exit__(None, None, None)
+    assert library.gotoblas_corename() == before
+    assert dict(os.environ) == environ
+
+
+def test_a_blas_that_cannot_choose_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "_openblas", lambda: None)
+    assert not may_gain_by_avx2({})
+    with pytest.raises(UsageError, match="no code for AVX2 that could be chosen here"), use_blas("avx2"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "core", "environ", "may"),
+    [
+        (ZEN_4, "SkylakeX", {}, True),
+        (ZEN_4, "Haswell", {}, False),
+        (ZEN_4, "SkylakeX", {"OPENBLAS_CORETYPE": "SkylakeX"}, False),
+        (ZEN_5, "SkylakeX", {}, False),
+        ("", "SkylakeX", {}, False),
+    ],
+)
+def test_where_code_for_avx2_may_be_faster(
+    said: str, core: str, environ: dict[str, str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Zen 4, whose AVX-512 is no wider, if nobody has chosen."""
+    monkeypatch.setattr(blas, "_openblas", lambda: object())
+    monkeypatch.setattr(blas, "_core", lambda: core)
+    (tmp_path / "cpuinfo").write_text(said)
+    assert may_gain_by_avx2(environ, tmp_path / "cpuinfo") is may

@@ -82,7 +82,7 @@ def test_the_block_ends() -> None:
             assert other_blas() is None
         assert other_blas() is not None
     assert other_blas() is None
-    with pytest.raises(UsageError, match="BLAS 'blis' is unknown; choose numpy or mkl"), use_blas("blis"):  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="BLAS 'blis' is unknown; choose numpy, avx2 or mkl"), use_blas("blis"):  # type: ignore[arg-type]
         pass
 
 

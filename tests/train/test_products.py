@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models
+from nnmpi.backend import gemm
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.data.dataset import Dataset
@@ -39,8 +40,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, flo
         return found
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "may_gain_by_avx2", lambda: False)
     monkeypatch.setattr(products, "find_mkl", lambda: Path(__file__))
     monkeypatch.setattr(products, "installed_mkl", Installed)
+    monkeypatch.setattr(gemm, "installed_mkl", Installed)
     monkeypatch.setattr(products, "_time", time)
     monkeypatch.setattr(products, "_threads", lambda *_: (0, ""))
     return times
@@ -80,7 +83,7 @@ def test_timed_once_and_kept(timed: list[dict[str, float]], group: Group) -> Non
                    json.dumps(kept | {"facts": {}})):  # fmt: skip
         file.write_text(damage)
         again = choose(group)
-        assert again.name == "numpy" and "MKL takes 2.00 of its time (timed now)" in again.line
+        assert again.name == "numpy" and "mkl 1.2 takes 2.00 of its time (timed now)" in again.line
         assert load_times(file, kept["facts"]) == {"numpy": 1.0, "mkl": 2.0}
 
 
@@ -106,13 +109,23 @@ def test_where_there_is_no_choice(timed: list[dict[str, float]], group: Group, m
     assert choose(group) == BlasChoice()
 
 
+def test_code_for_avx2_takes_part(timed: list[dict[str, float]], group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor may gain by it, but for a model with convolutions; the fastest of all is taken."""
+    monkeypatch.setattr(products, "may_gain_by_avx2", lambda: True)
+    timed.append({"numpy": 2.1, "avx2": 2.0, "mkl": 2.05})
+    chosen = choose(group)
+    assert chosen.name == "avx2"
+    assert chosen.line.startswith("OpenBLAS's code for AVX2, 1.05 times as fast as ")
+    assert products._candidates(models.cnn((28, 28, 1), 10)) == ["numpy", "mkl"]
+
+
 def test_mkl_that_is_not_there(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, it is refused in a sentence."""
 
     def missing() -> None:
         raise UsageError("MKL is not installed")
 
-    monkeypatch.setattr(products, "installed_mkl", missing)
+    monkeypatch.setattr(gemm, "installed_mkl", missing)
     with pytest.raises(UsageError, match="MKL is not installed"):
         choose(group, blas="mkl")
 
