@@ -127,9 +127,11 @@ class Compiled:
 
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)
-        while len(self._held) >= MOST_RECORDINGS:
+        is_full = len(self._held) >= MOST_RECORDINGS
+        if is_full:  # each call may be recorded from now on: walking through malloc's memory would take longer
             del self._held[next(iter(self._held))]
-        return_freed_memory()  # replays will not ask for it again, as they have the pool
+        else:
+            return_freed_memory()  # replays will not ask for it again, as they have the pool
         recorder = Recorder(self.pool)
         places = [_place(x) for x in inputs]
         try:
@@ -139,7 +141,8 @@ class Compiled:
         finally:
             restore(mode)
             recorder.hand_out()
-            return_freed_memory()  # where results were before they were copied to the pool
+            if not is_full:
+                return_freed_memory()  # where results were before they were copied to the pool
         held = _Recording(recorder, places, outputs)
         self._held[key] = held
         self.calls = len(recorder.calls)
