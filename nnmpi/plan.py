@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.kernels.lookup import jit
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend
@@ -46,7 +44,7 @@ from nnmpi.train.config import (
 from nnmpi.train.device import check_compiled, take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
-from nnmpi.train.products import choose_kernels
+from nnmpi.train.products import choose_computing
 
 PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
@@ -186,8 +184,8 @@ def main(words: Sequence[str], group: Group) -> None:
     with agreed(group):
         check_samples(config.model.model, samples)
         check_compiled(config.run.jit == "on", backend)
-    config, _ = choose_kernels(config, samples, backend, group)
-    with jit() if config.run.jit == "on" else nullcontext():
+    config, computing = choose_computing(config, samples, backend, group)
+    with computing.in_use():
         _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
 
 

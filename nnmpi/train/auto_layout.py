@@ -7,7 +7,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from itertools import islice
@@ -19,7 +18,6 @@ import numpy as np
 import threadpoolctl
 
 from nnmpi import clock
-from nnmpi.backend.kernels.lookup import jit
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.fit import cache_folder
@@ -52,7 +50,7 @@ from nnmpi.train.config import Config, ParallelConfig, to_json
 from nnmpi.train.device import explained
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
-from nnmpi.train.products import choose_kernels
+from nnmpi.train.products import Computing, choose_computing
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
@@ -67,11 +65,13 @@ class ChosenLayout:
 
     Attributes:
         config: with the layout's options.
+        computing: what computes on the host, as it was priced.
         lines: for the header.
         predicted_s: of a step.
     """
 
     config: Config
+    computing: Computing
     lines: tuple[str, ...]
     predicted_s: float
 
@@ -86,7 +86,7 @@ def workload_of(config: Config, samples: Samples) -> Workload:
         "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else "",
         "sample": [*samples.sample_shape, outputs],
         "optimizer": [options.optimizer, options.momentum, options.clip],
-        "numbers": [config.run.dtype, config.run.precision, config.run.jit],
+        "numbers": [config.run.dtype, config.run.precision, config.run.jit, config.run.blas],
     }
     return Workload(
         lambda: build_model(config.model, samples.sample_shape, outputs),
@@ -175,14 +175,20 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
     """
     begin = clock.now()
     train, _ = load_samples(config, group, local_rank, say)
-    config, kernels = choose_kernels(config, train, backend, group)
-    with jit() if config.run.jit == "on" else nullcontext():
-        found = _choose(config, train, group, backend, local_rank, say, begin)
-    return replace(found, lines=(*([f"kernels: {kernels}"] if kernels else []), *found.lines))
+    config, computing = choose_computing(config, train, backend, group)
+    with computing.in_use():
+        return _choose(config, computing, train, group, backend, local_rank, say, begin)
 
 
 def _choose(
-    config: Config, train: Samples, group: Group, backend: Backend, local_rank: int, say: Say, begin: float
+    config: Config,
+    computing: Computing,
+    train: Samples,
+    group: Group,
+    backend: Backend,
+    local_rank: int,
+    say: Say,
+    begin: float,
 ) -> ChosenLayout:
     workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     network = take_network(group, say)
@@ -210,7 +216,7 @@ def _choose(
     candidate, options, seconds = tried[best]
     took_s = format_seconds(clock.now() - begin, 2)
     lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {took_s})")
-    return ChosenLayout(with_options(config, options), tuple(lines), seconds)
+    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds)
 
 
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:

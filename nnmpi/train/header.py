@@ -19,17 +19,16 @@ from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
-from nnmpi.train.products import BlasChoice
+from nnmpi.train.products import Computing
 from nnmpi.train.run_state import Extent
 
 
-def header(context: RunContext, chosen: BlasChoice, kernels: str) -> list[str]:
+def header(context: RunContext, computing: Computing) -> list[str]:
     """Return the header. Collective: the ranks tell their nodes.
 
     Args:
         context: what the run works with.
-        chosen: what multiplies matrices.
-        kernels: why numba's kernels are used or not; empty where there was nothing to choose from.
+        computing: what computes on the host.
     """
     config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
@@ -44,8 +43,7 @@ def header(context: RunContext, chosen: BlasChoice, kernels: str) -> list[str]:
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
-        *([f"products: {chosen.line}"] if chosen.line else []),
-        *([f"kernels: {kernels}"] if kernels else []),
+        *computing.lines,
         *describe_device(backend, group, config.run.precision, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "

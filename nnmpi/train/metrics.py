@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "compute_s": ..., "sync_s": ..., "input_s": ...,
-     "wait_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
+     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "compute_s": ..., "wait_s": ..., "sync_s": ...,
+     "input_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
      "memory_parameters": ..., "memory_gradients": ..., "memory_optimizer": ..., "memory_activations": ...,
      "memory_communication": ..., "memory_batches": ..., "memory_peak": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,

@@ -17,7 +17,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite, prod
@@ -30,7 +30,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from nnmpi.backend.blas import may_gain_by_avx2
 from nnmpi.backend.gemm import AVX2, MKL, NUMPY, BlasName, gemm, use_blas
-from nnmpi.backend.kernels.lookup import load
+from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
@@ -45,7 +45,7 @@ from nnmpi.nn.module import Module
 from nnmpi.planner.profile import default_file
 from nnmpi.reading import read_json
 from nnmpi.threads import VARIABLES, usable_cores
-from nnmpi.train.build import RunContext, build_model
+from nnmpi.train.build import build_model
 from nnmpi.train.config import Config, RunConfig
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.signature import ModelSignature
@@ -87,25 +87,49 @@ class BlasChoice:
                     yield
 
 
-def take_blas(context: RunContext) -> tuple[RunContext, BlasChoice]:
-    """Return what multiplies a run's matrices, and the context in which it is settled. Collective.
+@dataclass(frozen=True)
+class Computing:
+    """What computes on the host.
 
-    Errors are those of `choose_blas`.
+    Attributes:
+        blas: what multiplies matrices.
+        jit: whether numba's kernels do the rest.
+        lines: for the header: why.
     """
-    config, train, group = context.config, context.inputs.train, context.group
-    if context.backend.is_device:
-        return context, BlasChoice()
-    model = build_model(config.model, train.sample_shape, context.inputs.signature.outputs)
-    rows = context.inputs.batch_size * (train.sample_shape[0] if train.is_tokens else 1)
-    chosen = choose_blas(config.run, model, rows, group)
-    run = replace(config.run, blas=chosen.name, blas_threads=chosen.threads)
-    return replace(context, config=replace(config, run=run)), chosen
+
+    blas: BlasChoice
+    jit: bool
+    lines: tuple[str, ...]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute so inside the block."""
+        with self.blas.in_use(), jit() if self.jit else nullcontext():
+            yield
 
 
-def take_kernels(context: RunContext) -> tuple[RunContext, str]:
-    """Return the context in which it is settled whether numba's kernels compute; see `choose_kernels`. Collective."""
-    config, line = choose_kernels(context.config, context.inputs.train, context.backend, context.group)
-    return replace(context, config=config), line
+def choose_computing(config: Config, train: Samples, backend: Backend, group: Group) -> tuple[Config, Computing]:
+    """Return what computes, and the configuration in which it is settled. Collective.
+
+    Args:
+        config: every option.
+        train: the training set.
+        backend: where this rank computes.
+        group: all ranks of the run.
+
+    Raises:
+        UsageError: on all ranks, where one is asked for that a rank does not have.
+    """
+    config, kernels = choose_kernels(config, train, backend, group)
+    blas, wanted = BlasChoice(), config.optimization.batch_size
+    if not backend.is_device:
+        model = build_model(config.model, train.sample_shape, ModelSignature.of(train, None).outputs)
+        batch = len(train) if wanted == "full" else min(wanted, len(train))
+        blas = choose_blas(config.run, model, batch * (train.sample_shape[0] if train.is_tokens else 1), group)
+        config = replace(config, run=replace(config.run, blas=blas.name, blas_threads=blas.threads))
+    found = {"products": blas.line, "kernels": kernels}
+    lines = tuple(f"{name}: {line}" for name, line in found.items() if line)
+    return config, Computing(blas, config.run.jit == "on", lines)
 
 
 def choose_kernels(config: Config, train: Samples, backend: Backend, group: Group) -> tuple[Config, str]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from math import isfinite, nan
 from typing import Any
 
@@ -31,7 +32,7 @@ from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.products import take_blas, take_kernels
+from nnmpi.train.products import choose_computing
 from nnmpi.train.run_state import RunState
 
 
@@ -89,10 +90,12 @@ def _run(
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)
-    context, kernels = take_kernels(context)
-    context, blas = take_blas(context)
-    with blas.in_use():
-        lines = [*(() if chosen is None else chosen.lines), *header(context, blas, kernels), *notices]
+    settled, computing = context.config, None if chosen is None else chosen.computing
+    if computing is None:
+        settled, computing = choose_computing(settled, context.inputs.train, backend, group)
+    context = replace(context, config=settled)
+    with computing.in_use():
+        lines = [*(() if chosen is None else chosen.lines), *header(context, computing), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
@@ -119,9 +122,7 @@ def _run(
             if group.is_root:
                 stack.enter_context(console.copied(folder.console))
             console.say(*lines, *restored)
-            stack.enter_context(blas.in_use())
-            if context.config.run.jit == "on":
-                stack.enter_context(jit())
+            stack.enter_context(computing.in_use())
             _train(context, state, console, None if chosen is None else chosen.predicted_s)
     except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():

@@ -27,9 +27,9 @@ TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate
 TRAIN_KEYS += [
     "samples_per_second",
     "compute_s",
+    "wait_s",
     "sync_s",
     "input_s",
-    "wait_s",
     "hidden_s",
     "comm_bytes",
     "comm_calls",
