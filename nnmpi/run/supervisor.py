@@ -14,9 +14,11 @@ its ranks with it. What runs is the train command with --resume, which takes any
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -106,6 +108,7 @@ class Supervisor:
         self._files = RunFolder(plan.folder)
         self._asked = 0  # the signal that this process got
         self._insists = False
+        self._bytecode = ""  # the folder that has it
         self._ranks = plan.ranks
         self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
         self._fewest = max(plan.replica, -(-plan.fewest // plan.replica) * plan.replica)
@@ -124,6 +127,8 @@ class Supervisor:
             starts = self._go_through()
         finally:
             give_back(before)
+            if self._bytecode:
+                shutil.rmtree(self._bytecode, ignore_errors=True)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
@@ -196,7 +201,7 @@ class Supervisor:
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
         try:
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=self._environ(number))
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror or error}") from None
         try:
@@ -205,6 +210,17 @@ class Supervisor:
             kill(job.pid)  # what a launcher that was killed has left, or this program's own end
             job.wait()
         return StartEnd(status, words_of_end, max(step, self._step()), time.monotonic() - begin_s)
+
+    def _environ(self, number: int) -> dict[str, str]:
+        """Return a start's environment. Where Python is told to keep no bytecode, a start is half compiling.
+
+        So the second start, after which there may be many, keeps it in a folder that this process removes.
+        """
+        if number > 1 and os.environ.get("PYTHONDONTWRITEBYTECODE") and not self._bytecode:
+            with suppress(OSError):
+                self._bytecode = tempfile.mkdtemp(prefix="nnmpi-")
+        kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": self._bytecode} if self._bytecode else {}
+        return {**os.environ, **kept}
 
     def _words(self, ranks: int) -> list[str]:
         """Return the train command's words: those that were given until a start has written them down."""

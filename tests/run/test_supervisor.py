@@ -76,6 +76,20 @@ def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tu
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
 
+def test_bytecode_is_kept_from_the_second_start_on(
+    play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Python is told to keep none, half of a start is compiling; afterwards it is gone again."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    tell = f"""echo "$PYTHONDONTWRITEBYTECODE:$PYTHONPYCACHEPREFIX" >> {tmp_path}/told;"""
+    there = """echo 1 > "$PYTHONPYCACHEPREFIX/some";"""
+    play(f"{tell} exit 1", f"{tell} {there} exit 1", f"{tell} cat $PYTHONPYCACHEPREFIX/some && finish")
+    first, second, third = (tmp_path / "told").read_text().splitlines()
+    assert first == "1:" and second == third and second.startswith(":/")
+    assert not Path(second[1:]).exists()
+
+
 def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], list[str]]]) -> None:
     """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the model needs."""
     commands, said = play("up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2)
