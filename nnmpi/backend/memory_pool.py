@@ -74,9 +74,8 @@ class MemoryPool:
     """
 
     def __init__(self) -> None:
-        self.returned: list[
-            ChunkPart
-        ] = []  # a collection of garbage may give back at any time: nothing is joined there
+        # A collection of garbage may give back at any time: nothing is joined there.
+        self.returned: list[ChunkPart] = []
         self.size_bytes = 0
         self._chunks: list[Array] = []
         self._free: list[ChunkPart] = []

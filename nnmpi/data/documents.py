@@ -87,7 +87,7 @@ def _chunks(path: Path) -> Iterator[tuple[str, bool]]:
             empty = empty and not piece.strip()
             yield _unix(piece), False
     if empty and not held.strip():
-        raise DataError(f"{path}: the document is empty; give a text, in UTF-8")
+        raise _is_empty(path)
     yield _unix(held), True
 
 
@@ -113,7 +113,11 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
         found = True
         yield held.rstrip("\r"), True
     if not found:
-        raise DataError(f"{path}: the document is empty; give a text, in UTF-8")
+        raise _is_empty(path)
+
+
+def _is_empty(path: Path) -> DataError:
+    return DataError(f"{path}: the document is empty; give a text, in UTF-8")
 
 
 def _unix(text: str) -> str:

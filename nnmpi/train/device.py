@@ -92,9 +92,9 @@ def describe_device(backend: Backend, group: Group, precision: str, verbose: boo
         precision: what products read, such as "bf16".
         verbose: say it anyway.
     """
-    places = group.gather([platform.node(), backend.card])
-    tell = any(group.gather(expects_device())) or verbose
-    lines = [f"chosen: {backend.reason}"] if backend.reason and tell else []
+    found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
+    places = [each[:2] for each in found]
+    lines = [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
     if not backend.is_device:
         return lines
     cards = {tuple(place) for place in places}
