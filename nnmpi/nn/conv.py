@@ -8,7 +8,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.init import fan_in
 from nnmpi.nn.module import Module
 from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.pool import avg_pool2d, max_pool2d
+from nnmpi.ops.pool import avg_pool2d, max_pool2d, pool_windows
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -67,40 +67,37 @@ class Conv2d(Module):
         return x
 
 
-class MaxPool2d(Module):
-    """The largest element of each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
+class Pool2d(Module):
+    """One number for each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
 
     Args:
         kernel: the window's height and width; one number for both.
         stride: from one window to the next; the kernel by default, so that windows do not overlap.
-        padding: pixels around the image, which are never the largest.
+        padding: pixels around the image.
+
+    Attributes:
+        over: how windows go over images.
     """
 
     @also(kernel_size="kernel")
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
-        self.kernel, self.stride, self.padding = kernel, stride, padding
+        self.over = pool_windows(kernel, stride, padding)
+
+
+class MaxPool2d(Pool2d):
+    """The largest element of each window; the border is never the largest. Arguments are those of `Pool2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
-        return max_pool2d(x, self.kernel, self.stride, self.padding)
+        return max_pool2d(x, *self.over)
 
 
-class AvgPool2d(Module):
-    """The mean of each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
-
-    Args:
-        kernel: the window's height and width; one number for both.
-        stride: from one window to the next; the kernel by default, so that windows do not overlap.
-        padding: pixels of zeros around the image, which count in the mean.
-    """
-
-    @also(kernel_size="kernel")
-    def __init__(self, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
-        self.kernel, self.stride, self.padding = kernel, stride, padding
+class AvgPool2d(Pool2d):
+    """The mean of each window; the border's zeros count in it. Arguments are those of `Pool2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
-        return avg_pool2d(x, self.kernel, self.stride, self.padding)
+        return avg_pool2d(x, *self.over)
 
 
 class GlobalAvgPool2d(Module):

@@ -59,7 +59,7 @@ class ConvRelu:
         settings = (conv.stride, conv.padding, conv.dilation, conv.groups)
         if self._pool is None:
             return conv_relu(x, conv.weight, conv.bias, *settings)
-        return conv_relu_pool(x, conv.weight, conv.bias, *settings, pool=self._pool.kernel)
+        return conv_relu_pool(x, conv.weight, conv.bias, *settings, pool=self._pool.over.kernel)
 
 
 def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
@@ -95,6 +95,4 @@ def _is(layer: Module, kind: type[M]) -> TypeGuard[M]:
 
 def _simple(pool: MaxPool2d) -> bool:
     """Return whether the windows lie side by side, without a border."""
-    kernel = pool.kernel if isinstance(pool.kernel, tuple) else (pool.kernel,) * 2
-    stride = kernel if pool.stride is None else pool.stride if isinstance(pool.stride, tuple) else (pool.stride,) * 2
-    return stride == kernel and pool.padding in (0, (0, 0))
+    return pool.over.stride == pool.over.kernel and pool.over.padding == (0, 0)

@@ -19,8 +19,8 @@ from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
-class _Pool2d(Function):
-    """What both share: windows over rows and columns, of each image and channel alone."""
+class Pool2dFunction(Function):
+    """One number for each window over rows and columns, of each image and channel alone."""
 
     __slots__ = ("kernels", "over")
 
@@ -32,7 +32,7 @@ class _Pool2d(Function):
         return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
 
 
-class MaxPool2dFunction(_Pool2d):
+class MaxPool2dFunction(Pool2dFunction):
     """The largest element of each window; the first of equal ones gets the gradient."""
 
     __slots__ = ()
@@ -40,15 +40,14 @@ class MaxPool2dFunction(_Pool2d):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y, residuals = self.kernels.max_pool(self.xp, x, self.over, self.needs[0])  # (n, out_h, out_w, c)
-        self.saved = residuals
+        y, self.saved = self.kernels.max_pool(self.xp, x, self.over, self.needs[0])  # (n, out_h, out_w, c)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.kernels.max_pool_grad(self.xp, grad, self.saved, self.over),)
 
 
-class AvgPool2dFunction(_Pool2d):
+class AvgPool2dFunction(Pool2dFunction):
     """The mean of each window, the border's zeros included."""
 
     __slots__ = ()
@@ -56,12 +55,11 @@ class AvgPool2dFunction(_Pool2d):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        self.saved = (x.shape,)
+        self.saved = x.shape
         return self.kernels.avg_pool(self.xp, x, self.over)  # (n, out_h, out_w, c)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (shape,) = self.saved
-        return (self.kernels.avg_pool_grad(self.xp, grad, shape, self.over),)
+        return (self.kernels.avg_pool_grad(self.xp, grad, self.saved, self.over),)
 
 
 @also(kernel_size="kernel")
@@ -78,21 +76,7 @@ def max_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, 
         UsageError: for a kernel or stride below 1, or a padding of more than half of the kernel.
         DtypeError: for integers.
     """
-    return largest(x, *_checked("max_pool2d", x, kernel, stride, padding))
-
-
-def largest(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the largest element of each window of images; there may be no window.
-
-    Args:
-        x: images, (batch, height, width, channels).
-        kernel, stride, padding: rows and columns.
-
-    Raises:
-        DtypeError: for integers.
-    """
-    kernels = kernels_for(require_floating("max_pool2d", x).data)
-    return with_kernels(kernels, MaxPool2dFunction(kernels, PoolWindows(kernel, stride, padding)), x)
+    return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel, stride, padding))
 
 
 @also(kernel_size="kernel")
@@ -101,19 +85,19 @@ def avg_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, 
 
     Arguments and errors are those of `max_pool2d`.
     """
-    return average(x, *_checked("avg_pool2d", x, kernel, stride, padding))
+    return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel, stride, padding))
 
 
-def average(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the mean of each window of images; there may be no window. Arguments and errors are those of `largest`."""
-    kernels = kernels_for(require_floating("avg_pool2d", x).data)
-    return with_kernels(kernels, AvgPool2dFunction(kernels, PoolWindows(kernel, stride, padding)), x)
+def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
+    """Return what an operation makes of each window of images of floats; there may be none."""
+    kernels = kernels_for(x.data)
+    return with_kernels(kernels, function(kernels, over), x)
 
 
 def _checked(name: str, x: Tensor, kernel: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
-    sizes = pair("kernel", kernel, 1)
-    steps = sizes if stride is None else pair("stride", stride, 1)
-    border = pair("padding", padding, 0)
+    require_floating(name, x)
+    over = pool_windows(kernel, stride, padding)
+    sizes, steps, border = over
     if x.ndim != 4:
         raise ShapeError(f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}")
     for axis, what in ((0, "height"), (1, "width")):
@@ -121,4 +105,14 @@ def _checked(name: str, x: Tensor, kernel: int | Pair, stride: int | Pair | None
             raise UsageError(f"{name}'s padding {border} is more than half of its kernel {sizes}")
         if out_size(x.shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
             raise ShapeError(f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}")
-    return PoolWindows(sizes, steps, border)
+    return over
+
+
+def pool_windows(kernel: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
+    """Return how windows go over images, of what a user gives.
+
+    Raises:
+        UsageError: for a kernel or stride below 1, or a padding below 0.
+    """
+    sizes = pair("kernel", kernel, 1)
+    return PoolWindows(sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0))

@@ -12,18 +12,17 @@ that are cut already needs no exchange at all. With rows, the ranks exchange the
 Pooling works on any part of the channels as it is.
 """
 
-from collections.abc import Callable
-
+from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.windows import Pair, out_size, pair
+from nnmpi.backend.windows import Pair, out_size
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
-from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import conv2d, convolve
-from nnmpi.ops.pool import average, largest
+from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
 from nnmpi.parallel.sharded.collectives import copy, sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
 from nnmpi.parallel.sharded.halo import RowWindows, halo
@@ -182,30 +181,28 @@ class RowsPool2d(Module):
     """Some rows of a pooling: (batch, this rank's rows, w, channels) -> (batch, this rank's rows, out_w, channels).
 
     Args:
-        operation: the pooling of bordered images.
+        operation: what is made of each window.
         group: the ranks that share the rows.
         windows: how they go over the rows of a whole image.
-        kernel, stride, padding: of the pooling, (rows, columns) each.
+        over: how they go over one.
         border: the value around the images.
     """
 
     def __init__(
         self,
-        operation: Callable[[Tensor, Pair, Pair, Pair], Tensor],
+        operation: type[Pool2dFunction],
         group: Group,
         windows: RowWindows,
-        kernel: Pair,
-        stride: Pair,
-        padding: Pair,
+        over: PoolWindows,
         border: float,
     ) -> None:
         self._operation, self._group, self._rows, self._border = operation, group, windows, border
-        self._pooling = (kernel, stride, (0, padding[1]))
+        self._over = over._replace(padding=(0, over.padding[1]))  # `halo` puts the rows' border
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the result."""
         require_floating("pooling", x)
-        return self._operation(halo(x, self._group, self._rows, self._border), *self._pooling)
+        return pooled(self._operation, halo(x, self._group, self._rows, self._border), self._over)
 
 
 class RowsGlobalAvgPool2d(GlobalAvgPool2d):
@@ -225,7 +222,7 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
         return sum_over_ranks(own, self._group, fresh=True)
 
 
-def place_pool(layer: MaxPool2d | AvgPool2d, context: LayerContext) -> Placed:
+def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
     """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if rows are."""
     if context.sharding is Sharding.REPLICATED:
         return context.on_replicated(layer)
@@ -234,11 +231,10 @@ def place_pool(layer: MaxPool2d | AvgPool2d, context: LayerContext) -> Placed:
     height, _, _ = context.sample()
     if not context.placement.has_rows:
         raise context.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
-    kernel, padding = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0)
-    stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
-    windows = _windows(context, kernel, stride, padding)
-    operation, border = (largest, -float("inf")) if isinstance(layer, MaxPool2d) else (average, 0.0)
-    return RowsPool2d(operation, context.group, windows, kernel, stride, padding, border), rows(windows.outputs)
+    windows = _windows(context, *layer.over)
+    is_largest = isinstance(layer, MaxPool2d)
+    operation, border = (MaxPool2dFunction, -float("inf")) if is_largest else (AvgPool2dFunction, 0.0)
+    return RowsPool2d(operation, context.group, windows, layer.over, border), rows(windows.outputs)
 
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:

@@ -8,10 +8,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nnmpi.backend.windows import out_size, pair
+from nnmpi.backend.windows import out_size
 from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.container import Branches
-from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
@@ -89,12 +89,12 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
         return (*shape, layer.weight.shape[1])
     if isinstance(layer, Flatten):
         return (prod(shape),)
-    if isinstance(layer, Conv2d | MaxPool2d | AvgPool2d | GlobalAvgPool2d):
+    if isinstance(layer, Conv2d | Pool2d | GlobalAvgPool2d):
         return _image_after(layer, shape) if len(shape) == 3 else None
     return shape
 
 
-def _image_after(layer: Conv2d | MaxPool2d | AvgPool2d | GlobalAvgPool2d, shape: Shape) -> Shape:
+def _image_after(layer: Conv2d | Pool2d | GlobalAvgPool2d, shape: Shape) -> Shape:
     height, width, channels = shape
     if isinstance(layer, GlobalAvgPool2d):
         return (channels,)
@@ -102,8 +102,7 @@ def _image_after(layer: Conv2d | MaxPool2d | AvgPool2d | GlobalAvgPool2d, shape:
         kernel, stride, padding, dilation = layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation
         channels = layer.weight.shape[3]
     else:
-        kernel, padding, dilation = pair("kernel", layer.kernel, 1), pair("padding", layer.padding, 0), (1, 1)
-        stride = kernel if layer.stride is None else pair("stride", layer.stride, 1)
+        (kernel, stride, padding), dilation = layer.over, (1, 1)
     return (
         out_size(height, kernel[0], stride[0], padding[0], dilation[0]),
         out_size(width, kernel[1], stride[1], padding[1], dilation[1]),

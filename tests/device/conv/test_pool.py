@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.precision import dtype_named
-from nnmpi.ops.pool import average, avg_pool2d, largest, max_pool2d
+from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, avg_pool2d, max_pool2d, pool_windows, pooled
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend
 
@@ -74,12 +74,12 @@ def test_not_numbers_and_infinities() -> None:
     np.testing.assert_array_equal(xp.asnumpy(leaf.grad).ravel(), [1, 0, 0, 0])
 
 
-@pytest.mark.parametrize("function", [largest, average])
+@pytest.mark.parametrize("function", [MaxPool2dFunction, AvgPool2dFunction])
 def test_a_part_without_windows(function: Any) -> None:
     """A rank that has no rows of an image computes nothing, and sends nothing back."""
     xp = device_backend().xp
     leaf = Tensor(xp.asarray(np.ones((2, 1, 5, 3), np.float32)), requires_grad=True)
-    y = function(leaf, (2, 2), (2, 2), (0, 0))
+    y = pooled(function, leaf, pool_windows(2, None, 0))
     assert y.shape == (2, 0, 2, 3)
     y.backward(xp.empty(y.shape, np.float32))
     assert not xp.asnumpy(leaf.grad).any()
