@@ -10,8 +10,11 @@ by C. Wellons' search for mixes with little avalanche bias (https://nullprogram.
 
 import hashlib
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
 
@@ -25,8 +28,19 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     2011); its 128-bit key is a BLAKE2b hash of the arguments, so that neighbouring seeds share nothing.
     """
     text = "\x1f".join([str(int(seed)), *(f"{type(name).__name__}:{name}" for name in names)])
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    key = _Key(hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # it takes any ISeedSequence
+
+
+class _Key(ISeedSequence):
+    """A key, as it is. (Philox asks the system for entropy beside `key=`, which takes longer than all the rest.)"""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
+        """Return the key."""
+        return np.frombuffer(self._digest, "<u8", n_words)
 
 
 def key_pair(*parts: str | int) -> tuple[int, int]:

@@ -82,7 +82,7 @@ class Batch:
         yield self.x
         yield self.y
 
-    @property
+    @cached_property
     def global_targets(self) -> int:
         """How many labels of the global batch count: its real tokens, or its samples."""
         return sum(self.targets)
