@@ -40,24 +40,28 @@ class NodeArrays:
     def sum(self, i: int, own: range, place: Array, replaces: bool) -> None:
         """Add up all ranks' gradients in a range, in rank order and block by block, so that a block stays in the cache.
 
+        The sum is made in its place, unless it is added to what is there, or lies among what is summed (stage 1).
+
         Args:
             i: of which array.
             own: the range.
             place: where the sum is written, or added.
             replaces: whether it is written.
         """
-        first, *others = (whole[own.start : own.stop] for whole in self.everyones[1][i])
+        first, second, *others = (whole[own.start : own.stop] for whole in self.everyones[1][i])
         block = self._block.view(place.dtype)
+        direct = replaces and not np.may_share_memory(place, self.everyones[1][i][self.memory.rank])
         for start in range(0, len(own), len(block) or 1):
             part_of = slice(start, min(start + len(block), len(own)))
-            total = block[: part_of.stop - start]
-            total[...] = first[part_of]
+            into = place[part_of]
+            total = into if direct else block[: len(into)]
+            np.add(first[part_of], second[part_of], out=total)
             for other in others:
                 np.add(total, other[part_of], out=total)
-            if replaces:
-                place[part_of] = total
-            else:
-                np.add(place[part_of], total, out=place[part_of])
+            if not replaces:
+                np.add(into, total, out=into)
+            elif not direct:
+                into[...] = total
 
     def gather(self, i: int, whole: Array) -> None:
         """Copy the other ranks' parts of an array."""
