@@ -8,6 +8,7 @@ evaluate_all        loss and score over many batches, as means over the ranks
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,8 @@ from nnmpi.parallel.pace import Rest
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tape import leaves_of
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -135,6 +138,7 @@ class ForwardBackward:
         self._sequence = None if where is None else where.sequence
         self.counts = where is None or where.mesh.place.t == 0
         self.scalars = DeferredScalars(backend)
+        self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self._budget = None if where is None else where.layout.activation_memory
         self._world = None if where is None else where.mesh.world
         self._store: Store | None = None
@@ -194,9 +198,25 @@ class ForwardBackward:
         """
         perform(self._begin)
         loss = self._forward(x, y, length)
+        if self._looks:
+            self._looks = False
+            self._warn_of_strangers(loss)
         perform(self._end_forward, loss.data)
         self._backward(loss, seed, last)
         perform(self._show, "B", "backward")
+
+    def _warn_of_strangers(self, loss: Tensor) -> None:
+        """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update will change it."""
+        own = {id(parameter) for _, parameter in self.model.named_parameters()}
+        for leaf in leaves_of(loss):
+            if isinstance(leaf, Parameter) and id(leaf) not in own:
+                warnings.warn(
+                    f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model, and so is not "
+                    "trained: a layer must be a module's attribute or an item of a list that is one, not a variable "
+                    "of a function around it; if nothing is to train it, set its requires_grad = False",
+                    stacklevel=2,
+                )
+                return
 
     def _begin(self) -> None:
         self._begin_s = clock.now()

@@ -182,6 +182,15 @@ def _call_hooks(leaves: Iterable[Variable]) -> None:
             perform(leaf.hook, leaf)
 
 
+def leaves_of(root: Variable) -> set[Variable]:
+    """Return the leaves that a backward pass from a result, not done yet, gives gradients to."""
+    if root.tape is None or root.node is None:
+        return set()
+    nodes = root.tape.find().nodes
+    finals = _final_uses(nodes[: _position(nodes, root.node) + 1])
+    return {leaf for leaves in finals.values() for leaf in leaves}
+
+
 def _position(nodes: list[Function], node: Function) -> int:
     for i in range(len(nodes) - 1, -1, -1):
         if nodes[i] is node:

@@ -1,12 +1,14 @@
 """A worker looks at how its batches were shared out, and at what is on several ranks."""
 
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
+import nnmpi
 from nnmpi import data, models, nn, optim
 from nnmpi.comm.group import Group
 from nnmpi.compose import worker as worker_module
@@ -50,6 +52,37 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     else:
         wanted = "labels that count together, but the global batch 32; give Loader the rank and world of the replica"
         assert all(wanted in each and "arrangement.data_rank" in each for each in answers), answers
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("way", ["closure", "list", "frozen"])
+def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str) -> None:
+    """It has weights of its own already, gets gradients, and would never be updated."""
+    stranger = nn.Linear(10, 10).initialize(seed=1)
+    if way == "frozen":
+        for parameter in stranger.parameters():
+            parameter.requires_grad = False
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+            if way == "list":
+                self.rest = [stranger]
+            self.act = lambda x: stranger(x)
+
+        def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+            return self.act(self.first(x))
+
+    model = Net().initialize(seed=0)
+    worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
+    train, _ = data.load("digits")
+    batches = iter(Loader(train, 32, rank=group.rank, world=group.size).epoch(0))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            worker.step(next(batches))
+    told = [str(each.message) for each in found if "is not found in the model" in str(each.message)]
+    assert len(told) == (way == "closure" and group.is_root)
 
 
 @pytest.mark.simulated
