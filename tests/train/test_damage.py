@@ -34,7 +34,8 @@ def test_words_are_read_or_refused(tmp_path: Path) -> None:
     assert findings.ends["refused"] > 30
 
 
-def test_mixtures_of_options_are_equal_to_one_rank_or_refused(tmp_path: Path) -> None:
+def test_mixtures_of_options_are_equal_to_one_rank_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
     findings = Findings()
     try_layouts(tmp_path / "it", 30, findings)
     assert not findings.wrong, "\n".join(findings.wrong)
