@@ -24,6 +24,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.stored import keep_state
 from nnmpi.tensor.tensor import Tensor
 
 BUDGET = 30_000  # bytes of activations, for `flat`
@@ -145,22 +146,28 @@ def resident(number):
     print("|", " | ".join(columns), "|")
 
 
+def stored_cases(reduced):
+    """Yield a name, what makes a network, and a batch."""
+    width, layers = (64, 2) if reduced else (2048, 8)
+    mlp = partial(models.mlp, (28, 28, 1), 10, hidden=(width,) * 3), images(256, 28, 1)
+    gpt = partial(models.gpt, 256, 128, 32 if reduced else 256, layers, 4), DRAW.integers(0, 256, (2, 4, 128))
+    for name, (make, (x, y)) in {"MLP": mlp, "GPT": gpt}.items():
+        yield name, make, Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0)
+
+
 def stored(reduced, rounds):
     """Print a line for each network and what of it lies out of memory: bytes that stay, and the time of a step."""
     keep_freed_memory()
     group = nnmpi.start()
     print("| network | out of memory | held, MiB | formula, MiB | ms a step | times |\n|" + "---|" * 6, flush=True)
-    width, layers = (64, 2) if reduced else (2048, 8)
-    mlp = partial(models.mlp, (28, 28, 1), 10, hidden=(width,) * 3), images(256, 28, 1)
-    gpt = partial(models.gpt, 256, 128, 32 if reduced else 256, layers, 4), DRAW.integers(0, 256, (2, 4, 128))
     with tempfile.TemporaryDirectory() as folder:
         ways = {
             "nothing": Layout(memory_limit=2**60),
             "optimizer": Layout(offload=folder, offload_state="optimizer"),
             "all, zero 3": Layout(zero=3, offload=folder, offload_state="all"),
         }
-        for name, (make, (x, y)) in {"MLP": mlp, "GPT": gpt}.items():
-            batch, plain = Batch(x, y, np.arange(len(x)), (Cut(0, len(x), 0),), len(x), 0, 0), None
+        for name, make, batch in stored_cases(reduced):
+            plain = None
             for way, layout in ways.items():
                 where = arrange(make(), group, layout)
                 where.model.initialize(seed=0, storage=where.storage)
@@ -176,6 +183,40 @@ def stored(reduced, rounds):
                 megabytes = " | ".join(f"{each / 2**20:.1f}" for each in (held, sum(report.predicted.values())))
                 print(f"| {name} | {way} | {megabytes} | {1e3 * took:.0f} | {took / plain:.2f} |", flush=True)
                 worker.release()
+
+
+def stored_slowly(reduced, rounds, bandwidth):
+    """Print a line for each network whose optimizer's state lies in a slow file; return 1 where weights differ."""
+    keep_freed_memory()
+    group, differ = nnmpi.start(), False
+
+    def train(make, batch, store=None):
+        """Return the weights, a step's seconds, those of its update, and the bytes that are in memory of the state."""
+        model = make().initialize(seed=0)
+        optimizer = optim.Adam(model.storage if store is None else keep_state(model.storage, store))
+        worker, seconds = nnmpi.Worker(model, optimizer, group), []
+        for _ in range(2 + rounds):
+            before, begin = 0 if store is None else store.moved, time.perf_counter()
+            worker.step(batch)
+            seconds.append(time.perf_counter() - begin)
+        moved = 0 if store is None else store.moved - before
+        weights, begin = [each.copy() for each in model.storage.data], time.perf_counter()
+        optimizer.step()
+        update_s = time.perf_counter() - begin
+        worker.release()
+        return weights, median(seconds[2:]), update_s, moved, optimizer.state_bytes
+
+    print("| network | moved a step, MiB | in memory, ms | predicted, ms | elapsed, ms | off |\n|" + "---|" * 6)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make, batch in stored_cases(reduced):
+            weights, plain_s, update_s, *_ = train(make, batch)
+            found, took_s, _, moved, windows = train(make, batch, ThrottledStore(Path(folder), bandwidth))
+            differ |= any(not np.array_equal(*each) for each in zip(weights, found, strict=True))
+            # What the update computes is hidden behind what moves, and the last two windows behind the next pass.
+            predicted_s = plain_s - update_s + (moved - windows) / bandwidth
+            times = " | ".join(f"{1e3 * each:.0f}" for each in (plain_s, predicted_s, took_s))
+            print(f"| {name} | {moved / 2**20:.1f} | {times} | {took_s / predicted_s - 1:+.1%} |", flush=True)
+    return int(differ)
 
 
 def flat(steps):
@@ -218,7 +259,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="small networks, one round")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each plan, in turn (5)")
     parser.add_argument("--only", default="", help="networks whose names begin so")
-    parser.add_argument("--throttle", metavar="BYTES", help="instead: swap to a file of so many bytes per second")
+    parser.add_argument("--throttle", metavar="BYTES", help="instead: a file of so many bytes per second")
     parser.add_argument("--stored", action="store_true", help="instead: optimizer states and weights out of memory")
     parser.add_argument("--flat", type=int, metavar="STEPS", help="instead: what has grown after so many steps")
     parser.add_argument("--resident", nargs="?", const="", metavar="N", help="instead: processes beside their ledgers")
@@ -230,6 +271,8 @@ def main():
         print(f"| network | {titles} |\n|" + "---|" * 7, flush=True)
         return max(subprocess.call([sys.executable, __file__, "--resident", str(i)]) for i in range(3))
     if given.stored:
+        if given.throttle is not None:
+            return stored_slowly(given.check, given.rounds, parse_bytes(given.throttle))
         return stored(given.check, given.rounds)
     if given.flat is not None:
         return flat(given.flat)

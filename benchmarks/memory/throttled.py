@@ -6,21 +6,23 @@ from nnmpi.memory.store import FileStore
 
 
 class ThrottledStore(FileStore):
-    """A file on a disk of so many bytes per second."""
+    """A file on a disk of so many bytes per second, which begins with what it is asked for as soon as it can.
+
+    Attributes:
+        moved: bytes, both ways.
+    """
 
     def __init__(self, folder, bandwidth):
         super().__init__(folder)
-        self.bandwidth = bandwidth
+        self.bandwidth, self.moved, self._done_s = bandwidth, 0, 0.0
 
-    def write(self, place, memory):
-        """Write, and take the time that it would take."""
-        self._slowly(super().write, place, memory)
+    def submit(self, work, *args):
+        """Let the thread write or read, and take the time that the disk would take."""
+        return super().submit(self._slowly, time.perf_counter(), work, *args)
 
-    def read(self, place, memory):
-        """Read, and take the time that it would take."""
-        self._slowly(super().read, place, memory)
-
-    def _slowly(self, move, place, memory):
-        end = time.perf_counter() + sum(map(len, memory)) / self.bandwidth
-        move(place, memory)
-        time.sleep(max(0.0, end - time.perf_counter()))
+    def _slowly(self, asked_s, work, place, memory):
+        nbytes = sum(map(len, memory))
+        self.moved += nbytes
+        self._done_s = max(asked_s, self._done_s) + nbytes / self.bandwidth
+        work(place, memory)
+        time.sleep(max(0.0, self._done_s - time.perf_counter()))
