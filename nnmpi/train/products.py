@@ -153,10 +153,11 @@ def choose_kernels(config: Config, train: Samples, backend: Backend, group: Grou
     line = ""
     if len(versions) == 1 and versions != {""}:
         work = multiplications(config, train)
+        why = f"pays in runs of {PAYS:.0e} multiplications or more; this one has {work:.0e}"
         if work < PAYS:
-            line = f"NumPy's, as the run has {work:.0e} multiplications; numba's pay from {PAYS:.0e} on"
+            line = f"NumPy's; loading numba's, which are faster, {why}"
         elif all(group.gather(_loads())):
-            chosen, line = "on", f"numba's, as the run has {work:.0e} multiplications; they pay from {PAYS:.0e} on"
+            chosen, line = "on", f"numba's, which are faster than NumPy's; loading them {why}"
     return replace(config, run=replace(run, jit=chosen)), line
 
 

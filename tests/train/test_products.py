@@ -195,8 +195,8 @@ def test_how_much_a_run_multiplies() -> None:
 @pytest.mark.parametrize(
     ("words", "version", "chosen", "said"),
     [
-        (MNIST, "1.0", "on", "numba's, as the run has "),
-        ([*MNIST, "--max-steps", "100"], "1.0", "off", "NumPy's, as the run has "),
+        (MNIST, "1.0", "on", "numba's, which are faster"),
+        ([*MNIST, "--max-steps", "100"], "1.0", "off", "NumPy's; loading numba's"),
         (MNIST, "", "off", ""),
         ([*MNIST, "--dtype", "float64"], "1.0", "off", ""),
         ([*MNIST, "--precision", "bf16"], "1.0", "off", ""),
@@ -250,8 +250,8 @@ def test_a_choice_is_that_of_the_option_and_stays(
         patch.setattr(products, "PAYS", 1.0)
         main([*digits[:3], "2", *digits[4:], str(tmp_path / "own")], group)
     main(["--resume", str(tmp_path / "own"), "--max-steps", "4", "--quiet"], group)  # so short a run has NumPy's
-    assert "kernels:     numba's, as the run has " in (tmp_path / "own" / "console.txt").read_text()
-    assert "kernels:     NumPy's, as the run has " in (tmp_path / "plain" / "console.txt").read_text()
+    assert "kernels:     numba's, which are faster" in (tmp_path / "own" / "console.txt").read_text()
+    assert "kernels:     NumPy's; loading numba's" in (tmp_path / "plain" / "console.txt").read_text()
     assert weights(tmp_path / "own") == weights(tmp_path / "told")
     assert weights(tmp_path / "plain")[0] != weights(tmp_path / "told")[0]
     assert weights(tmp_path / "plain")[1] == "off"
