@@ -10,6 +10,7 @@
 MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `nn`, `ops`, `optim`) needs no MPI.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from nnmpi.threads import limit_threads
 limit_threads()  # must come before NumPy is loaded, so before everything else
 
 from nnmpi import backend, data, models, nn, ops, optim, tensor  # noqa: E402
-from nnmpi.aliases import Package, answer, missing  # noqa: E402
+from nnmpi.aliases import Imports, Package, answer, missing  # noqa: E402
 from nnmpi.backend.gemm import use_blas  # noqa: E402
 from nnmpi.backend.kernels.lookup import jit  # noqa: E402
 from nnmpi.backend.precision import use_precision  # noqa: E402
@@ -98,6 +99,7 @@ _WHEN_USED = {
 for _room in (data, nn, ops, optim, tensor):
     answer(_room)
 tensor.__class__ = Package
+sys.meta_path.append(Imports)
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ def total(x, axis=None, keepdims=False): ...
 
 total(x, dim=1)      # total(x, axis=1)
 x.unsqueeze(0)       # AttributeError: Tensor has no attribute 'unsqueeze'; write x[None], x[:, None] ...
+from nnmpi.nn import functional  # ModuleNotFoundError: nnmpi.nn has no part 'functional'; operations stand in ...
 nn.ReLU(inplace=True)  # TypeError: ReLU has no argument 'inplace'; leave it out: no operation ...
 """
 
@@ -67,9 +68,12 @@ INSTEAD = _rows(
     ("enable_grad", "with nnmpi.tensor.enable_grad()"),
     ("autograd", "Tensor.backward() fills .grad; an operation of your own is a nnmpi.tensor.Function"),
     ("distributed", "group = nnmpi.start(), then group.rank, group.size and group.all_reduce(array)"),
-    ("DataParallel parallel", "nnmpi.DataParallel(model, group)"),
+    ("DataParallel DistributedDataParallel parallel", "nnmpi.DataParallel(model, group), or nnmpi.Worker"),
+    ("FullyShardedDataParallel", "nnmpi.ShardedDataParallel"),
+    ("backends", "set OMP_NUM_THREADS; the backend is chosen once, by initialize(backend=...)"),
     ("functional", "operations stand in nnmpi.ops: ops.relu(x), ops.cross_entropy(logits, labels)"),
-    ("utils", "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips"),
+    ("utils clip_grad_norm_",
+     "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips"),
     ("DataLoader", "nnmpi.data.Loader"),
     ("TensorDataset", "nnmpi.data.Dataset(name, x, y, classes=10); with classes=0 quantities are predicted"),
     ("random_split", "nnmpi.data.split(dataset, 0.2, seed=0)"),
@@ -114,9 +118,11 @@ INSTEAD = _rows(
     ("start_dim", "leave it out: nn.Flatten() keeps the first axis"),
     ("multinomial randperm normal bernoulli", "draw with NumPy: numpy.random.default_rng(0).choice(n, p=p)"),
     ("topk sort argsort", "sort arrays: numpy.argsort(x.data)"),
-    ("batch_first", "leave it out: x is (batch, time, features)"),
+    ("batch_first", "leave it out: x is (batch, time, features), and h all that comes back, h = lstm(x); "
+     "h, state = lstm.with_state(x, state) has the state"),
     ("drop_last", "leave it out: a short last batch counts by its samples"),
-    ("sampler collate_fn", "nnmpi.data.Loader deals samples by seed and epoch: rank= and world=, shuffle=, transform="),
+    ("sampler collate_fn DistributedSampler",
+     "nnmpi.data.Loader deals samples by seed and epoch: rank= and world=, shuffle=, transform="),
     ("add_ sub_ mul_ div_ zero_ fill_ copy_ clamp_",
      "no operation changes a tensor in place; write x = x + 1, or to x.data"),
     ("requires_grad_", "Tensor(x, requires_grad=True); parameter.requires_grad = False"),
@@ -139,6 +145,17 @@ def missing(where: str, name: str) -> AttributeError:
     """
     instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
     return AttributeError(f"{where} has no attribute {name!r}{instead}")
+
+
+class Imports:
+    """The finder of modules that is asked last: it answers the imports of PyTorch's modules."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise the ModuleNotFoundError that says what is written in the place of one of PyTorch's modules."""
+        package, _, part = name.rpartition(".")
+        if package.split(".")[0] == "nnmpi" and part in INSTEAD:  # no name=: from ... import would drop one with it
+            raise ModuleNotFoundError(f"{package} has no part {part!r}; {INSTEAD[part]}")
 
 
 def answer(module: ModuleType) -> None:

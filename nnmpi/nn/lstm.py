@@ -76,6 +76,8 @@ class LSTM(Module):
             x: (batch, time, inputs), with padding behind shorter sequences.
             lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind them.
         """
+        if isinstance(lengths, tuple):
+            raise UsageError("an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)")
         memory = current().memory
         if memory is None:
             return self._run(x, None, lengths, ends=False)[0]

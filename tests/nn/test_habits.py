@@ -98,6 +98,16 @@ def test_each_answer_names_what_there_is() -> None:
     for name, where in {**typed, "unsqueeze": x, "register_buffer": model, "add_": parameter}.items():
         with pytest.raises(AttributeError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
             getattr(where, name)
+    for line, name in (
+        ("import nnmpi.nn.functional as F", "functional"),
+        ("from nnmpi.nn import functional as F", "functional"),
+        ("from nnmpi.utils.data import random_split", "utils"),
+        ("from nnmpi.parallel import DistributedDataParallel", "DistributedDataParallel"),
+    ):
+        with pytest.raises(ModuleNotFoundError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
+            exec(line)
+    with pytest.raises(ImportError, match="^cannot import name 'LSTM' from 'nnmpi.data'"):
+        exec("from nnmpi.data import LSTM")
     assert f"{x.sum():.2f} {int(x.sum())} {x.numel()} {parameter.numel()}" == "3.00 3 2 12"
 
 
@@ -189,7 +199,9 @@ def test_arguments_of_pytorch_are_answered() -> None:
     calls: dict[str, Callable[[], object]] = {
         "ReLU has no argument 'inplace'; leave it out": lambda: typed.nn.ReLU(inplace=True),
         "Dropout has no argument 'inplace'; leave it out": lambda: typed.nn.Dropout(0.1, inplace=True),
-        "LSTM has no argument 'batch_first'; leave it out": lambda: typed.nn.LSTM(4, 4, batch_first=True),
+        "LSTM has no argument 'batch_first'; leave it out: x is (batch, time, features), and h all": lambda: (
+            typed.nn.LSTM(4, 4, batch_first=True)
+        ),
         "Optimizer.zero_grad has no argument 'set_to_none'; leave": lambda: optimizer.zero_grad(set_to_none=True),
         "Module.zero_grad has no argument 'set_to_none'; leave": lambda: model.zero_grad(set_to_none=True),
         "Loader has no argument 'pin_memory'; the backend": lambda: typed.data.Loader(None, 4, pin_memory=True),
@@ -198,6 +210,8 @@ def test_arguments_of_pytorch_are_answered() -> None:
     for sentence, call in calls.items():
         with pytest.raises(TypeError, match=re.escape(sentence)):
             call()
+    with pytest.raises(UsageError, match=r"h, state = lstm.with_state\(x, state\)"):
+        typed.nn.LSTM(4, 4).initialize()(np.ones((2, 3, 4), np.float32), (None, None))
     image = nnmpi.Tensor(np.ones((2, 7, 6, 1), np.float32))
     conv = typed.nn.Conv2d(1, 3, kernel_size=(3, 5), padding="same", dilation=(2, 1)).initialize()
     assert conv(image).shape == (2, 7, 6, 3) and conv.padding == (2, 2)
