@@ -274,7 +274,7 @@ SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a sec
 
 
 class PeriodicCheck:
-    """Gathers a value of every rank about every `interval_s` seconds, at steps that are the same on all ranks.
+    """Gathers a value of every rank about every SIGNALS_S seconds, at steps that are the same on all ranks.
 
         rank 0   step step step [check] step step step step [check]     rank 0 chooses the next step of a check from its
         rank 1   step step step [check] step step step step [check]     own step time, and tells the others in this one
@@ -282,8 +282,8 @@ class PeriodicCheck:
     Ranks that went by their own clocks would wait for one another at different steps.
     """
 
-    def __init__(self, group: Ranks, interval_s: float = SIGNALS_S) -> None:
-        self._group, self._interval_s = group, interval_s
+    def __init__(self, group: Ranks) -> None:
+        self._group = group
         self._steps_left = 1
 
     def gather(self, value: Any, step_s: float) -> list[Any] | None:
@@ -297,7 +297,7 @@ class PeriodicCheck:
         if self._steps_left > 0:
             return None
         reproducible_s = clock.reproducible(step_s)  # a simulated run must not hang on what steps take here
-        steps = max(1, int(self._interval_s / reproducible_s)) if reproducible_s else UNTIMED_STEPS
+        steps = max(1, int(SIGNALS_S / reproducible_s)) if reproducible_s else UNTIMED_STEPS
         answers = self._group.gather([value, steps])
         self._steps_left = int(answers[0][1])
         return [answer[0] for answer in answers]

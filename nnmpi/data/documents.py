@@ -9,7 +9,7 @@ All are UTF-8, plain or .gz.
 
 import codecs
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from nnmpi.data.csvfile import read_cells
@@ -140,15 +140,17 @@ def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[
     places: list[int] | None = None
     for line, cells in read_cells(path, _whole_lines(_decoded(path))):
         if places is None:
-            places = [_place(path, cells, column) for column in columns]
+            _check_columns(str(path), cells, columns)
+            places = [cells.index(column) for column in columns]
         else:
             yield f"line {line}", [_unix(cells[place]) for place in places]
 
 
-def _place(path: Path, header: Sequence[str], column: str) -> int:
-    if column not in header:
-        raise UsageError(f"{path} has no column {column!r}; its columns are: {', '.join(header)}")
-    return header.index(column)
+def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -> None:
+    """Refuse columns that are not there."""
+    for column in columns:
+        if column not in there:
+            raise UsageError(f"{where} has no column {column!r}; its columns are: {', '.join(there)}")
 
 
 def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -162,9 +164,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[s
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: not a JSON object; give one with a field for each column")
-        for column in columns:
-            if column not in row:
-                raise UsageError(f"{path}, line {number} has no column {column!r}; its columns are: {', '.join(row)}")
+        _check_columns(f"{path}, line {number}", row, columns)
         wrong = next((column for column in columns if not isinstance(row[column], str)), None)
         if wrong is not None:
             raise DataError(f"{path}, line {number}: column {wrong!r} is no text")

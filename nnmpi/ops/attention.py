@@ -66,16 +66,16 @@ class Attention(Function):
         xp = self.xp
         y: Array = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
         # with more ranks than heads some have none
-        residuals = self.kernels.attend(xp, q, k, v, y, self.causal, True in self.needs) if q.shape[1] else None
+        residuals = self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs) if q.shape[1] else None
         self.saved = (residuals, [each.shape for each in (q, k, v)])
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         residuals, shapes = self.saved
-        to_q, to_k, to_v = (self.xp.empty(shape, grad.dtype) for shape in shapes)
+        places = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
-            self.kernels.attend_grad(self.xp, grad, residuals, to_q, to_k, to_v, self.causal)
-        return tuple(each if needed else None for each, needed in zip((to_q, to_k, to_v), self.needs, strict=True))
+            self.kernels.attend_grad(self.xp, grad, residuals, places, self.causal)
+        return tuple(each if needed else None for each, needed in zip(places, self.needs, strict=True))
 
 
 class KeyValues:
@@ -165,20 +165,19 @@ class PackedAttention(Function):
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
-        drop = self.draw(self.length or q.shape[2], self.length or k.shape[2])
-        self.saved = (self.kernels.attend(self.xp, q, k, v, heads, self.causal, True in self.needs, *drop), drop)
+        drop = self.draw(self.length or time)
+        self.saved = (self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop), drop)
         return y
 
     def _go_on(self, before: KeyValues, qkv: Array, y: Array) -> None:
         """Attend to the tokens before, too. A recording calls it as a whole, as there are more of them each time."""
         xp, causal = namespace(qkv), self.causal and not before.count  # one token behind others sees all
         q, k, v = self._split(qkv, 3)
-        k, v = before.extend(xp, k, v)
         (heads,) = self._split(y, 1)
-        self.kernels.attend(xp, q, k, v, heads, causal, False)
+        self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
 
-    def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:
-        """Return which probabilities of so many queries and keys are dropped, if some are."""
+    def draw(self, length: int) -> tuple[AttentionDropout, ...]:
+        """Return which probabilities of sequences of a length are dropped, if some are."""
         return ()
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -187,7 +186,7 @@ class PackedAttention(Function):
         if residuals is None:
             return (to_qkv,)
         (heads,), (to_q, to_k, to_v) = self._split(grad, 1), self._split(to_qkv, 3)
-        self.kernels.attend_grad(self.xp, heads, residuals, to_q, to_k, to_v, self.causal, *drop)
+        self.kernels.attend_grad(self.xp, heads, residuals, (to_q, to_k, to_v), self.causal, *drop)
         return (to_qkv,)
 
     def _split(self, packed: Array, parts: int) -> tuple[Heads, ...]:
@@ -224,9 +223,9 @@ class DroppedAttention(PackedAttention):
         uncut(self, inputs[0], (0,), "needs whole sequences")
         return super().placed(*inputs)
 
-    def draw(self, queries: int, keys: int) -> tuple[AttentionDropout, ...]:
+    def draw(self, length: int) -> tuple[AttentionDropout, ...]:
         """See `PackedAttention.draw`."""
-        return (AttentionDropout(self.rate, *self.place()).from_head(self.first, queries, keys),)
+        return (AttentionDropout(self.rate, *self.place()).from_head(self.first, length),)
 
 
 def attention(

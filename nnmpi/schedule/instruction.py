@@ -181,6 +181,3 @@ def message_of(transfer: Instruction) -> Message:
 PAPER_UNITS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1})
 """What things take in the figures of the papers, and wherever no better is known: a whole backward takes two, since it
 multiplies two matrices (for inputs, for weights) where a forward multiplies one."""
-
-EQUAL_UNITS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.B: 1, Kind.I: 1, Kind.W: 1})
-"""All take one: simpler to draw, but too kind to backwards."""

@@ -4,7 +4,7 @@ In text ranks go down and time across, and each cell says what is computed.
 
 Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as in the figures of
 the papers, since a backward multiplies twice as many matrices; messages, reductions and updates take none. A cell is
-as wide as the time that it takes. (`instruction.EQUAL_UNITS` gives a backward one as well.)
+as wide as the time that it takes.
 
 A film for a page says what every rank computes when, and how many activations it keeps:
 

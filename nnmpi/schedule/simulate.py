@@ -72,9 +72,7 @@ class InstructionCosts:
         return cls({kind: (seconds,) * stages for kind, seconds in each.items()}, rendezvous)
 
     @classmethod
-    def measured(
-        cls, stages: int, samples: Iterable[tuple[Instruction, float]], rendezvous: bool = False
-    ) -> "InstructionCosts":
+    def measured(cls, stages: int, samples: Iterable[tuple[Instruction, float]]) -> "InstructionCosts":
         """Return the median of what each stage was measured to take for each kind of instruction.
 
         Where only whole backwards were measured their halves are taken to be equal, and where only the halves were,
@@ -99,7 +97,7 @@ class InstructionCosts:
             elif whole not in middle:
                 middle[whole] = sum(middle.get(half, 0.0) for half in halves)
         kinds = {kind for kind, _ in middle}
-        return cls({kind: tuple(middle.get((kind, s), 0.0) for s in range(stages)) for kind in kinds}, rendezvous)
+        return cls({kind: tuple(middle.get((kind, s), 0.0) for s in range(stages)) for kind in kinds})
 
     def to_json(self) -> dict[str, list[float]]:
         """Return the times as JSON values: {"F": [seconds of stage 0, of stage 1 ...], "B": ...}."""

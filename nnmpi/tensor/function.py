@@ -28,7 +28,7 @@ without it: in `forward` and `backward` all arithmetic on arrays goes through th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace
-from nnmpi.backend.recording import active, perform
+from nnmpi.backend.recording import active
 from nnmpi.errors import DtypeError, GraphError
 from nnmpi.tensor.placement import Placement, aligned, is_cut
 from nnmpi.tensor.replayed import play
@@ -172,10 +172,6 @@ class Function:
         else:
             self.saved = ()  # no backward pass will come: let go of the inputs at once
         return result
-
-    def invoke(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function, such as a compiled kernel, that does nothing but write to arrays among its arguments."""
-        perform(function, *args)
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.

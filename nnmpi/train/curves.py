@@ -19,13 +19,9 @@ MOST_BARS = 60
 FEW_WORKERS = 10  # so many colours are told apart at a glance
 
 
-def bars(stale: Staleness, most: int = MOST_BARS) -> tuple[int, list[list[int]]]:
-    """Return how many values of staleness share a bar, and the heights of each worker's bars, from staleness 0 on.
-
-    Args:
-        most: the largest number of bars.
-    """
-    width = -(-(stale.largest() + 1) // most)
+def bars(stale: Staleness) -> tuple[int, list[list[int]]]:
+    """Return how many values of staleness share a bar, and the heights of each worker's bars, from staleness 0 on."""
+    width = -(-(stale.largest() + 1) // MOST_BARS)
     heights = [[0] * (stale.largest() // width + 1) for _ in stale.histograms]
     for own, histogram in zip(heights, stale.histograms, strict=True):
         for staleness, count in histogram.items():

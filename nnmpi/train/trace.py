@@ -40,24 +40,23 @@ class Answer(NamedTuple):
     came_s: float
 
 
-def offsets(group: Group, clock: Callable[[], float] = clock.now, rounds: int = ROUNDS) -> list[float]:
+def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]:
     """Return how far each rank's clock is ahead of rank 0's, in seconds, on every rank. Collective.
 
-    Takes `rounds` round trips for each rank, one rank after the other.
+    Takes ROUNDS round trips for each rank, one rank after the other.
 
     Args:
         group: the ranks.
         clock: what this rank reads, in seconds.
-        rounds: questions for each rank; at least 1.
     """
     comm = group.comm.duplicate()  # its messages never meet others'
     try:
         found = [0.0] * group.size
         for rank in range(1, group.size):
             if group.is_root:
-                found[rank] = estimate([_ask(comm, rank, clock) for _ in range(rounds)])
+                found[rank] = estimate([_ask(comm, rank, clock) for _ in range(ROUNDS)])
             elif group.rank == rank:
-                for _ in range(rounds):
+                for _ in range(ROUNDS):
                     _answer(comm, clock)
     finally:
         comm.free()

@@ -9,7 +9,7 @@ from nnmpi.errors import ScheduleError
 from nnmpi.schedule import registry
 from nnmpi.schedule import render as module
 from nnmpi.schedule.__main__ import main
-from nnmpi.schedule.instruction import COMPUTE, EQUAL_UNITS
+from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.registry import SCHEDULES, make
 from nnmpi.schedule.render import render
@@ -47,7 +47,7 @@ def test_every_piece_of_work_is_in_its_ranks_row(name: str, virtual: int, ranks:
 
 
 def test_equal_units_and_the_legend() -> None:
-    picture = render(lowered("1f1b", 2, 2), EQUAL_UNITS)
+    picture = render(lowered("1f1b", 2, 2), dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), 1))
     assert picture.splitlines()[:3] == [
         "time    0  1  2  3  4  5",
         "rank 0  F0 F1 .  B0 .  B1|",

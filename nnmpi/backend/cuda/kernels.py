@@ -15,7 +15,7 @@ from nnmpi.backend.cuda.rows import Rows
 from nnmpi.backend.cuda.tables import Tables
 from nnmpi.backend.cuda.updates import Updates
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.kernels.updates import UpdateKernels
@@ -116,15 +116,7 @@ class DeviceKernels(Kernels):
     # ---- attention
 
     def attend(
-        self,
-        xp: Any,
-        q: Heads,
-        k: Heads,
-        v: Heads,
-        y: Heads,
-        causal: bool,
-        keep: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
         """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place between the products.
 
@@ -134,6 +126,7 @@ class DeviceKernels(Kernels):
         The scores of heads of half precision are float32: they may be too large for float16, and powers of them would
         show all that bfloat16 rounds away.
         """
+        q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
         perform(self.functions.softmax, scores, 1 / sqrt(q.shape[3]), causal, scores)
@@ -142,18 +135,10 @@ class DeviceKernels(Kernels):
         return (q, k, v, p)
 
     def attend_grad(
-        self,
-        xp: Any,
-        grad: Heads,
-        residuals: Residuals,
-        to_q: Heads,
-        to_k: Heads,
-        to_v: Heads,
-        causal: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
         """Write all three gradients; the mask is drawn again."""
-        q, k, v, p = residuals
+        (q, k, v, p), (to_q, to_k, to_v) = kept, places
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
         gemm(xp, self._left(xp, p, drop).swapaxes(2, 3), grad, out=to_v)

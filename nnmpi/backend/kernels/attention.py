@@ -39,6 +39,7 @@ from nnmpi.backend.random import random_bits
 CAUSAL, ALL = 64, 256
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
+Trio: TypeAlias = tuple[Heads, Heads, Heads]  # of queries, keys and values, or of their gradients
 Block: TypeAlias = tuple[slice, slice]  # which sequences and heads
 Band: TypeAlias = tuple[int, int, int]  # the first query, the end of queries, the end of the keys that they see
 Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand among those of all
@@ -46,7 +47,7 @@ Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand amon
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Which probabilities are dropped: those of head h, query i and key j have column (h queries + i) keys + j.
+    """Which probabilities are dropped: those of head h, query i and key j have column (h length + i) length + j.
 
     Attributes:
         rate: the probability with which one is, in [0, 1).
@@ -62,13 +63,11 @@ class AttentionDropout:
         """What the others are multiplied by, so that the mean stays."""
         return 1 / (1 - self.rate)
 
-    def from_head(self, first: int, queries: int, keys: int) -> AttentionDropout:
+    def from_head(self, first: int, length: int) -> AttentionDropout:
         """Return the same for some of the heads, from the first one on."""
-        return replace(self, key=((self.key[0] + first * queries * keys) & 0xFFFFFFFF, self.key[1]))
+        return replace(self, key=((self.key[0] + first * length**2) & 0xFFFFFFFF, self.key[1]))
 
-    def mark(
-        self, p: Array, block: tuple[slice, slice], first: int, queries: int, keys: int, first_key: int = 0
-    ) -> None:
+    def mark(self, p: Array, block: tuple[slice, slice], first: int, length: int, first_key: int) -> None:
         """Turn the sign of the powers whose probabilities are dropped.
 
         So one array is both: the powers are |p|, and what is left of them max(p, 0) times `factor`.
@@ -77,14 +76,14 @@ class AttentionDropout:
             p: (sequences, heads, some keys, some queries), changed in place.
             block: which sequences and heads these are.
             first: the first query.
-            queries, keys: how many there are in all.
+            length: how many queries, and keys, there are in all.
             first_key: the first key.
         """
         xp, count = namespace(p), p.shape
         heads, rows, columns = (xp.arange(n, dtype=xp.uint32) for n in (count[1], count[3], count[2]))
         heads = heads + xp.uint32(block[1].start)
         rows, columns = rows + xp.uint32(first), columns + xp.uint32(first_key)
-        places = (heads[:, None, None] * xp.uint32(queries) + rows) * xp.uint32(keys) + columns[:, None]
+        places = (heads[:, None, None] * xp.uint32(length) + rows) * xp.uint32(length) + columns[:, None]
         bits = random_bits(xp, self.first_row + block[0].start, count[0], places.reshape(-1), self.key)
         dropped = (bits < xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
@@ -96,67 +95,51 @@ class AttentionKernels:
     __slots__ = ()
 
     def attend(
-        self,
-        xp: Any,
-        q: Heads,
-        k: Heads,
-        v: Heads,
-        y: Heads,
-        causal: bool,
-        keep: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
         """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
 
         Args:
             xp: the arrays' module, or a recorder's stand-in for it.
-            q: (batch, heads, queries, features); all four arrays have any strides.
-            k: (batch, heads, keys, features).
-            v: (batch, heads, keys, values).
+            inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch, heads, keys,
+                values); all four arrays have any strides.
             y: (batch, heads, queries, values).
             causal: whether query i sees the keys up to i alone; there are as many of both, then.
             keep: whether `attend_grad` will be called.
             drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
         """
+        q, k, v = inputs
         which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
         count = sum((j - i) * seen for i, j, seen in which.bands())
         kept = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
         top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
-        self.attend_more(xp, (q, k, v), y, top, total, which, kept, first=True)
+        self.attend_more(xp, inputs, y, top, total, which, kept, first=True)
         xp.divide(y, total[..., None], out=y)
         return (q, k, v, y, total, kept) if keep else ()
 
     def attend_grad(
-        self,
-        xp: Any,
-        grad: Heads,
-        residuals: Residuals,
-        to_q: Heads,
-        to_k: Heads,
-        to_v: Heads,
-        causal: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
         """Write the gradients of q, k and v.
 
         Args:
             xp: as for `attend`.
             grad: like y, the gradient of the result.
-            residuals: what `attend` returned.
-            to_q, to_k, to_v: like q, k and v, with any strides.
+            kept: what `attend` returned.
+            places: for the gradients, like q, k and v, with any strides.
             causal, drop: as they were given to `attend`.
         """
-        q, k, v, y, total, kept = residuals
+        q, k, v, y, total, powers = kept
         which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
         share = _like_packed(xp, grad, grad.shape)
         xp.divide(grad, total[..., None], out=share)
         inner = xp.einsum("bhtd,bhtd->bht", share, y, out=xp.empty(q.shape[:3], q.dtype))
-        self.attend_more_grad(xp, share, inner, (q, k, v), None, (to_q, to_k, to_v), which, kept, first=True)
+        self.attend_more_grad(xp, share, inner, (q, k, v), None, places, which, powers, first=True)
 
     def attend_more(
         self,
         xp: Any,
-        inputs: tuple[Heads, Heads, Heads],
+        inputs: Trio,
         sums: Heads,
         top: Array,
         total: Array,
@@ -204,9 +187,9 @@ class AttentionKernels:
         xp: Any,
         share: Heads,
         inner: Array,
-        inputs: tuple[Heads, Heads, Heads],
+        inputs: Trio,
         top: Array | None,
-        places: tuple[Heads, Heads, Heads],
+        places: Trio,
         which: KeyBlock,
         kept: Array | None = None,
         first: bool = False,
@@ -332,7 +315,7 @@ class KeyBlock:
     def mark(self, p: Array, block: Block, first: int) -> None:
         """Turn the sign of what is dropped, see `AttentionDropout.mark`."""
         if self.drop is not None:
-            self.drop.mark(p, block, self.queries.start + first, self.length, self.length, self.keys.start)
+            self.drop.mark(p, block, self.queries.start + first, self.length, self.keys.start)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
         """Return the sequences and heads whose scores are computed together, the most of them first, and their bands.

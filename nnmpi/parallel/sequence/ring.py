@@ -32,7 +32,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.casting import cast, to_float32
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock, Trio
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
@@ -57,34 +57,19 @@ class RingAttention:
         self._lengths = [sum(map(len, own)) for own in ranges]
 
     def attend(
-        self,
-        xp: Any,
-        q: Heads,
-        k: Heads,
-        v: Heads,
-        y: Heads,
-        causal: bool,
-        keep: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
         """See `AttentionKernels.attend`, for this rank's positions."""
+        q = inputs[0]
         top, total = (xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2))
-        perform(self._forward, q, k, v, y, (top, total), causal, drop)
-        return (q, k, v, y, top, total) if keep else ()
+        perform(self._forward, *inputs, y, (top, total), causal, drop)
+        return (*inputs, y, top, total) if keep else ()
 
     def attend_grad(
-        self,
-        xp: Any,
-        grad: Heads,
-        residuals: Residuals,
-        to_q: Heads,
-        to_k: Heads,
-        to_v: Heads,
-        causal: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
         """See `AttentionKernels.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals, (to_q, to_k, to_v), causal, drop)
+        perform(self._backward, grad, kept, places, causal, drop)
 
     def _forward(
         self, q: Heads, k: Heads, v: Heads, y: Heads, found: Pair, causal: bool, drop: AttentionDropout | None
@@ -101,14 +86,9 @@ class RingAttention:
         y[...] = cast(xp, sums / total[..., None], y.dtype)
 
     def _backward(
-        self,
-        grad: Heads,
-        residuals: Residuals,
-        places: tuple[Heads, Heads, Heads],
-        causal: bool,
-        drop: AttentionDropout | None,
+        self, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None
     ) -> None:
-        q, k, v, y, top, total = residuals
+        q, k, v, y, top, total = kept
         xp = namespace(q)
         q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
         share = grad / total[..., None]

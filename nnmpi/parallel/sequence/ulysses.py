@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads
+from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
@@ -65,56 +65,37 @@ class UlyssesAttention:
         self._length = self._positions[-1].stop
 
     def attend(
-        self,
-        xp: Any,
-        q: Heads,
-        k: Heads,
-        v: Heads,
-        y: Heads,
-        causal: bool,
-        keep: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
         """See `AttentionKernels.attend`, for this rank's positions."""
-        check_heads(q.shape[1], self._group.size)
+        check_heads(y.shape[1], self._group.size)
         kept: list[Residuals] = []  # filled anew whenever a compiled step comes here
-        perform(self._forward, q, k, v, y, (causal, keep, *self._own(drop, q)), kept)
+        perform(self._forward, inputs, y, (causal, keep, *self._own(drop, y)), kept)
         return (kept,)
 
     def attend_grad(
-        self,
-        xp: Any,
-        grad: Heads,
-        residuals: Residuals,
-        to_q: Heads,
-        to_k: Heads,
-        to_v: Heads,
-        causal: bool,
-        drop: AttentionDropout | None = None,
+        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
         """See `AttentionKernels.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals[0], to_q, to_k, to_v, (causal, *self._own(drop, to_q)))
+        perform(self._backward, grad, kept[0], places, (causal, *self._own(drop, grad)))
 
-    def _own(self, drop: AttentionDropout | None, q: Heads) -> tuple[AttentionDropout, ...]:
+    def _own(self, drop: AttentionDropout | None, y: Heads) -> tuple[AttentionDropout, ...]:
         """Return which probabilities of this rank's heads are dropped, if some are."""
-        first = part(q.shape[1], self._group.size, self._group.rank).start
-        return () if drop is None else (drop.from_head(first, self._length, self._length),)
+        first = part(y.shape[1], self._group.size, self._group.rank).start
+        return () if drop is None else (drop.from_head(first, self._length),)
 
-    def _forward(self, q: Heads, k: Heads, v: Heads, y: Heads, how: tuple[Any, ...], kept: list[Residuals]) -> None:
-        xp = namespace(q)
-        together = self._to_heads(xp.concatenate([q, k, v], axis=3))
-        whole = _apart(together, (q, k, v))
-        result = xp.empty((*together.shape[:3], v.shape[3]), q.dtype)
-        kept[:] = [self._kernels.attend(xp, *whole, result, *how)]
-        y[...] = self._to_positions(result, q.shape[1])
+    def _forward(self, inputs: Trio, y: Heads, how: tuple[Any, ...], kept: list[Residuals]) -> None:
+        xp = namespace(y)
+        together = self._to_heads(xp.concatenate(inputs, axis=3))
+        result = xp.empty((*together.shape[:3], y.shape[3]), y.dtype)
+        kept[:] = [self._kernels.attend(xp, _apart(together, inputs), result, *how)]
+        y[...] = self._to_positions(result, y.shape[1])
 
-    def _backward(
-        self, grad: Heads, kept: list[Residuals], to_q: Heads, to_k: Heads, to_v: Heads, how: tuple[Any, ...]
-    ) -> None:
-        xp, places = namespace(grad), (to_q, to_k, to_v)
+    def _backward(self, grad: Heads, kept: list[Residuals], places: Trio, how: tuple[Any, ...]) -> None:
+        xp = namespace(grad)
         whole = self._to_heads(grad)
         gradients = xp.empty((*whole.shape[:3], sum(each.shape[3] for each in places)), grad.dtype)
-        self._kernels.attend_grad(xp, whole, kept.pop(), *_apart(gradients, places), *how)
+        self._kernels.attend_grad(xp, whole, kept.pop(), _apart(gradients, places), *how)
         own = self._to_positions(gradients, grad.shape[1])
         for place, each in zip(places, _apart(own, places), strict=True):
             place[...] = each
@@ -147,10 +128,7 @@ class UlyssesAttention:
             places[r][...] = came
 
 
-def _apart(together: Array, like: Sequence[Array]) -> list[Array]:
+def _apart(together: Array, like: Trio) -> Trio:
     """Return views of the arrays that stand side by side in one, each as long in its last axis as another one."""
-    found, start = [], 0
-    for each in like:
-        found.append(together[..., start : start + each.shape[3]])
-        start += each.shape[3]
-    return found
+    first, second = like[0].shape[3], like[0].shape[3] + like[1].shape[3]
+    return together[..., :first], together[..., first:second], together[..., second:]
