@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.turns import WrongResultError, quartiles
-from benchmarks.training import command, start, tables
+from benchmarks.training import command, sizes, start, tables
 from benchmarks.training.cases import CASES, GPT, SHALLOWSPEED, Case, find
 from benchmarks.training.command import main, parse
 from benchmarks.training.contestants import (
@@ -38,6 +38,7 @@ from benchmarks.training.rows import best, ratios, speedups
 from benchmarks.training.team import Teams
 from benchmarks.training.trainer_llmc import ends, views
 from benchmarks.training.trainer_nnmpi import build
+from nnmpi.comm.simulated.world import simulate
 from nnmpi.errors import LaunchError
 from tests.harness.slow import BENCHMARK
 
@@ -276,6 +277,29 @@ def test_the_readme_has_a_place_for_every_table() -> None:
     text = (ROOT / "benchmarks" / "training" / "README.md").read_text()
     names = ("machine", "speeds", "memory", "several", "shallowspeed", "llmc", "growth", "start")
     assert all(f"<!-- {name} -->" in text for name in names)
+
+
+def test_curves_have_what_was_measured_and_their_slopes(tmp_path: Path) -> None:
+    """Of many ranks each has a share of the batch, and the sum of gradients beside it."""
+    curves = {"width": (8, 16), "depth": (1, 3), "batch": (4, 8, 16)}
+    [rows] = simulate(lambda group: sizes.measure(curves, group, rounds=1, block_s=0.001), 1)
+    found = {(row["curve"], row["value"]): row for row in rows}
+    assert list(found) == [(name, value) for name in curves for value in curves[name]] + [
+        ("ranks", n) for n in (1, 2, 4)
+    ]
+    for ranks, batch in ((1, 16), (2, 8), (4, 4)):
+        share, many = found["batch", batch], found["ranks", ranks]
+        assert many["memory_bytes"] == share["memory_bytes"]
+        assert many["step_s"] == share["step_s"] + many["sum_s"] and (many["sum_s"] > 0) == (ranks > 1)
+    three = [{"value": value, "step_s": 5 * value**2.5} for value in (1, 100, 400)]
+    assert sizes.slope(three, "step_s") == pytest.approx(2.5)
+    depths = [found["depth", depth]["memory_bytes"] for depth in (1, 3)]
+    weights = 2 * (256 * 256 + 256) * 4 * 4  # two more layers, each with gradient and Adam's two numbers, in bytes
+    assert depths[1] - depths[0] > weights
+    pytest.importorskip("matplotlib")
+    sizes.draw(tmp_path / "a.png", rows)
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    assert sizes.table(rows, markdown=True).count("\n") == 5
 
 
 @pytest.mark.slow(BENCHMARK)
