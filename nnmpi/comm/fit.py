@@ -30,7 +30,7 @@ FORMAT = 1
 LONGEST_S = 1e-3  # of a short message inside a node, and of a handshake: more is the scheduler's time, not theirs
 LEAST_S_PER_BYTE = 1e-13
 NEAR = 4  # lengths within this factor are on both sides of a handshake
-OLD_DAYS = 180  # after which a fit that was kept counts no more: drivers, kernels and machines change
+OLD_DAYS = 180  # after which what was measured and kept counts no more: drivers, kernels and machines change
 COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
 
 

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from threadpoolctl import threadpool_limits
 from nnmpi import clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
+from nnmpi.comm.fit import OLD_DAYS
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import Arrangement, arrange
@@ -395,8 +397,10 @@ def default_file(key: Mapping[str, Any], folder: Path, kind: str = "profile") ->
 
 
 def load_profile(file: Path, key: Mapping[str, Any]) -> Profile | None:
-    """Return the profile in a file; None if there is none of this key, or it is damaged."""
+    """Return the profile in a file; None if there is none of this key, or it is damaged or old."""
     try:
+        if datetime.now(UTC).timestamp() - file.stat().st_mtime > 86400 * OLD_DAYS:
+            return None
         found = Profile.from_json(read_json(file))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
         return None

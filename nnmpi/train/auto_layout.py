@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from itertools import islice
@@ -56,6 +57,7 @@ from nnmpi.version import VERSION
 
 Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
+DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
 RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.0, 5, 60, 3
 
 
@@ -68,12 +70,34 @@ class ChosenLayout:
         computing: what computes on the host, as it was priced.
         lines: for the header.
         predicted_s: of a step.
+        profile: the file in which what it is predicted from is kept, if there is one.
     """
 
     config: Config
     computing: Computing
     lines: tuple[str, ...]
     predicted_s: float
+    profile: Path | None = None
+
+    def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> str:
+        """Return a line with the step as it was predicted and as it was measured, the median of the metrics' windows.
+
+        Where it was much quicker than predicted, the profile was taken while the machine had other work. Its file is
+        removed, so that the next run measures anew: else it would be believed for ever.
+        """
+        rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
+        rates = [rate for rate in rates[1:] or rates if rate]
+        predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
+        if not rates:
+            return f"{predicted}; too few steps to measure it"
+        took_s = batch_size / median(rates)
+        off = self.predicted_s / took_s
+        line = f"{predicted}, measured {format_seconds(took_s, 3)} ({100 * (off - 1):+.0f} %)"
+        if off < DOUBTFUL or self.profile is None:
+            return line
+        with suppress(OSError):
+            self.profile.unlink()
+        return f"{line}; the next run measures the model's parts anew, as the machine was busy when it was done"
 
 
 def workload_of(config: Config, samples: Samples) -> Workload:
@@ -120,8 +144,7 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     more = {"host": platform.node(), "blas": blas, "threads": threads, "at_once": group.size, "version": VERSION}
     key = {**(workload.key or {}), "batch": workload.batch_size, "ranks": ranks, "backend": backend.name, **more}
     workload = replace(workload, key=group.share(key))
-    cache = cache_folder()
-    file = None if cache is None else default_file(workload.key or {}, cache)
+    file = profile_file(workload)
     kept: Any = on_root(group, lambda: _load(file, workload))
     if kept is not None:
         return workload, Profile.from_json(kept)
@@ -141,6 +164,12 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
 
     on_root(group, keep)
     return workload, found
+
+
+def profile_file(workload: Workload) -> Path | None:
+    """Return where the profile of a workload with a whole key is kept; None without a home folder."""
+    cache = cache_folder()
+    return None if cache is None else default_file(workload.key or {}, cache)
 
 
 def _load(file: Path | None, workload: Workload) -> dict[str, Any] | None:
@@ -216,7 +245,7 @@ def _choose(
     candidate, options, seconds = tried[best]
     took_s = format_seconds(clock.now() - begin, 2)
     lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {took_s})")
-    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds)
+    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds, profile_file(workload))
 
 
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
@@ -294,16 +323,3 @@ def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = Fals
     for name in left_open:
         if getattr(config, name) != getattr(plain, name):
             raise UsageError(f"--layout auto chooses --{name.replace('_', '-')} itself; leave one of them out")
-
-
-def compare(predicted_s: float, batch_size: int, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line with the step as it was predicted and as it was measured, the median of the metrics' windows."""
-    rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
-    rates = [rate for rate in rates[1:] or rates if rate]
-    if not rates:
-        return f"step predicted {format_seconds(predicted_s, 3)}; too few steps to measure it"
-    took_s = batch_size / median(rates)
-    return (
-        f"step predicted {format_seconds(predicted_s, 3)}, measured {format_seconds(took_s, 3)} "
-        f"({100 * (predicted_s / took_s - 1):+.0f} %)"
-    )

@@ -20,7 +20,7 @@ from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
-from nnmpi.train.auto_layout import check_open, choose, compare
+from nnmpi.train.auto_layout import ChosenLayout, check_open, choose
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
@@ -123,7 +123,7 @@ def _run(
                 stack.enter_context(console.copied(folder.console))
             console.say(*lines, *restored)
             stack.enter_context(computing.in_use())
-            _train(context, state, console, None if chosen is None else chosen.predicted_s)
+            _train(context, state, console, chosen)
     except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():
             folder.withdraw()
@@ -138,14 +138,14 @@ def _how_to_go_on(context: RunContext) -> str:
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
 
 
-def _train(context: RunContext, state: RunState, console: Console, predicted_s: float | None = None) -> None:
+def _train(context: RunContext, state: RunState, console: Console, chosen: ChosenLayout | None = None) -> None:
     """Train from a state to the end, and leave everything behind that a run leaves. Collective.
 
     Args:
         context: what the run works with.
         state: where it begins.
         console: prints on rank 0.
-        predicted_s: what the planner has said of a step, to be compared.
+        chosen: what the planner has said of a step, to be compared.
     """
     folder, group, backend, config = context.folder, context.group, context.backend, context.config
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
@@ -162,8 +162,8 @@ def _train(context: RunContext, state: RunState, console: Console, predicted_s: 
     _prove_end(context, loop.state, report, reporter.measures(report))
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, reporter, report, loop.state, folder, backend)
-    if predicted_s is not None and group.is_root:
-        console.say(compare(predicted_s, context.inputs.batch_size, read_metrics(folder.metrics)))
+    if chosen is not None and group.is_root:
+        console.say(chosen.compare(context.inputs.batch_size, read_metrics(folder.metrics)))
     if group.is_root:
         _show_curves(console, folder, config.run.plot)
 

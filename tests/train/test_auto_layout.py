@@ -1,6 +1,7 @@
 """`--layout auto`: the ranks agree on a layout, the run says which, and what cannot go with it is refused."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import pytest
 from nnmpi import plan
 from nnmpi.backend.kernels.lookup import compiled_kernels
 from nnmpi.backend.record import numpy_backend
+from nnmpi.comm.fit import cache_folder
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.data.dataset import Dataset
@@ -18,9 +20,10 @@ from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
 from nnmpi.train import auto_layout, products
-from nnmpi.train.auto_layout import check_open, compare, take_profile, workload_of
+from nnmpi.train.auto_layout import ChosenLayout, check_open, take_profile, workload_of
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
+from nnmpi.train.products import BlasChoice, Computing
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
 
@@ -87,10 +90,40 @@ def test_a_profile_is_measured_where_there_is_no_home_folder(monkeypatch: pytest
     ]
 
 
-def test_a_step_is_compared_with_its_prediction() -> None:
+def test_a_step_is_compared_with_its_prediction(tmp_path: Path) -> None:
+    """What was predicted from a busy machine's times is forgotten; a machine that is busy now proves nothing."""
     records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
-    assert compare(0.1, 20, records) == "step predicted 100 ms, measured 100 ms (+0 %)"
-    assert "too few steps" in compare(0.1, 20, [])
+    config = assemble({})
+    file = tmp_path / "profile.json"
+    file.touch()
+
+    def compare(predicted_s: float, given: list[dict[str, object]]) -> str:
+        return ChosenLayout(config, Computing(BlasChoice(), False, ()), (), predicted_s, file).compare(20, given)
+
+    assert compare(0.1, records) == "step predicted 100 ms, measured 100 ms (+0 %)"
+    assert "too few steps" in compare(0.1, [])
+    assert compare(0.02, records).endswith("(-80 %)") and file.exists()
+    assert "the next run measures the model's parts anew" in compare(0.16, records) and not file.exists()
+    assert "anew" in compare(0.16, records)  # another run was first
+
+
+def test_an_old_profile_is_measured_again(tmp_path: Path) -> None:
+    config = assemble({"model": "mlp", "hidden": [4], "batch_size": 8})
+    table = Dataset("table", np.ones((8, 3), np.float32), np.zeros(8, np.int64), 2)
+    said: list[str] = []
+
+    def take(group: Group) -> None:
+        take_profile(workload_of(config, table), group, 1, numpy_backend(), said.append)
+
+    for _ in range(2):
+        simulate(take, 1)
+    assert len(said) == 1
+    folder = cache_folder()
+    assert folder is not None
+    (file,) = folder.glob("profile-*.json")
+    os.utime(file, (0, 0))
+    simulate(take, 1)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
