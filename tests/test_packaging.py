@@ -1,8 +1,13 @@
 """What setup.cfg promises is what the checkout holds."""
 
+import os
+import shutil
+import subprocess
+import sys
 from configparser import ConfigParser
 from fnmatch import fnmatch
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -38,6 +43,25 @@ def test_every_dependency_says_why_it_is_there() -> None:
     assert len(lines) == 8
     assert all(line.startswith("    # ") for line in lines[::2])
     assert not any(line.startswith("    #") for line in lines[1::2])
+
+
+def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path) -> None:
+    """What is called nnmpi there is the checkout's folder, which is no package."""
+    pytest.importorskip("setuptools")
+    root = tmp_path / "nnmpi"
+    (root / "nnmpi").mkdir(parents=True)
+    (root / "nnmpi" / "__init__.py").write_text("found = True")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, root)
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    build = "from setuptools import build_meta; build_meta.build_editable('site')"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build], cwd=root, env=environ, check=True, capture_output=True
+    )
+    for wheel in (root / "site").glob("*.whl"):
+        ZipFile(wheel).extractall(tmp_path / "installed")
+    program = f"import site; site.addsitedir({str(tmp_path / 'installed')!r}); from nnmpi import found"
+    subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, env=environ, check=True)
 
 
 def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
