@@ -362,7 +362,7 @@ RESULT: dict[str, str] = {  # what the result hangs on
 }
 LAYOUT: dict[str, str] = {  # and what it must not hang on; some need others beside them
     "--jit": "on|off",
-    "--activation-memory": "0.5|10KB|100KB|300KB --offload .|3MB",
+    "--activation-memory": "10KB|100KB|300KB --offload .|3MB",
     "--recompute": "always|except-last|always --pp 2",
     "--offload-state": "optimizer --offload .|all --offload . --zero 3",
     "--zero": "1|2|3|1 --grad-accum 3|2 --bucket-mb 0.001 --overlap on|3 --bucket-mb 0.001",
@@ -395,7 +395,7 @@ def try_layouts(folder: Path, count: int, findings: Findings, seed: int = 0) -> 
             ranks, model = draws.choice((1, 2, 2, 3, 4, 6)), draws.choice(list(MODELS))
             chosen = draws.sample(list(RESULT), draws.randint(0, 2))
             own = [word for name in chosen for word in (name, draws.choice(RESULT[name].split()))]
-            names = draws.sample(list(LAYOUT), draws.choice((1, 1, 2, 2, 3)))
+            names = draws.sample(list(LAYOUT), draws.choice((1, 2, 2, 3)))
             where = [word for name in names for word in (name, *draws.choice(LAYOUT[name].split("|")).split())]
             own = f"--model {model} {MODELS[model]}".split() + own
             if "--precision" in own:
