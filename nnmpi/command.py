@@ -32,9 +32,9 @@ from pathlib import Path
 from textwrap import dedent, wrap
 from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.own import Own, is_own
 from nnmpi.version import VERSION
 
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
@@ -110,7 +110,7 @@ class Option:
 
     Attributes:
         name: as the field is written: `batch_size`.
-        type: of its values: bool, int, float, str, Path, a Literal, Own, tuple[int, ...], or a union of them
+        type: of its values: bool, int, float, str, Path, a Literal, Custom, tuple[int, ...], or a union of them
             and None.
         default: the value without the option.
         section: the dataclass that has the field; the help lists the options of a section together.
@@ -207,7 +207,7 @@ def is_switch(kind: Any) -> bool:
 def describe(hint: Any) -> str:
     """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong value."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    words[Own] = "FILE.py:NAME"
+    words[Custom] = "FILE.py:NAME"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
@@ -349,8 +349,8 @@ def _match(value: Any, kind: Any) -> tuple[bool, Any]:
     if kind is Path:
         fits = isinstance(value, str | Path) and value != ""  # Path("") would be this folder
         return fits, Path(value) if fits else value
-    if kind is Own:
-        return is_own(value), Own(value) if is_own(value) else value
+    if kind is Custom:
+        return is_custom(value), Custom(value) if is_custom(value) else value
     return isinstance(value, kind), value
 
 
@@ -386,7 +386,7 @@ def _form(option: Option) -> str:
     """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--overlap [auto|on|off], --no-overlap`."""
     if option.type is bool:
         return f"{option.flag}, {option.negation}"
-    names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", Own: "FILE.py:NAME"}
+    names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", Custom: "FILE.py:NAME"}
     shapes = []
     for kind in kinds(option.type):
         if get_origin(kind) is Literal:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.harness import command, plots, results
-from benchmarks.scaling.crossings import EQUAL, Crossover, best_by_ranks, crossings, in_words
+from benchmarks.scaling.crossovers import EQUAL, Crossover, best_by_ranks, crossovers, in_words
 from benchmarks.scaling.plots import draw
 from benchmarks.scaling.sweep import (
     NAMES,
@@ -25,7 +25,7 @@ from nnmpi.comm.units import format_bytes, format_seconds
 PROGRAM = "python benchmarks/scaling"
 DESCRIPTION = "Simulated time of all all-reduces against the number of ranks, and where one overtakes another."
 TAUGHT = ("ps", "tree", "ring")  # those of the course's table
-CROSSING_RANKS = (4, 16, 64, 100, 256)
+CROSSOVER_RANKS = (4, 16, 64, 100, 256)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -49,11 +49,11 @@ def _run(options: argparse.Namespace) -> None:
             own = list(sweep(model, nbytes, counts))
             points += own
             print("\n".join(_table(nbytes, own)) + "\n", flush=True)
-        found += _crossings(model, [ranks for ranks in CROSSING_RANKS if ranks <= options.max_ranks])
+        found += _crossovers(model, [ranks for ranks in CROSSOVER_RANKS if ranks <= options.max_ranks])
     content = {
         "machines": {model.name: model.description for model in models},
         "rows": [asdict(point) for point in points],
-        "crossings": [asdict(crossing) for crossing in found],
+        "crossovers": [asdict(crossover) for crossover in found],
     }
     results.write(options.json, content)
     if options.plot is not None:
@@ -85,14 +85,14 @@ def _table(nbytes: int, points: Sequence[SimulatedTime]) -> list[str]:
     return lines
 
 
-def _crossings(model: MachineModel, counts: Sequence[int]) -> list[Crossover]:
+def _crossovers(model: MachineModel, counts: Sequence[int]) -> list[Crossover]:
     """Print who is fastest for which messages; return the crossovers among all algorithms and among the course's."""
     every: list[Crossover] = []
     for title, names in (("all", NAMES), ("of parameter server, tree and ring", TAUGHT)):
         print(f"fastest by message size, {title}:")
         for ranks in counts:
-            first, found = crossings(model, ranks, names)
-            every += [crossing for crossing in found if crossing not in every]
+            first, found = crossovers(model, ranks, names)
+            every += [crossover for crossover in found if crossover not in every]
             print(f"{ranks:6} ranks: {in_words(first, found)}", flush=True)
         print()
     return every

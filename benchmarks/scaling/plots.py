@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import plots
-from benchmarks.scaling.crossings import best_by_ranks, fastest_by_ranks
+from benchmarks.scaling.crossovers import best_by_ranks, fastest_by_ranks
 from benchmarks.scaling.sweep import NAMES, MachineModel, SimulatedTime, is_power
 from nnmpi.comm.units import format_bytes
 
@@ -56,7 +56,7 @@ def _panel(axes: Any, points: Sequence[SimulatedTime]) -> None:
         powers, others = ([p for p in own if is_power(p.ranks) == power] for power in (True, False))
         axes.plot([p.ranks for p in powers], [p.seconds for p in powers], color=colour, linewidth=1.5, label=name)
         axes.plot([p.ranks for p in others], [p.seconds for p in others], color=colour, linestyle="", marker=".", ms=5)
-    _mark_crossings(axes, points, colours)
+    _mark_crossovers(axes, points, colours)
     ranks = sorted({point.ranks for point in points if is_power(point.ranks)})
     axes.set_xticks(ranks[:: 2 if len(ranks) > 6 else 1], [str(n) for n in ranks[:: 2 if len(ranks) > 6 else 1]])
     low, high = axes.get_ylim()
@@ -66,7 +66,7 @@ def _panel(axes: Any, points: Sequence[SimulatedTime]) -> None:
     axes.grid(alpha=0.25)
 
 
-def _mark_crossings(axes: Any, points: Sequence[SimulatedTime], colours: Sequence[Any]) -> None:
+def _mark_crossovers(axes: Any, points: Sequence[SimulatedTime], colours: Sequence[Any]) -> None:
     """Ring where another algorithm becomes the fastest, with the number of ranks; write the whole order in a corner."""
     powers = [point for point in points if is_power(point.ranks)]
     last = ""

@@ -33,8 +33,8 @@ from nnmpi.comm.simulate import price, simulate
 from nnmpi.comm.start import start
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, positive_count, say
+from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError
-from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
 
 
@@ -70,8 +70,8 @@ def _render(arguments: argparse.Namespace) -> str:
     if arguments.html is None:
         return picture
     beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
-    film = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
-    write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", film)
+    animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
+    write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
     return f"{picture}\n\n{arguments.html} runs it in a browser"
 
 
@@ -238,9 +238,9 @@ def _by_number(text: str) -> tuple[int, float]:
 def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
     """Return what is asked for; a name that only another operation has means that one."""
     operation, name = arguments.operation, arguments.algorithm
-    if is_own(name):
+    if is_custom(name):
         arguments.operation = operation or ALL_REDUCE.name
-        return find_collective(arguments.operation, load_own(name, "the algorithm", "(rank, size)"))
+        return find_collective(arguments.operation, load_custom(name, "the algorithm", "(rank, size)"))
     if operation is None:
         having = [what for what, how in COLLECTIVES if how == name]
         operation = having[0] if len(having) == 1 else ALL_REDUCE.name

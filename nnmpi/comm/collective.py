@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nnmpi.comm.steps import Algorithm, Step
-from nnmpi.own import ask
+from nnmpi.custom import ask
 
 DIGIT_BITS = 4
 ROOT = 0  # the rank whose values a broadcast spreads

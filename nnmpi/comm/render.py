@@ -6,7 +6,7 @@ For slides, ranks down and rounds across, and in each place the rank's memory:
 rank 0    [|   |]     [||  |]      [||| |]           come in the round has a frame
 rank 1    [ |  |]     [ || |]      [||| |]
 
-For a page, a film, round by round: what travels, and what is in every chunk when it has come.
+For a page, an animation, round by round: what travels, and what is in every chunk when it has come.
 
     {"begins": [["1", "1"], ["10", "10"]],                    by rank and chunk: rank 0's part, rank 1's part
      "rounds": 2,
@@ -118,7 +118,7 @@ def draw_slide(collective: Collective, size: int, file: Path) -> None:
     """
     if not 1 <= size <= MOST:
         raise UsageError(f"a slide shows 1 to {MOST} ranks, not {size}; draw it as text")
-    found = film(collective, size)
+    found = animation(collective, size)
     held = [row[:] for row in found["begins"]]
     chunk_width = _STRIPE * size + 5
     column = chunk_width * size + _GAP
@@ -193,8 +193,8 @@ class _Recorder:
         return over
 
 
-def film(collective: Collective, size: int) -> dict[str, Any]:
-    """Return the film of a collective that is right, as JSON values.
+def animation(collective: Collective, size: int) -> dict[str, Any]:
+    """Return the animation of a collective that is right, as JSON values.
 
     Raises:
         ScheduleError: for one that is not; see `prove`.
@@ -239,7 +239,7 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> di
         "second": names[(names.index(first) + 1) % len(names)],
         "algorithms": {
             name: {
-                "films": {size: film(one, size) for size in drawn if size in right},
+                "animations": {size: animation(one, size) for size in drawn if size in right},
                 "costs": {size: coefficients(one, size) for size in PRICED if size in right},
             }
             for name, one in collectives.items()

@@ -34,6 +34,7 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import ERRORS, Scored, SumError, squared_errors
+from nnmpi.custom import fault
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError, ShapeError, UsageError
@@ -41,7 +42,6 @@ from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.own import fault
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.pipeline.passed import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes

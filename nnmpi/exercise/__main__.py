@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nnmpi.command import Parser, entry, folded, say, suggest
+from nnmpi.custom import load_custom
 from nnmpi.errors import UsageError
 from nnmpi.exercise import collectives, costs, operators, plans, schedules, sharding, staleness
 from nnmpi.exercise.exercise import Exercise, guarded
-from nnmpi.own import load_own
 
 KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> str:
     if given.file is None:
         return exercise.starter().rstrip()
     with guarded(given.file):
-        function = load_own(f"{given.file}:{exercise.function}", exercise.name, f"({exercise.arguments})")
+        function = load_custom(f"{given.file}:{exercise.function}", exercise.name, f"({exercise.arguments})")
         return f"{exercise.name}: {exercise.check(function)}"
 
 

@@ -62,8 +62,8 @@ def check(exact: Seconds, further: tuple[int, ...], function: Function) -> str:
     return "right for 1 to 16 ranks: latencies and bytes are those of the steps' critical path"
 
 
-def check_crossing(function: Function) -> str:
-    """Return where a crossing was confirmed; errors are those of `check`."""
+def check_crossover(function: Function) -> str:
+    """Return where a crossover was confirmed; errors are those of `check`."""
     for N in (4, 8, 16, 64):
         alpha, beta = 1e-3, 1e-8  # so that a few bytes more or less do not matter
         M = _number(function, N, alpha, beta)
@@ -118,10 +118,10 @@ EXERCISES = (
         partial(check, _buckets, (1, 2, 5)),
     ),
     Exercise(
-        "ring-tree-crossing",
+        "ring-tree-crossover",
         "From how many bytes on is the ring faster than the tree?\n\nReturn the M at which both all-reduces take as "
         "long; N is a power of two, at least 4.",
         "N, alpha, beta",
-        check_crossing,
+        check_crossover,
     ),
 )

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError
-from nnmpi.own import fault
 
 Function: TypeAlias = Callable[..., Any]
 LIMIT_S, LIMIT_BYTES = 60.0, 4 << 30  # for a whole check, which takes a few seconds and 0.1 GB at most

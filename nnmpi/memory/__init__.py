@@ -6,7 +6,7 @@ swapping    the plan in which links also leave memory and come back, by search
 store       where things go that leave memory: a file, or from a device the host
 offload     what a link keeps, taken out and brought back
 stored      an optimizer's state and weights that lie in a store, brought piece by piece to each update
-film        plans for a page and for slides
+animation   plans for a page and for slides
 chain       a model as links that run one by one
 measure     what each one takes
 run         a model that runs by a plan

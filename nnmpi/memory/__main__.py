@@ -21,7 +21,7 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
-from nnmpi.memory.film import compare, draw_slide
+from nnmpi.memory.animation import compare, draw_slide
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
 from nnmpi.memory.run import RecomputedModel

@@ -1,5 +1,5 @@
-// DATA: {operation, ranks, first, second, algorithms: {name: {films: {ranks: film}, costs: {ranks: [latencies, parts]}}}}
-// film: {begins: [rank][chunk], rounds, messages: [{round, from, to, chunks, reduce, after, clock: [latencies, parts]}]}
+// DATA: {operation, ranks, first, second, algorithms: {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
+// animation: {begins: [rank][chunk], rounds, messages: [{round, from, to, chunks, reduce, after, clock: [latencies, parts]}]}
 // What is in a chunk is a hexadecimal number whose digit r (from the right) counts rank r's part. A part is one of
 // the buffer's bytes: a message of `parts` costs alpha + parts * M * beta.
 
@@ -16,30 +16,30 @@ function panel(name) {
     ...names.map((each) => el("option", each === name ? { value: each, selected: "" } : { value: each }, each)));
   const figures = el("p", { class: "figures" }), view = el("div", {}), told = el("p", { class: "told soft", "aria-live": "polite" });
   self.card = el("section", { class: "card" }, choose, figures, view, told);
-  self.film = () => DATA.algorithms[self.name].films[given.ranks];
+  self.animation = () => DATA.algorithms[self.name].animations[given.ranks];
 
   // Draw the state after so many rounds; with `moves`, let the chunks of the last one travel there first.
   self.show = (at, moves) => {
-    const film = self.film(), ranks = given.ranks;
-    self.rounds = film ? film.rounds : 0;
+    const animation = self.animation(), ranks = given.ranks;
+    self.rounds = animation ? animation.rounds : 0;
     view.replaceChildren();
-    if (!film) {
+    if (!animation) {
       const cost = DATA.algorithms[self.name].costs[ranks];
       figures.textContent = cost ? `${seconds(price(cost))} in all` : `not right on ${several(ranks, "rank")}`;
       told.textContent = cost ? `steps are drawn for up to ${DATA.drawn} ranks` : "";
       return;
     }
-    const done = Math.min(at, film.rounds);
-    const held = film.begins.map((row) => row.slice());
+    const done = Math.min(at, animation.rounds);
+    const held = animation.begins.map((row) => row.slice());
     const sent = Array(ranks).fill(0);
-    for (const message of film.messages) if (message.round < done) {
+    for (const message of animation.messages) if (message.round < done) {
       message.chunks.forEach((chunk, i) => { held[message.to][chunk] = message.after[i]; });
       sent[message.from] += message.chunks.length;
     }
-    const past = film.messages.filter((message) => message.round < done);
+    const past = animation.messages.filter((message) => message.round < done);
     const clock = Math.max(0, ...past.map((message) => price(message.clock)));
-    const all = Math.max(0, ...film.messages.map((message) => price(message.clock)));
-    figures.textContent = `round ${done} of ${film.rounds}, clock ${seconds(clock)} of ${seconds(all)}, ` +
+    const all = Math.max(0, ...animation.messages.map((message) => price(message.clock)));
+    figures.textContent = `round ${done} of ${animation.rounds}, clock ${seconds(clock)} of ${seconds(all)}, ` +
       `${several(past.length, "message")}`;
     const last = past.filter((message) => message.round === done - 1);
     told.textContent = done ? last.slice(0, 8).map((message) => `${message.from} ${message.reduce ? "adds to" : "to"} ` +
@@ -115,7 +115,7 @@ const control = stepper(() => Math.max(...panels.map((each) => each.rounds)), (a
   for (const each of panels) each.show(at, moves);
 });
 function refresh() {
-  for (const each of panels) each.rounds = each.film() ? each.film().rounds : 0;
+  for (const each of panels) each.rounds = each.animation() ? each.animation().rounds : 0;
   control.go(Math.min(control.state.at, Math.max(...panels.map((each) => each.rounds))));
   showCosts();
 }

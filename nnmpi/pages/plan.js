@@ -1,11 +1,11 @@
-// DATA: {links: [name], budgets: [bytes], budget, plans: {name: [film of each budget]}}
-// film: {actions: [[act, link, signs, begin, computes, end, peak, after, transfer]], peak, seconds, again, moved};
+// DATA: {links: [name], budgets: [bytes], budget, plans: {name: [animation of each budget]}}
+// animation: {actions: [[act, link, signs, begin, computes, end, peak, after, transfer]], peak, seconds, again, moved};
 // in `signs` a character for each link: "=" kept, "-" waits, "." away, or the action's letter (see nnmpi/memory/plan.py)
 
 const names = Object.keys(DATA.plans);
 const titles = DATA.links.map((name, i) => name === String(i) ? `link ${i}` : name);
 const given = { name: names[0], budget: DATA.budgets.indexOf(DATA.budget) };
-const film = () => DATA.plans[given.name][given.budget];
+const animation = () => DATA.plans[given.name][given.budget];
 const FILLS = { F: "var(--f)", K: "var(--f)", B: "var(--b)", O: "var(--step)", A: "var(--empty)", I: "var(--step)", D: "var(--empty)",
   "=": "var(--w)", "-": "color-mix(in oklab, var(--w) 35%, var(--empty))", ".": "var(--empty)" };
 const WORDS = { F: "forward, and only the result stays", K: "forward, and all stays that the backward needs", B: "backward",
@@ -62,8 +62,8 @@ function overTime(width, { actions, seconds: all }, now) {
 
 const figures = el("p", { class: "figures" }), told = el("p", { class: "told soft", "aria-live": "polite" });
 const view = el("div", { class: "wide" }), memory = el("div", {}), costs = el("div", {});
-const control = stepper(() => film().actions.length, (at) => {
-  const found = film(), action = found.actions[at - 1], now = action ? action[5] : 0;
+const control = stepper(() => animation().actions.length, (at) => {
+  const found = animation(), action = found.actions[at - 1], now = action ? action[5] : 0;
   figures.textContent = `${seconds(found.seconds)}, at most ${bytes(found.peak)} of ${bytes(DATA.budgets[given.budget])}; ` +
     `${several(found.again, "link")} again` + (found.moved ? `, ${bytes(found.moved)} moved` : "");
   told.textContent = !action ? "before the first action" : `action ${at} of ${found.actions.length}, ${action[0]}${action[1]} ` +
@@ -77,7 +77,7 @@ function refresh() {
     : DATA.budgets.map((budget, i) => [budget, DATA.plans[name][i].seconds]) }));
   costs.replaceChildren(chart(costs.clientWidth || 320, lines, { x: bytes, y: seconds, at: DATA.budgets[given.budget], height: 200,
     ticksX: [DATA.budgets[0], DATA.budgets.at(-1)] }), legend(lines));
-  control.go(Math.min(control.state.at, film().actions.length));
+  control.go(Math.min(control.state.at, animation().actions.length));
 }
 const choose = el("select", { "aria-label": "plan", onchange: () => { given.name = choose.value; refresh(); } },
   ...names.map((name) => el("option", { value: name }, name)));
@@ -92,5 +92,5 @@ PAGE.append(
   el("div", { class: "cards" }, el("section", { class: "card" }, el("h2", {}, "Memory over time; the broken line is the budget"), memory),
     el("section", { class: "card" }, el("h2", {}, "Time of the pass, by the budget"), costs)));
 refresh();
-control.go(film().actions.length);
+control.go(animation().actions.length);
 addEventListener("resize", refresh);

@@ -1,8 +1,8 @@
-// DATA: {ranks, microbatches, all_ranks, all_microbatches, first, second, films: {name: {"ranks,microbatches": film}}}
-// film: {spans: [[rank, kind, stage, microbatch, begin, end]], kept: [rank][[from, how many]], makespan, bubble, peaks}
+// DATA: {ranks, microbatches, all_ranks, all_microbatches, first, second, animations: {name: {"ranks,microbatches": animation}}}
+// animation: {spans: [[rank, kind, stage, microbatch, begin, end]], kept: [rank][[from, how many]], makespan, bubble, peaks}
 
 const given = { ranks: DATA.ranks, microbatches: DATA.microbatches };
-const names = Object.keys(DATA.films);
+const names = Object.keys(DATA.animations);
 const WORDS = { F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights", STEP: "update" };
 const FILLS = { F: "var(--f)", B: "var(--b)", I: "var(--b)", W: "var(--w)", STEP: "var(--step)" };
 const ms = (value) => `${Number(value.toPrecision(4))} ms`;
@@ -13,28 +13,28 @@ function panel(name) {
     ...names.map((each) => el("option", each === name ? { value: each, selected: "" } : { value: each }, each)));
   const figures = el("p", { class: "figures" }), view = el("div", { class: "wide" });
   self.card = el("section", { class: "card" }, choose, figures, view);
-  self.film = () => DATA.films[self.name][`${given.ranks},${given.microbatches}`];
+  self.animation = () => DATA.animations[self.name][`${given.ranks},${given.microbatches}`];
   self.show = (now, end) => {
-    const film = self.film();
-    figures.textContent = `${ms(film.makespan)}, bubble ${(100 * film.bubble).toFixed(1)} %, keeps at most ` +
-      `${film.peaks.join(" ")} activations`;
-    view.replaceChildren(grid(Math.max(view.clientWidth, 480), film, now, end));
+    const animation = self.animation();
+    figures.textContent = `${ms(animation.makespan)}, bubble ${(100 * animation.bubble).toFixed(1)} %, keeps at most ` +
+      `${animation.peaks.join(" ")} activations`;
+    view.replaceChildren(grid(Math.max(view.clientWidth, 480), animation, now, end));
   };
   return self;
 }
 
 // A row for each rank: what it computes over time, and how many activations it keeps at the moment of the line.
-function grid(width, film, now, end) {
-  const left = 52, right = 58, high = 30, rows = film.kept.length;
+function grid(width, animation, now, end) {
+  const left = 52, right = 58, high = 30, rows = animation.kept.length;
   const px = (time) => left + time / end * (width - left - right);
   const picture = draw("svg", { width, height: rows * high + 26, role: "img", "aria-label": "what each rank computes" });
-  film.kept.forEach((curve, rank) => {
+  animation.kept.forEach((curve, rank) => {
     const kept = curve.filter(([from]) => from <= now + 1e-9).at(-1)[1];
     picture.append(draw("text", { x: 0, y: rank * high + 19 }, `rank ${rank}`),
       draw("rect", { x: left, y: rank * high + 3, width: width - left - right, height: high - 6, fill: "var(--empty)" }),
       draw("text", { x: width - right + 6, y: rank * high + 19, class: "kept" }, `keeps ${kept}`));
   });
-  for (const [rank, kind, stage, microbatch, from, to] of film.spans) {
+  for (const [rank, kind, stage, microbatch, from, to] of animation.spans) {
     const wide = px(to) - px(from), text = microbatch === null ? "" : String(microbatch);
     const going = from <= now + 1e-9 && now < to - 1e-9;
     picture.append(draw("rect", { x: px(from), y: rank * high + 3, width: Math.max(1, wide - 1), height: high - 6, rx: 2,
@@ -53,12 +53,12 @@ const panels = [panel(DATA.first), panel(DATA.second)];
 let moments = [0];
 const clock = el("span", { class: "clock" });
 const control = stepper(() => moments.length - 1, (at) => {
-  const end = Math.max(...panels.map((each) => each.film().makespan));
+  const end = Math.max(...panels.map((each) => each.animation().makespan));
   clock.textContent = ms(moments[at]);
   for (const each of panels) each.show(moments[at], end);
 });
 function refresh() {
-  const all = panels.flatMap((each) => each.film().spans.flatMap((span) => [span[4], span[5]]));
+  const all = panels.flatMap((each) => each.animation().spans.flatMap((span) => [span[4], span[5]]));
   moments = [...new Set([0, ...all])].sort((a, b) => a - b);
   control.go(Math.min(control.state.at, moments.length - 1));
 }

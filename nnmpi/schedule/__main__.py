@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from nnmpi.command import Parser, positive_count, say
+from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, counted
-from nnmpi.own import is_own, load_own
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
@@ -34,8 +34,8 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     virtual = given.virtual_stages or _usual(given.schedule)
-    own = is_own(given.schedule)
-    name = load_own(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
+    own = is_custom(given.schedule)
+    name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
     found = simulate(schedule, _costs(given, schedule))
@@ -54,14 +54,14 @@ def main(words: Sequence[str]) -> str:
             lines.append(f"{given.svg} shows it on a slide")
         if given.html:
             beside = {each: (each, _usual(each)) for each in SCHEDULES}
-            films = compare(
+            animations = compare(
                 beside | {schedule.name: (name, virtual)},
                 schedule.name,
                 given.stages,
                 given.microbatches,
                 partial(_costs, given),
             )
-            write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", films)
+            write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
             lines.append(f"{given.html} runs it in a browser")
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
+from nnmpi.custom import ask
 from nnmpi.errors import UsageError
-from nnmpi.own import ask
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.shard import split

@@ -1,4 +1,4 @@
-"""Pictures of schedules: in text (`render`), as a PNG (`draw`), and as a trace for Perfetto (`events`), and a film.
+"""Pictures of schedules: in text (`render`), as a PNG (`draw`), as a trace for Perfetto (`events`), as an animation.
 
 In text ranks go down and time across, and each cell says what is computed.
 
@@ -6,7 +6,7 @@ Time is counted in units: a forward takes one, a whole backward two and each of 
 the papers, since a backward multiplies twice as many matrices; messages, reductions and updates take none. A cell is
 as wide as the time that it takes.
 
-A film for a page says what every rank computes when, and how many activations it keeps:
+An animation for a page says what every rank computes when, and how many activations it keeps:
 
 {"spans": [[rank, "F", stage, microbatch, begin, end], ...],      in milliseconds
  "kept": [[[0.0, 1], [1.0, 2], ...], ...],                        of each rank: from when on it keeps how many
@@ -243,8 +243,8 @@ MOST_RANKS, MOST_MICROBATCHES = 16, 32  # that fit a page
 _DIGITS = 6
 
 
-def film(schedule: Schedule, found: Simulation) -> dict[str, Any]:
-    """Return the film of a simulated schedule, as JSON values."""
+def animation(schedule: Schedule, found: Simulation) -> dict[str, Any]:
+    """Return the animation of a simulated schedule, as JSON values."""
     spans = [
         [span.rank, str(one.kind), one.stage, one.microbatch, _ms(span.begin_s), _ms(span.end_s)]
         for span in found.spans
@@ -302,13 +302,13 @@ def compare(
             f"{microbatches}; draw fewer"
         )
     all_ranks, all_microbatches = sorted({*STAGES, ranks}), sorted({*MICROBATCHES, microbatches})
-    films: dict[str, dict[str, Any]] = {name: {} for name in schedules}
+    animations: dict[str, dict[str, Any]] = {name: {} for name in schedules}
     for name, (generator, virtual) in schedules.items():
         for size in all_ranks:
             for count in all_microbatches:
                 schedule = lower(make(generator, size, count, virtual))
                 check(schedule)
-                films[name][f"{size},{count}"] = film(schedule, simulate(schedule, costs(schedule)))
+                animations[name][f"{size},{count}"] = animation(schedule, simulate(schedule, costs(schedule)))
     names = list(schedules)
     return {
         "ranks": ranks,
@@ -317,5 +317,5 @@ def compare(
         "all_microbatches": all_microbatches,
         "first": first,
         "second": names[(names.index(first) + 1) % len(names)],
-        "films": films,
+        "animations": animations,
     }

@@ -10,7 +10,6 @@ From `python -m nnmpi.train` to the first update, in the order to read it:
     build               what the options ask for: layout, data, model, optimizer, schedule, trainer; RunContext
     inputs              data sets and loaders
     device              the backend, shared by the ranks of a device
-    custom_model        models of users' own, FILE.py:NAME
     loop                epochs, evaluations, checkpoints, and stopping at a signal
 
 What a run prints and leaves behind:
@@ -29,7 +28,7 @@ What a run prints and leaves behind:
 Which file to change for which wish:
 
     a new option                    config (and whoever reads it); the help and the TOML name follow from the field
-    a new model by name             custom_model.MODELS and build.build_model
+    a new model by name             config.MODELS and build.build_model
     one more number per step        compose.trainer.Totals, where trainers make them, log.Reporter.steps, metrics
     ... and in the epoch's lines    compose.trainer.Totals.breakdown or .communication
     one more line above a run       header

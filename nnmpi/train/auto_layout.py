@@ -28,9 +28,9 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.units import format_seconds
 from nnmpi.compose.worker import Worker
+from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError
-from nnmpi.own import own_file
 from nnmpi.planner import report
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.price import Pricer
@@ -103,7 +103,7 @@ class ChosenLayout:
 def workload_of(config: Config, samples: Samples) -> Workload:
     """Return what a configuration trains, as the planner takes it."""
     options, wanted = config.optimization, config.optimization.batch_size
-    files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := own_file(name))]
+    files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := custom_file(name))]
     outputs = ModelSignature.of(samples, None).outputs
     key = {
         "model": to_json(config.model),

@@ -26,6 +26,7 @@ from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
 from nnmpi.compose.trainer import Throttle, Trainer
 from nnmpi.compose.worker import Worker
+from nnmpi.custom import call_custom, is_custom, load_custom
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
@@ -40,7 +41,6 @@ from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
-from nnmpi.own import call_own, is_own, load_own
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
 from nnmpi.schedule.simulate import InstructionCosts
@@ -55,7 +55,6 @@ from nnmpi.train.config import (
     decided,
     require,
 )
-from nnmpi.train.custom_model import build_custom_model
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
@@ -102,8 +101,11 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     Raises:
         UsageError: when the model does not take such samples, or the user's own cannot be built.
     """
-    if is_own(config.model):
-        return build_custom_model(config.model, sample_shape, classes)
+    if is_custom(config.model):
+        model = call_custom(config.model, "--model", "(sample_shape, classes)", sample_shape, classes)
+        if not isinstance(model, Module):
+            raise UsageError(f"--model {config.model} gave a {type(model).__name__}; return a nnmpi.nn.Module")
+        return model
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, dropout_of(config))
     if config.model == "cnn":
@@ -155,7 +157,7 @@ def check_samples(model: str, samples: Samples) -> None:
     Raises:
         UsageError: naming both.
     """
-    if is_own(model):
+    if is_custom(model):
         return
     if samples.is_tokens == (model in SEQUENCE_MODELS):
         labels = samples.labels(np.arange(1))
@@ -222,19 +224,19 @@ def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) 
         after = StepDecay(lr, every, config.step_factor)
     elif config.schedule == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
-    elif is_own(config.schedule):
+    elif is_custom(config.schedule):
         wanted = "(step, steps, lr)"
-        first = call_own(config.schedule, "--schedule", wanted, 0, extent.steps, lr)
+        first = call_custom(config.schedule, "--schedule", wanted, 0, extent.steps, lr)
         require(isinstance(first, int | float), f"--schedule {config.schedule} gave {first!r}; return a number")
-        rate = load_own(config.schedule, "--schedule", wanted)
+        rate = load_custom(config.schedule, "--schedule", wanted)
         after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
     return Warmup(warmup, after) if warmup else after
 
 
 def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float | None = None) -> Optimizer:
     """Return the optimizer over a model's storage; eps is Adam's, where another than its own is wanted."""
-    if is_own(config.optimizer):
-        made = call_own(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
+    if is_custom(config.optimizer):
+        made = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(made, Optimizer):
             raise UsageError(f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an optim.Optimizer")
         return made
@@ -251,8 +253,8 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float
 
 
 def own_or_name(name: str, option: str, wanted: str) -> Any:
-    """Return the user's function of this name; of other names the name itself. See `own.load_own`."""
-    return load_own(name, option, wanted) if is_own(name) else name
+    """Return the user's function of this name; of other names the name itself. See `own.load_custom`."""
+    return load_custom(name, option, wanted) if is_custom(name) else name
 
 
 def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: float = 0.0) -> Layout:
@@ -348,8 +350,8 @@ def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[
     Raises:
         UsageError: for a loss of the user's that is not there.
     """
-    if is_own(config.loss):
-        return {"loss": load_own(config.loss, "--loss", "(logits, labels)")}
+    if is_custom(config.loss):
+        return {"loss": load_custom(config.loss, "--loss", "(logits, labels)")}
     if config.loss in ERRORS:
         return {"loss": config.loss}
     return {

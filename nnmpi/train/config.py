@@ -19,12 +19,12 @@ from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.units import parse_bytes
 from nnmpi.command import Option, Switch, convert, options_of, suggest
+from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError
-from nnmpi.own import Own, is_own
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
-from nnmpi.train.custom_model import MODELS
 
+MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
 
 
@@ -91,7 +91,7 @@ class ParallelConfig:
     sp_attention: Literal["ulysses", "ring"] = "ulysses"
     """How attention sees the positions of --sp other ranks: ulysses gives each rank all positions of some heads, by an
     exchange before and after it (least is sent; at least as many heads as ranks); ring passes keys and values round."""
-    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] | Own = "1f1b"
+    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] | Custom = "1f1b"
     """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date; or a
     function (rank, ranks, microbatches) of your own, FILE.py:NAME."""
     virtual_stages: int = 1
@@ -123,7 +123,7 @@ class ParallelConfig:
     state; with --zero 3 also all, that and the weights."""
     allreduce: (
         Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
-        | Own
+        | Custom
     ) = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
     fitted model predicts to be fastest, or what suits the size. With a CUDA device: ipc reads the device memory of a
@@ -418,7 +418,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
         known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
-        require(self.model in MODELS or is_own(self.model), f"--model is {self.model}; {known}")
+        require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         if self.dropout is not None:
@@ -426,7 +426,7 @@ class ModelConfig:
         plain = {each.name: each.default for each in fields(self)}
         for name, models in MODELS_WITH.items():
             known, given = " or ".join(models), getattr(self, name) != plain[name]
-            knows = self.model in models or (name == "context" and is_own(self.model))
+            knows = self.model in models or (name == "context" and is_custom(self.model))
             require(
                 not given or knows,
                 f"--{name} is for --model {known}, not for {self.model}; leave it out",
@@ -538,9 +538,9 @@ class OptimizationConfig:
     """Stop after this many updates, if the epochs are not over before."""
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
-    optimizer: Literal["sgd", "adam", "adamw"] | Own = "adam"
+    optimizer: Literal["sgd", "adam", "adamw"] | Custom = "adam"
     """Rule of the update; or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
-    loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Own = "cross-entropy"
+    loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
     """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
     in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a function (logits, labels) of your own,
     FILE.py:NAME: the sum of the labels' losses."""
@@ -552,7 +552,7 @@ class OptimizationConfig:
     """Nesterov's form of the momentum."""
     weight_decay: float | None = None
     """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
-    schedule: Literal["constant", "step", "cosine"] | Own = "cosine"
+    schedule: Literal["constant", "step", "cosine"] | Custom = "cosine"
     """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step; or a function (step, steps,
     lr) of your own, FILE.py:NAME."""
     step_epochs: float = 10.0
@@ -593,7 +593,7 @@ class OptimizationConfig:
         self._check_schedule()
         plain = self.loss == "cross-entropy" or not self.label_smoothing
         require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
-        fixed = not is_own(self.optimizer) or self.weight_decay is None
+        fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
         sgd = self.optimizer == "sgd"
         require(sgd or not self.momentum, f"--momentum belongs to --optimizer sgd, not to {self.optimizer}")

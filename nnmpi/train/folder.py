@@ -32,10 +32,10 @@ from types import TracebackType
 
 from numpy import __version__ as numpy_version
 
+from nnmpi.custom import short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.own import short_name
 from nnmpi.train.config import Config, flatten
 from nnmpi.version import VERSION
 

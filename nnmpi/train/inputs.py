@@ -13,6 +13,7 @@ import numpy as np
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
+from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair, choose_classes
 from nnmpi.data.loader import Loader
@@ -23,7 +24,6 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.own import call_own, is_own, own_file
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
 from nnmpi.train.signature import ModelSignature
 
@@ -91,7 +91,7 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
         if source is not None:
             if local_rank == 0:
                 prepare_tokens(source)
-        elif not is_own(data.dataset) and (
+        elif not is_custom(data.dataset) and (
             local_rank == 0 or not downloads
         ):  # without a download it only checks the options, which all ranks may do
             prepare(data.dataset, data.data_dir, report=say)
@@ -178,7 +178,7 @@ def match_loss(loss: str, samples: Samples) -> Samples:
 
 def wanted_of(loss: str) -> Wanted:
     """Return what a loss takes the labels in a file for."""
-    if loss == YES_OR_NO or is_own(loss):
+    if loss == YES_OR_NO or is_custom(loss):
         return "any"
     return "quantities" if loss in ERRORS else "classes"
 
@@ -220,7 +220,7 @@ def _own_files(config: Config) -> list[Path]:
     """Return the files that the user wrote and that this run computes with."""
     sections = (config.model.model, config.data.dataset, config.parallel.allreduce, config.parallel.pipeline)
     more = (config.optimization.optimizer, config.optimization.loss, config.optimization.schedule)
-    return sorted({file for name in (*sections, *more) if (file := own_file(name)) is not None})
+    return sorted({file for name in (*sections, *more) if (file := custom_file(name)) is not None})
 
 
 def text_source(config: Config) -> TextSource | None:
@@ -230,7 +230,7 @@ def text_source(config: Config) -> TextSource | None:
         UsageError: for a text that is not there, and options for texts without one.
     """
     data, model = config.data, config.model
-    path = None if is_own(data.dataset) else find_text(data.dataset, data.columns)
+    path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
     if path is None:
         for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
             if given:
@@ -275,8 +275,8 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
 
 def _load_all(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
-    if is_own(data.dataset):
-        pair = call_own(data.dataset, "--dataset", "()")
+    if is_custom(data.dataset):
+        pair = call_custom(data.dataset, "--dataset", "()")
         fits = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(each, Dataset) for each in pair)
         if not fits:
             raise UsageError("the function must return two nnmpi.data.Dataset, for training and for the test")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling.command import main
-from benchmarks.scaling.crossings import best_by_ranks, crossings, in_words
+from benchmarks.scaling.crossovers import best_by_ranks, crossovers, in_words
 from benchmarks.scaling.sweep import SimulatedTime, flat, rank_counts
 from nnmpi.comm.fit import save_fit
 from nnmpi.comm.units import format_seconds
@@ -21,16 +21,16 @@ def test_ring_overtakes_tree_where_their_formulas_meet(ranks: int) -> None:
     log, part = log2(ranks), (ranks - 1) / ranks
     # 2 log (alpha + M beta) + log M gamma  =  2 (N-1) alpha + 2 part M beta + part M gamma
     meet = 2 * (ranks - 1 - log) * ALPHA / ((log - part) * (2 * BETA + GAMMA))
-    first, (found,) = crossings(flat(ALPHA, BETA, GAMMA), ranks, ("ps", "tree", "ring"))
+    first, (found,) = crossovers(flat(ALPHA, BETA, GAMMA), ranks, ("ps", "tree", "ring"))
     assert (first, found.before, found.after) == ("tree", "tree", "ring")
     assert found.nbytes == pytest.approx(meet, rel=0.011)
 
 
 def test_a_third_algorithm_between_two_is_found() -> None:
     # both between 32 KB and 256 KB, which the search for winners visits one after the other
-    first, found = crossings(flat(ALPHA, BETA, GAMMA), 32, ("tree", "hierarchical", "ring"))
+    first, found = crossovers(flat(ALPHA, BETA, GAMMA), 32, ("tree", "hierarchical", "ring"))
     assert first == "tree"
-    assert [crossing.after for crossing in found] == ["hierarchical", "ring"]
+    assert [crossover.after for crossover in found] == ["hierarchical", "ring"]
     assert 2**15 < found[0].nbytes < found[1].nbytes < 2**18
     assert in_words(first, found).startswith("tree to ")
     assert in_words(first, found).endswith(", then ring")
@@ -56,7 +56,7 @@ def test_it_prints_tables_and_writes_the_files(tmp_path: Path, capsys: pytest.Ca
     assert "     4 ranks: tree to 17.39 KB, then ring" in shown
     written = json.loads(record.read_text())
     assert len(written["rows"]) == 2 * 2 * 5 * 5  # machines, sizes, numbers of ranks, algorithms
-    assert {crossing["after"] for crossing in written["crossings"]} >= {"ring"}
+    assert {crossover["after"] for crossover in written["crossovers"]} >= {"ring"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,8 +12,8 @@ from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fit import save_fit
 from nnmpi.comm.render import compare, render
 from nnmpi.comm.units import format_seconds
+from nnmpi.custom import load_custom
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.own import load_own
 from tests.comm.test_fit import make as make_fit
 
 
@@ -56,9 +56,9 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    doubling = as_collective(load_own(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)"))
+    doubling = as_collective(load_custom(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)"))
     shown = compare({"doubling": doubling}, "doubling", 4)["algorithms"]["doubling"]
-    assert list(shown["films"]) == list(shown["costs"]) == [2, 4, 8]
+    assert list(shown["animations"]) == list(shown["costs"]) == [2, 4, 8]
     with pytest.raises(ScheduleError, match="rank 1, step 1 talks to rank 3"):
         compare({"doubling": doubling}, "doubling", 3)
 

@@ -74,7 +74,7 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
 
 def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    if name == "ring-tree-crossing":
+    if name == "ring-tree-crossover":
         yield "twice as long", changed(right, lambda M, *values: 2 * M), r"with N = \d+.*do not cross at"
         yield "half as long", changed(right, lambda M, *values: M / 2), r"with N = \d+.*do not cross at"
         yield "no length", changed(right, lambda M, *values: -M), "no length of a buffer"

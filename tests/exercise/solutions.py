@@ -137,7 +137,7 @@ def bucket_cost(N, M, alpha, beta, buckets):
     return buckets * ring_cost(N, M / buckets, alpha, beta)
 
 
-def ring_tree_crossing(N, alpha, beta):
+def ring_tree_crossover(N, alpha, beta):
     log = N.bit_length() - 1
     return alpha * (N - 1 - log) / (beta * (log - (N - 1) / N))
 

@@ -3,7 +3,19 @@
 # A module imports from lower layers; the parts of one layer do not import one another, except in layer 0.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"errors", "shard", "threads", "launcher", "clock", "timeline", "command", "own", "pages", "reading", "version"}
+        {
+            "errors",
+            "shard",
+            "threads",
+            "launcher",
+            "clock",
+            "timeline",
+            "command",
+            "custom",
+            "pages",
+            "reading",
+            "version",
+        }
     )
     | {"aliases"},
     frozenset({"backend"}),

@@ -11,11 +11,11 @@ from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.collective import everyone
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.render import PRICED, coefficients, film
+from nnmpi.comm.render import PRICED, animation, coefficients
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 from nnmpi.memory.__main__ import main as memory
-from nnmpi.memory.film import film as plan_film
+from nnmpi.memory.animation import animation as plan_animation
 from nnmpi.memory.plan import costs_from_json, parse_plan, simulate
 from nnmpi.pages.page import make_page, write_page
 from nnmpi.schedule.__main__ import main as schedule
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
     """What is said of messages leads from the beginning to the end, and their clocks are those of `price`."""
     for size in (2, 3, 5, 8):
-        found = film(one, size)
+        found = animation(one, size)
         held = [row[:] for row in found["begins"]]
         for message in found["messages"]:
             for chunk, after in zip(message["chunks"], message["after"], strict=True):
@@ -141,7 +141,7 @@ def test_a_plans_film_is_its_price() -> None:
     link |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
     costs = costs_from_json([link] * 3)
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
-    found, price = plan_film(costs, plan, 8.0), simulate(costs, plan, 8.0)
+    found, price = plan_animation(costs, plan, 8.0), simulate(costs, plan, 8.0)
     actions = found["actions"]
     assert (found["peak"], found["seconds"], found["moved"], found["again"]) == (price.peak, price.seconds, 32, 0)
     assert tuple(each[6] for each in actions) == price.peaks and tuple(each[7] for each in actions) == price.bytes
@@ -182,7 +182,7 @@ def test_slides_show_the_same(tmp_path: Path) -> None:
     file = tmp_path / "slide.svg"
     assert comm(["render", "tree", "--ranks", "3", "--svg", str(file)]).endswith(f"{file} shows it on a slide")
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
-    columns = film(COLLECTIVES["all-reduce", "tree"], 3)["rounds"] + 1
+    columns = animation(COLLECTIVES["all-reduce", "tree"], 3)["rounds"] + 1
     assert len([box for box in boxes if box.get("stroke") != "none"]) == columns * 9
     assert len([box for box in boxes if box.get("stroke") == "none"]) >= 9 + 27
     schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])

@@ -5,9 +5,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from nnmpi.comm.algorithms.registry import DEVICE_NAMES, NAMES
+from nnmpi.custom import Custom
 from nnmpi.errors import UsageError
 from nnmpi.optim.names import NAMES as OPTIMIZERS
-from nnmpi.own import Own
 from nnmpi.schedule.registry import INFERENCE, SCHEDULES
 from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
 
@@ -23,7 +23,7 @@ from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConf
 def test_everything_of_a_registry_may_be_asked_for(section: type, option: str, names: tuple[str, ...]) -> None:
     """The option's type is written out, for type checkers; it has the names of the registry."""
     literal, own = get_args(get_type_hints(section)[option])
-    assert (get_args(literal), own) == (names, Own)
+    assert (get_args(literal), own) == (names, Custom)
 
 
 WRONG: list[tuple[type, dict[str, Any], str]] = [

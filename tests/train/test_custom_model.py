@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.custom import is_custom, short_name
 from nnmpi.errors import UsageError
-from nnmpi.own import is_own, short_name
+from nnmpi.train.build import build_model
 from nnmpi.train.cli import main
-from nnmpi.train.config import assemble
-from nnmpi.train.custom_model import build_custom_model
+from nnmpi.train.config import ModelConfig, assemble
 from nnmpi.train.folder import default_folder
 from tests.data.locked import lock
 
@@ -60,7 +60,7 @@ def test_a_model_from_a_file_is_trained(file: Path, tmp_path: Path, group: Group
 
 
 def test_a_model_from_a_module() -> None:
-    model = build_custom_model("nnmpi.models:cnn", (8, 8, 1), 3).initialize()
+    model = build_model(ModelConfig("nnmpi.models:cnn"), (8, 8, 1), 3).initialize()
     assert model.storage.size > 0
 
 
@@ -76,25 +76,25 @@ def test_a_model_from_a_module() -> None:
 )
 def test_what_is_wrong_is_said(file: Path, name: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        build_custom_model(name.format(file=file, folder=file.parent), (4,), 3)
+        build_model(ModelConfig(name.format(file=file, folder=file.parent)), (4,), 3)
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock(file.parent, monkeypatch)
     with pytest.raises(UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"):
-        build_custom_model(f"{file}:build", (4,), 3)
+        build_model(ModelConfig(f"{file}:build"), (4,), 3)
 
 
 def test_a_fault_inside_the_function_is_not_hidden(file: Path) -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
-        build_custom_model(f"{file}:broken", (4,), 3)
+        build_model(ModelConfig(f"{file}:broken"), (4,), 3)
 
 
 def test_names() -> None:
-    assert is_own("a/b.py:net")
-    assert not is_own("cnn")
-    assert not is_own(":net")
-    assert not is_own("a.py:")
+    assert is_custom("a/b.py:net")
+    assert not is_custom("cnn")
+    assert not is_custom(":net")
+    assert not is_custom("a.py:")
     assert short_name("a/mine.py:build") == "mine-build"
     assert short_name("nets.mine:build") == "mine-build"
     assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), Path("r")).name

@@ -10,7 +10,7 @@ a binomial tree with its owner at the root. With five ranks, the chunks that eac
     round 1   0 1 2 3     1 2 3 4     2 3 4 0     3 4 0 1     4 0 1 2      from rank + 2
     round 2   all         all         all         all         all          from rank + 4, one chunk
 
-The reduce-scatter is the same film backwards: the messages turn round, and what arrives is added.
+The reduce-scatter is the same steps backwards: the messages turn round, and what arrives is added.
 
 Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added byte gamma:
 

@@ -67,7 +67,7 @@ def best_by_ranks(points: Sequence[SimulatedTime]) -> list[str]:
     return words
 
 
-def crossings(model: MachineModel, ranks: int, names: Sequence[str]) -> tuple[str, list[Crossover]]:
+def crossovers(model: MachineModel, ranks: int, names: Sequence[str]) -> tuple[str, list[Crossover]]:
     """Return the fastest of some algorithms for the shortest messages, and where others overtake as messages grow.
 
     Args:
@@ -115,5 +115,5 @@ def in_words(first: str, found: Sequence[Crossover]) -> str:
     if not found:
         return f"{first} always"
     return ", then ".join(
-        [f"{crossing.before} to {format_bytes(crossing.nbytes)}" for crossing in found] + [found[-1].after]
+        [f"{crossover.before} to {format_bytes(crossover.nbytes)}" for crossover in found] + [found[-1].after]
     )

@@ -1,4 +1,4 @@
-"""Memory plans as films for a page, and as a slide: what each link holds, the bytes and the time, action by action.
+"""Memory plans as animations for a page, and as a slide: what links hold, the bytes and the time, action by action.
 
 {"actions": [["K", 0, "=- ", begin, computes, end, peak, after, transfer], ...],     in seconds and bytes
  "peak": 9437184, "seconds": 40.0, "again": 8, "moved": 0}
@@ -24,8 +24,8 @@ POINTS = 11  # budgets from the least to the most
 _DIGITS = 9
 
 
-def film(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any]:
-    """Return the film of a plan that is right, as JSON values.
+def animation(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any]:
+    """Return the animation of a plan that is right, as JSON values.
 
     Args:
         costs: of the links.
@@ -84,7 +84,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
         "budgets": budgets,
         "budget": budget,
         "plans": {
-            name: [film(costs, make(limit), bandwidth or inf) for limit in budgets] for name, make in kinds.items()
+            name: [animation(costs, make(limit), bandwidth or inf) for limit in budgets] for name, make in kinds.items()
         },
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 from nnmpi.errors import NnmpiError, ScheduleError, UsageError
 
 
-class Own(str):
+class Custom(str):
     """FILE.py:NAME or package.module:NAME, as the value of an option.
 
     Raises:
@@ -24,14 +24,14 @@ class Own(str):
 
     __slots__ = ()
 
-    def __new__(cls, name: str) -> "Own":
+    def __new__(cls, name: str) -> "Custom":
         """Return the name, if it is one of these."""
-        if not is_own(name):
+        if not is_custom(name):
             raise ValueError(name)
         return super().__new__(cls, name)
 
 
-def is_own(name: object) -> bool:
+def is_custom(name: object) -> bool:
     """Return whether this is the name of something that a user wrote."""
     source, colon, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     return bool(colon and source) and function.isidentifier()
@@ -39,20 +39,20 @@ def is_own(name: object) -> bool:
 
 def short_name(name: str) -> str:
     """Return a name that can be part of a folder's: "nets/mine.py:build" -> "mine-build"."""
-    if not is_own(name):
+    if not is_custom(name):
         return name
     source, _, function = name.rpartition(":")
     stem = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
     return f"{stem}-{function}"
 
 
-def own_file(name: str) -> Path | None:
+def custom_file(name: str) -> Path | None:
     """Return the file that the name is in; None for other names, and for one in an installed module."""
     source = Path(name.rpartition(":")[0])
-    return source if is_own(name) and source.suffix == ".py" and source.is_file() else None
+    return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 
-def load_own(name: str, option: str, wanted: str) -> Callable[..., Any]:
+def load_custom(name: str, option: str, wanted: str) -> Callable[..., Any]:
     """Return the function (or class) of this name.
 
     Args:
@@ -72,16 +72,16 @@ def load_own(name: str, option: str, wanted: str) -> Callable[..., Any]:
     return found
 
 
-def call_own(name: str, option: str, wanted: str, *values: Any) -> Any:
+def call_custom(name: str, option: str, wanted: str, *values: Any) -> Any:
     """Return what the function of this name makes of these values.
 
     Args:
-        name, option, wanted: see `load_own`.
+        name, option, wanted: see `load_custom`.
 
     Raises:
-        UsageError: as `load_own`, and for a function that takes other arguments.
+        UsageError: as `load_custom`, and for a function that takes other arguments.
     """
-    function = load_own(name, option, wanted)
+    function = load_custom(name, option, wanted)
     try:
         return function(*values)
     except TypeError as error:
@@ -136,7 +136,7 @@ def _load_file(file: Path, given: str) -> Any:
         file.open("rb").close()
     except OSError as error:
         raise UsageError(f"{given}: {file} cannot be read ({error.strerror or error})") from None
-    title = f"nnmpi_own_{file.stem}"
+    title = f"nnmpi_custom_{file.stem}"
     spec = importlib.util.spec_from_file_location(title, file)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
