@@ -2,11 +2,11 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.layering import layers
-from tests.layering.cycles import find_cycle
 from tests.layering.source import PACKAGE, Import, Source, imports, part_of, read_tree
 
 MUTATORS = frozenset(
@@ -317,3 +317,13 @@ def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node.func.value)
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node.lineno, ast.unparse(node.value)
+
+
+def find_cycle(edges: Mapping[str, Set[str]]) -> list[str]:
+    """Return the nodes of a circle, the first again at the end, or nothing when there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle[::-1]
+    return []

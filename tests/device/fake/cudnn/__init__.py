@@ -5,7 +5,6 @@ real package. As with the real one, the package may be there without cuDNN itsel
 is False at first, as where the wheel of the frontend is installed alone.
 """
 
-from cudnn._enums import data_type, heur_mode, numerical_note
 from cudnn._graph import Tensor, cudnnGraphNotSupportedError, pygraph
 from cudnn._handle import (
     Handle,
@@ -16,6 +15,7 @@ from cudnn._handle import (
     get_stream,
     set_stream,
 )
+from cudnn._names import data_type, heur_mode, numerical_note
 from cudnn._settings import settings
 
 __version__ = "1.32.0"

@@ -6,9 +6,8 @@ import time
 from typing import Any
 
 from cudnn._compute import run
-from cudnn._enums import data_type, heur_mode, numerical_note
 from cudnn._handle import Handle
-from cudnn._names import check, snapshot
+from cudnn._names import check, data_type, heur_mode, numerical_note, snapshot
 from cudnn._settings import settings
 from cudnn._tensor import Tensor
 

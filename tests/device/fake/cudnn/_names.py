@@ -1,5 +1,6 @@
 """What the real frontend takes."""
 
+import enum
 import functools
 import json
 from pathlib import Path
@@ -18,3 +19,8 @@ def check(function: str, given: dict[str, Any]) -> None:
     unknown = set(given) - set(snapshot()["functions"][function])
     if unknown:
         raise TypeError(f"{function}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+
+
+data_type = enum.Enum("data_type", snapshot()["enums"]["data_type"])
+heur_mode = enum.Enum("heur_mode", snapshot()["enums"]["heur_mode"])
+numerical_note = enum.Enum("numerical_note", snapshot()["enums"]["numerical_note"])

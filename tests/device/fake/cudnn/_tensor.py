@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn._enums import data_type as data_types
+from cudnn._names import data_type as data_types
 
 
 class Tensor:

@@ -10,12 +10,25 @@ from typing import Any
 import numpy as np
 
 from cupy import _streams, _sync
-from cupy._flags import Flags
 from cupy.cuda import memory, pinned_memory
 from cupy.cuda.device import Device
 
 # Set by `pytest --backend fake`: what to do with a caller that is a test.
 VIEWERS: list[Callable[[Any], bool]] = []
+
+
+class Flags:
+    """How an array lies."""
+
+    __slots__ = ("c_contiguous", "f_contiguous", "owndata")
+
+    def __init__(self, array: ndarray) -> None:
+        flags = array._host.flags
+        self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
+        self.owndata = array.base is None
+
+    def __getitem__(self, name: str) -> bool:
+        return bool(getattr(self, name.lower()))
 
 
 class ndarray:

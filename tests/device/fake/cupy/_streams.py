@@ -202,14 +202,6 @@ class Stream(_Stream):
         self.is_non_blocking = non_blocking
         self.priority = 0 if priority is None else priority
 
-    def is_capturing(self) -> bool:
-        """Return False: nothing is captured here."""
-        return False
-
-    def launch_host_func(self, callback: Callable[[Any], None], arg: Any) -> None:
-        """Call the function when everything before it has arrived."""
-        self._push(_Copy(lambda: arg, callback, to_host=True))
-
 
 Stream.null = Stream(null=True)
 

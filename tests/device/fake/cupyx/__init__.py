@@ -12,15 +12,3 @@ def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> Any:
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     mem = cuda.alloc_pinned_memory(math.prod(shape) * np.dtype(dtype).itemsize)
     return np.ndarray(shape, dtype=dtype, buffer=mem, order=order)  # type: ignore[call-overload]
-
-
-def zeros_pinned(shape: Any, dtype: Any = float, order: str = "C") -> Any:
-    """Return a NumPy array of zeros in page-locked memory."""
-    array = empty_pinned(shape, dtype, order)
-    array[...] = 0
-    return array
-
-
-def empty_like_pinned(a: Any, dtype: Any = None, order: str = "K", subok: Any = None, shape: Any = None) -> Any:
-    """Return a NumPy array like another one in page-locked memory."""
-    return empty_pinned(a.shape if shape is None else shape, a.dtype if dtype is None else dtype)

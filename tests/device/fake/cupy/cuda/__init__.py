@@ -3,7 +3,7 @@
 from typing import Any
 
 from cupy._streams import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time
-from cupy.cuda import device, memory, pinned_memory, runtime, stream
+from cupy.cuda import device, memory, pinned_memory, runtime
 from cupy.cuda.device import Device, get_cublas_handle, get_device_id
 from cupy.cuda.ipc import Memory
 from cupy.cuda.memory import (
@@ -44,18 +44,12 @@ __all__ = [
     "pinned_memory",
     "runtime",
     "set_allocator",
-    "stream",
 ]
 
 
 def is_available() -> bool:
     """Return whether there is a device."""
     return runtime.settings().devices > 0 and not runtime.settings().hidden
-
-
-def get_local_runtime_version() -> int:
-    """Return the version of the CUDA runtime."""
-    return int(runtime.runtimeGetVersion())
 
 
 def __getattr__(name: str) -> Any:

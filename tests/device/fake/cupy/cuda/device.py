@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cupy import _streams
 from cupy.cuda import runtime
 
@@ -22,27 +20,6 @@ class Device:
     def synchronize(self) -> None:
         """Wait for all its streams."""
         _streams.finish_all()
-
-    @property
-    def mem_info(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        return runtime.memGetInfo()
-
-    @property
-    def compute_capability(self) -> str:
-        """Its generation."""
-        properties = runtime.getDeviceProperties(self.id)
-        return f"{properties['major']}{properties['minor']}"
-
-    @property
-    def pci_bus_id(self) -> str:
-        """Its place on the bus."""
-        return runtime.deviceGetPCIBusId(self.id)
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Some of its properties."""
-        return {"MultiProcessorCount": 132, "WarpSize": 32, "MaxThreadsPerBlock": 1024}
 
     def __enter__(self) -> Device:
         self._before.append(runtime.getDevice())

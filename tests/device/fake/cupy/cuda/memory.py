@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy import _streams
 from cupy._address import bytes_at
-from cupy.cuda import pinned_memory, runtime
+from cupy.cuda import runtime
 
 UNIT = 512  # the pool gives memory in pieces of so many bytes
 
@@ -127,48 +126,6 @@ class MemoryPointer:
             raise ValueError(f"{size} bytes at {self.ptr:#x} are outside of the allocation")
         return bytes_at(self.ptr, size)
 
-    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        """Copy to an address of the host."""
-        target = _at(mem, size)
-        pinned = pinned_memory.is_pinned(target)
-        _streams.copy_to_host(self._bytes(size).copy, lambda value: np.copyto(target, value), stream, pinned)
-
-    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        """Copy from an address of the host."""
-        source, target = _at(mem, size), self._bytes(size)
-        pinned = pinned_memory.is_pinned(source)
-        _streams.copy_to_device(source.copy, lambda value: np.copyto(target, value), stream, pinned)
-
-    def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
-        """Copy from another address of the device."""
-        target = self._bytes(size)
-        _streams.copy_to_device(src._bytes(size).copy, lambda value: np.copyto(target, value), stream, True)
-
-    def copy_to_host(self, mem: Any, size: int) -> None:
-        """Copy to an address of the host and wait."""
-        _streams.finish_all()
-        np.copyto(_at(mem, size), self._bytes(size))
-
-    def copy_from_host(self, mem: Any, size: int) -> None:
-        """Copy from an address of the host and wait."""
-        _streams.finish_all()
-        np.copyto(self._bytes(size), _at(mem, size))
-
-    def copy_from_device(self, src: MemoryPointer, size: int) -> None:
-        """Copy from another address of the device."""
-        self.copy_from_device_async(src, size)
-
-    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Fill bytes."""
-        self._bytes(size).fill(value)
-
-    memset = memset_async
-
-
-def _at(mem: Any, size: int) -> Any:
-    address = mem if isinstance(mem, int) else int(mem.value)
-    return bytes_at(address, size)
-
 
 # Allocations by the identity of the NumPy array that has the memory.
 OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
@@ -221,10 +178,6 @@ class MemoryPool:
     def total_bytes(self) -> int:
         """Return both."""
         return self._total
-
-    def n_free_blocks(self) -> int:
-        """Return whether anything is kept, as a number."""
-        return int(self._total > self._used)
 
     def free_all_blocks(self, stream: Any = None) -> None:
         """Give back what is kept."""

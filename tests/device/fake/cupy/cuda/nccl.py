@@ -97,11 +97,6 @@ def get_version() -> int:
     return 23203
 
 
-def get_build_version() -> int:
-    """Return the version it was built with."""
-    return 22707
-
-
 def get_unique_id() -> bytes:
     """Return a new communicator's name."""
     return os.urandom(ID_BYTES)
@@ -197,10 +192,6 @@ class NcclCommunicator:
     def size(self) -> int:
         """Return the number of ranks."""
         return self._size
-
-    def rank_id(self) -> int:
-        """Return this one."""
-        return self._rank
 
     def device_id(self) -> int:
         """Return its device."""

@@ -45,10 +45,6 @@ class PinnedMemoryPool:
     def free_all_blocks(self) -> None:
         """Give back what is kept: nothing is."""
 
-    def n_free_blocks(self) -> int:
-        """Return how many blocks are kept."""
-        return 0
-
 
 POOL = PinnedMemoryPool()
 

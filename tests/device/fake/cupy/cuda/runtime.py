@@ -4,24 +4,15 @@ NNMPI_FAKE_DEVICES    how many devices there are (default 1)
 NNMPI_FAKE_MEMORY     bytes of each (default 16 GiB)
 """
 
-import ctypes
 import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
 from cupy import _streams
-from cupy._address import bytes_at
 
-memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
-hostAllocDefault, hostAllocPortable, hostAllocMapped, hostAllocWriteCombined = 0, 1, 2, 4
-eventDefault, eventBlockingSync, eventDisableTiming, eventInterprocess = 0, 1, 2, 4
-streamDefault, streamNonBlocking = 0, 1
-streamLegacy, streamPerThread = 1, 2
-is_hip = False
 HANDLE_BYTES = 64
 ERROR_NOT_READY = 600
 
@@ -120,74 +111,15 @@ def runtimeGetVersion() -> int:
     return 13000
 
 
-def deviceGetAttribute(attrib: int, device: int) -> int:
-    """Return the one attribute that is asked for here: 16, the number of multiprocessors."""
-    if attrib != 16:
-        raise NotImplementedError(f"the double knows no attribute {attrib}")
-    return int(getDeviceProperties(device)["multiProcessorCount"])
-
-
 def deviceGetPCIBusId(device: int) -> str:
     """Return the device's place on the bus."""
     getDeviceProperties(device)
     return f"0000:{device:02X}:00.0"
 
 
-def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
-    """Return whether one device reads another's memory."""
-    return int(device != peerDevice)
-
-
-def deviceSynchronize() -> None:
-    """Wait for all streams."""
-    _streams.finish_all()
-
-
 def eventQuery(event: int) -> int:
     """Return 0 where an event, named by its address, has come, and the code of an error otherwise; raises none."""
     return 0 if _streams.EVENTS[event].done else ERROR_NOT_READY
-
-
-def streamSynchronize(stream: int) -> None:
-    """Wait for a stream, named by its address."""
-    for each in list(_streams.PENDING):
-        if each.ptr == stream or (stream == 0 and each._blocking):
-            each.synchronize()
-
-
-def memcpy(dst: int, src: int, size: int, kind: int) -> None:
-    """Copy bytes between addresses, and wait."""
-    _streams.settle()
-    _streams.finish_all()
-    ctypes.memmove(dst, src, size)
-
-
-def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
-    """Copy bytes between addresses in a stream, named by its address."""
-    from cupy.cuda import pinned_memory
-
-    source, target = (bytes_at(at, size) for at in (src, dst))
-    here = _streams.current()
-    where = here if here.ptr == stream else _streams.ExternalStream(stream)
-    for each in list(_streams.PENDING):
-        where = each if each.ptr == stream else where
-    read, write = source.copy, lambda value: np.copyto(target, value)
-    if kind == memcpyDeviceToHost:
-        _streams.copy_to_host(read, write, where, pinned_memory.is_pinned(target))
-    else:
-        pinned = kind != memcpyHostToDevice or pinned_memory.is_pinned(source)
-        _streams.copy_to_device(read, write, where, pinned)
-
-
-def memset(ptr: int, value: int, size: int) -> None:
-    """Fill bytes."""
-    ctypes.memset(ptr, value, size)
-
-
-def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
-    """Fill bytes; at once, as kernels run."""
-    _streams.settle()
-    ctypes.memset(ptr, value, size)
 
 
 def ipcGetMemHandle(devPtr: int) -> bytes:
@@ -223,10 +155,3 @@ def hostUnregister(ptr: int) -> None:
     from cupy.cuda import pinned_memory
 
     pinned_memory.unlock(ptr)
-
-
-def profilerStart() -> None:
-    """Nothing profiles here."""
-
-
-profilerStop = profilerStart
