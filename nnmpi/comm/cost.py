@@ -27,7 +27,7 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.simulate import simulate
 
-# The functions below take N, M, alpha, beta and gamma as above, by the letters of the table: ranks, bytes, seconds.
+# The functions below take N, M, alpha and beta as above, by the letters of the table: ranks, bytes, seconds.
 
 
 def levels(N: int) -> int:
@@ -38,19 +38,11 @@ def levels(N: int) -> int:
 def parameter_server(N: int, M: float, alpha: float, beta: float) -> float:
     """Return the course's seconds: one latency to the server and one back, and every byte over the server's link.
 
-    That latency supposes a server which receives from all workers at once, while their bytes still queue. See
-    `exact_parameter_server`.
+    That latency supposes a server which receives from all workers at once, while their bytes still queue. In `star` the
+    server receives from one worker after another: 2 (N-2) alpha more, which decides for short messages. In return the
+    sum does not depend on which worker comes first.
     """
     return 2 * alpha + 2 * (N - 1) * M * beta
-
-
-def exact_parameter_server(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return the seconds of `star`: the server receives from one worker after another, so every latency counts.
-
-    It differs from the course's by 2 (N-2) alpha, which decides for short messages: at N = 16 the latency is 15 times
-    the course's. In return the sum does not depend on which worker comes first.
-    """
-    return 2 * (N - 1) * (alpha + M * beta) + (N - 1) * M * gamma
 
 
 def ring_all_reduce(N: int, M: float, alpha: float, beta: float) -> float:
@@ -58,19 +50,9 @@ def ring_all_reduce(N: int, M: float, alpha: float, beta: float) -> float:
     return 2 * (N - 1) * alpha + 2 * (N - 1) / N * M * beta
 
 
-def exact_ring_all_reduce(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return the seconds of `ring`: the course's and the time to add, which it leaves out."""
-    return ring_all_reduce(N, M, alpha, beta) + (N - 1) / N * M * gamma
-
-
 def tree_all_reduce(N: int, M: float, alpha: float, beta: float) -> float:
     """Return the course's seconds: up the tree and down again, the whole buffer on every level."""
     return 2 * alpha * levels(N) + 2 * levels(N) * M * beta
-
-
-def exact_tree_all_reduce(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return the seconds of `tree`: the course's and the time to add on every level on the way up."""
-    return tree_all_reduce(N, M, alpha, beta) + levels(N) * M * gamma
 
 
 def broadcast(N: int, M: float, alpha: float, beta: float) -> float:
@@ -78,7 +60,7 @@ def broadcast(N: int, M: float, alpha: float, beta: float) -> float:
     return alpha * levels(N) + levels(N) * M * beta
 
 
-def exact_ring_broadcast(N: int, M: float, alpha: float, beta: float) -> float:
+def ring_broadcast(N: int, M: float, alpha: float, beta: float) -> float:
     """Return the seconds of the other broadcast, `tree_scatter` and a ring: for long buffers."""
     return (levels(N) + N - 1) * alpha + 2 * (N - 1) / N * M * beta
 
@@ -89,16 +71,6 @@ def all_gather(N: int, M: float, alpha: float, beta: float) -> float:
     (So N M bytes come together. Other texts, and the docstrings of the algorithms here, call those M.)
     """
     return alpha * levels(N) + (N - 1) * M * beta
-
-
-def exact_ring_all_gather(N: int, M: float, alpha: float, beta: float) -> float:
-    """Return the seconds of the other all-gather, around a ring: the same bytes and N-1 latencies."""
-    return (N - 1) * (alpha + M * beta)
-
-
-def exact_halving_doubling(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return the seconds of `halving_doubling` for N a power of two: the tree's latencies with the ring's bytes."""
-    return 2 * levels(N) * alpha + 2 * (N - 1) / N * M * beta + (N - 1) / N * M * gamma
 
 
 @dataclass(frozen=True, slots=True)

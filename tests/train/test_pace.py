@@ -21,9 +21,9 @@ GRADIENT_BYTES = 4 * 17226  # of the mlp on the digits
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 20, 256
 PIPELINE = f"--hidden {WIDTH} {WIDTH} {WIDTH} --pp {STAGES} --microbatches {MICROBATCHES} --split 3,2,1,2"
 FORMULAS = {
-    "ring": cost.exact_ring_all_reduce,
-    "tree": cost.exact_tree_all_reduce,
-    "ps": cost.exact_parameter_server,
+    "ring": cost.ring_all_reduce,
+    "tree": cost.tree_all_reduce,
+    "ps": lambda N, M, alpha, beta: 2 * (N - 1) * (alpha + M * beta),  # one worker after another
 }
 
 

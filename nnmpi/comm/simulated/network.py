@@ -191,7 +191,7 @@ def _all_reduce(size: int, nbytes: int, link: Link) -> float:
 
 def _broadcast(size: int, nbytes: int, link: Link) -> float:
     alpha, beta = link.one_way.alpha_s, link.one_way.beta(max(nbytes, 1))
-    return min(cost.broadcast(size, nbytes, alpha, beta), cost.exact_ring_broadcast(size, nbytes, alpha, beta))
+    return min(cost.broadcast(size, nbytes, alpha, beta), cost.ring_broadcast(size, nbytes, alpha, beta))
 
 
 def _all_gather(size: int, nbytes: int, link: Link) -> float:
