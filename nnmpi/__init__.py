@@ -96,7 +96,7 @@ _WHEN_USED = {
 }
 
 
-for _room in (data, nn, ops, optim, tensor):
+for _room in (data, nn, nn.init, ops, optim, tensor):
     answer(_room)
 tensor.__class__ = Package
 sys.meta_path.append(Imports)

@@ -51,7 +51,8 @@ def _rows(*rows: tuple[str, str]) -> Mapping[str, str]:
 
 # Names in PyTorch, wherever they are typed (of the package, a module, a tensor, an argument), and what is written here.
 INSTEAD = _rows(
-    ("zeros ones full empty eye rand randn randint arange linspace from_numpy as_tensor zeros_like ones_like",
+    ("zeros ones full empty eye rand randn randint arange linspace from_numpy as_tensor zeros_like ones_like tril triu "
+     "new_zeros new_ones new_tensor new_full",
      "make it with NumPy: nnmpi.Tensor(numpy.zeros((2, 3), 'float32'))"),
     ("float32 float64 float16 bfloat16 int64 long int float double half type",
      "dtypes have NumPy's names: x.astype('float32'), model.initialize(dtype='float64')"),
@@ -80,7 +81,9 @@ INSTEAD = _rows(
     ("lr_scheduler", "a schedule is a function of the step: optimizer.lr = optim.Cosine(...)(step)"),
     ("StepLR MultiStepLR CosineAnnealingLR OneCycleLR",
      "a schedule is a function of the step: optimizer.lr = optim.StepDecay(0.1, every=1000, factor=0.5)(step)"),
-    ("RMSprop Adagrad Adadelta LBFGS", "there are optim.SGD, optim.Adam and optim.AdamW"),
+    ("param_groups", "optimizer.lr = 0.1; with model.initialize(group=...), weight_decay={'default': 0.1} is by group"),
+    ("state_dict load_state_dict", "the state is optimizer.steps and the arrays of optimizer.slots()"),
+    ("amsgrad RMSprop Adagrad Adadelta LBFGS", "there are optim.SGD, optim.Adam and optim.AdamW"),
     ("GRU RNN", "there is nn.LSTM"),
     ("LogSoftmax NLLLoss", "nn.CrossEntropyLoss takes what comes before the softmax; ops.log_softmax(x)"),
     ("nll_loss", "ops.cross_entropy(x, labels): of a log_softmax, and of what comes before it, the same number"),
@@ -90,6 +93,12 @@ INSTEAD = _rows(
     ("BCELoss", "nn.BCEWithLogitsLoss takes what comes before the sigmoid"),
     ("SmoothL1Loss", "nn.HuberLoss"),
     ("AdaptiveAvgPool2d", "nn.GlobalAvgPool2d()"),
+    ("SyncBatchNorm", "nn.BatchNorm, which takes the statistics of the global batch"),
+    ("GroupNorm InstanceNorm2d RMSNorm", "there are nn.LayerNorm and nn.BatchNorm"),
+    ("normal_ uniform_ constant_ zeros_ ones_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
+     "kaiming_normal_",
+     "parts are made with first values: nn.Linear(4, 3, init=nn.Normal(0.02), bias_init=nn.Constant(0))"),
+    ("one_hot", "numpy.eye(classes)[labels]; ops.cross_entropy takes the labels themselves"),
     ("Identity", "an empty nn.Sequential()"),
     ("ModuleDict ParameterList", "parts are attributes, and lists of them: nn.ModuleList"),
     ("MultiheadAttention Transformer TransformerEncoderLayer TransformerDecoderLayer",
@@ -101,7 +110,7 @@ INSTEAD = _rows(
      "it is a method: x.sum(axis), x.flatten(1)"),
     ("matmul mm bmm dot einsum", "x @ y"),
     ("t mT", "x.T, or x.transpose(0, 2, 1)"),
-    ("dim", "x.ndim"),
+    ("dim", "x.ndim; of max an axis: x.max(1) has the values, x.argmax(1) their places"),
     ("tolist", "x.numpy().tolist()"),
     ("unsqueeze", "write x[None], x[:, None] ..."),
     ("sin cos", "nnmpi.tensor.sin(x)"),

@@ -76,6 +76,9 @@ class Sequential(Module):
     def __init__(self, *layers: Module) -> None:
         if layers and isinstance(layers[0], list | tuple):
             raise UsageError("Sequential takes the modules themselves: Sequential(*layers), not a list of them")
+        for layer in layers:
+            if not isinstance(layer, Module):
+                raise UsageError(f"Sequential takes modules, such as nn.ReLU(), not {layer!r}")
         self.layers = list(layers)
         self._fused: _Fused | None = None
 

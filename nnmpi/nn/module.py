@@ -278,8 +278,10 @@ class Module:
                     f"{name} is a {type(theirs).__name__} in the state; give an array of {ours.dtype} {ours.shape}"
                 )
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                torch = sorted(ours.shape) == sorted(theirs.shape) and ours.shape != theirs.shape
                 raise CheckpointError(
                     f"{name} is {theirs.dtype} {theirs.shape} in the state, but {ours.dtype} {ours.shape} in the model"
+                    + "; PyTorch's order is another, see nnmpi.models.torch_weights" * torch
                 )
         for name, entry in entries.items():
             entry.data[...] = _like(entry.data, state[name])

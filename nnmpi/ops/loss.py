@@ -286,7 +286,9 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
         wrong &= labels != ignore_index
     if wrong.any():
         place = int(wrong.reshape(-1).argmax())
-        raise ShapeError(f"label {int(labels.reshape(-1)[place])} at row {place} is outside 0..{classes - 1}")
+        label = int(labels.reshape(-1)[place])
+        leave = f"; ignore_index={label} leaves such rows out" if label < 0 else ""
+        raise ShapeError(f"label {label} at row {place} is outside 0..{classes - 1}{leave}")
 
 
 def _target(name: str, x: Tensor, target: Any) -> Any:

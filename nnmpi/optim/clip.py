@@ -119,9 +119,14 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
     A compiled step clips each time, but the number that it sees is the first step's.
     Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), algorithm 1.
 
+    Args:
+        grads: arrays, such as model.storage.grads; or model.parameters(), for those.
+        max_norm: above 0.
+
     Raises:
         UsageError: see `coefficient`.
     """
+    grads = grads.storage.grads if hasattr(grads, "storage") else grads
     norm: float = perform(_clip, grads, max_norm)
     return norm
 

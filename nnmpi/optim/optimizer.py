@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from operator import is_
 from reprlib import repr as shortened
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from nnmpi.aliases import also
+from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
@@ -116,7 +116,10 @@ class Optimizer(ABC):
         """
         storage = getattr(storage, "storage", storage)  # of all parameters of a model
         if not hasattr(storage, "grads"):
-            raise UsageError("an optimizer works on a model's storage: give model.storage, or model.parameters()")
+            raise UsageError(
+                "an optimizer works on a model's storage: give model.storage, or model.parameters(); "
+                "groups of it are made by model.initialize(group=...), and decay by weight_decay={'default': 0.1}"
+            )
         check(storage)
         self.lr = non_negative("lr", lr)
         self.steps = 0
@@ -139,6 +142,11 @@ class Optimizer(ABC):
         """Say which rule it is, with which rate, over how many numbers."""
         elements: int = getattr(self.storage, "size", sum(data.size for data in self.storage.data))  # without gaps
         return f"{type(self).__name__}(lr={self.lr:g}, {elements:,} parameters, after {self.steps} steps)"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(type(self).__name__, name)
 
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.

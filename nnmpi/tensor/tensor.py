@@ -276,10 +276,12 @@ class Tensor(Variable):
         """Return the variance over axes. See `reduce.variance`."""
         return reduce.variance(self, axis, keepdims, correction)
 
+    @also()
     def max(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the largest element over axes. See `reduce.largest`."""
         return reduce.largest(self, axis, keepdims)
 
+    @also()
     def min(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the smallest element over axes. See `reduce.smallest`."""
         return reduce.smallest(self, axis, keepdims)

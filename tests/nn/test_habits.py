@@ -79,6 +79,12 @@ def test_what_stands_elsewhere_is_said() -> None:
         nn.Conv2d(3, 4, 3).initialize()(np.ones((2, 3, 8, 8), np.float32))
     with pytest.raises(UsageError, match="Sequential takes the modules themselves"):
         nn.Sequential([nn.ReLU()])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Sequential takes modules, such as nn.ReLU\(\), not <function relu"):
+        nn.Sequential(nn.Flatten(), ops.relu)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="decay by weight_decay={"):
+        optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}])  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="label -100 at row 1 is outside 0..2; ignore_index=-100 leaves such rows out"):
+        ops.cross_entropy(nnmpi.Tensor(np.ones((2, 3), np.float32)), np.array([0, -100]))
     with pytest.raises(UsageError, match="a Loader takes a data set, not a tuple"):
         data.Loader((np.ones((3, 4)), np.zeros(3)), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sum got dim and axis, which are one thing"):
@@ -94,7 +100,9 @@ def test_each_answer_names_what_there_is() -> None:
             assert hasattr(nnmpi if room == "nnmpi" else getattr(nnmpi, room), name), answer
     x, model = nnmpi.Tensor([[1.0, 2.0]]), models.mlp((4,), 3, ()).initialize()
     parameter = next(iter(model.parameters()))
-    typed = {"zeros": nnmpi, "functional": nn, "lr_scheduler": optim, "DataLoader": data, "cat": ops}
+    typed: dict[str, Any] = {"zeros": nnmpi, "functional": nn, "lr_scheduler": optim, "DataLoader": data, "cat": ops}
+    optimizer = optim.SGD(model.storage, lr=0.1)
+    typed |= {"normal_": nn.init, "tril": nnmpi, "param_groups": optimizer, "state_dict": optimizer}
     for name, where in {**typed, "unsqueeze": x, "register_buffer": model, "add_": parameter}.items():
         with pytest.raises(AttributeError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
             getattr(where, name)
@@ -145,6 +153,8 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
             with nn.training(step=optimizer.steps):
                 loss = criterion(model(x), y)
             loss.backward()
+            norm = optim.clip_by_global_norm(model.parameters(), 1e-3)  # type: ignore[arg-type]
+            assert 0.99e-3 < optim.clip_by_global_norm(model.storage.grads, 1.0) < 1e-3 < norm
             optimizer.step()
     other.load_state_dict(model.state_dict())
     assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
@@ -199,6 +209,9 @@ def test_arguments_of_pytorch_are_answered() -> None:
     calls: dict[str, Callable[[], object]] = {
         "ReLU has no argument 'inplace'; leave it out": lambda: typed.nn.ReLU(inplace=True),
         "Dropout has no argument 'inplace'; leave it out": lambda: typed.nn.Dropout(0.1, inplace=True),
+        "Tensor.max has no argument 'dim'; x.ndim; of max an axis: x.max(1) has the values": lambda: typed.Tensor(
+            [[1.0]]
+        ).max(dim=1),
         "LSTM has no argument 'batch_first'; leave it out: x is (batch, time, features), and h all": lambda: (
             typed.nn.LSTM(4, 4, batch_first=True)
         ),

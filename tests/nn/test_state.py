@@ -191,6 +191,8 @@ def test_arrays_of_any_order_are_loaded():
         ({"4.weight": np.zeros(1)}, r"missing nothing, unknown \['4.weight'\]"),
         ({"1.running_mean": None, "x": np.zeros(1)}, r"missing \['1.running_mean'\], unknown \['x'\]"),
         ({"3.weight": np.zeros((2, 4), "float32")}, r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)"),
+        ({"3.weight": np.zeros((2, 4), "float32")}, "in the model; PyTorch's order is another, see nnmpi.models.torch"),
+        ({"3.weight": np.zeros((2, 3), "float32")}, "in the model$"),
         ({"3.bias": np.zeros(2)}, r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model"),
         ({"1.running_variance": np.zeros((1, 4), "float32")}, r"1.running_variance is float32 \(1, 4\)"),
         ({"3.bias": [0.0, 0.0]}, r"^3.bias is a list in the state; give an array of float32 \(2,\)$"),
