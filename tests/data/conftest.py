@@ -12,13 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-IDX_NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.precision import bfloat16, low_dtype, use_precision
+from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.backend.record import Backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.table import Sample
@@ -77,8 +77,3 @@ def exact(sample: Sample, mode: str) -> Sample:
     """Return the sample with inputs that the mode has exactly, so that only the computation rounds."""
     fixed = [rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)]
     return Sample(sample.function, [rounded(x, mode) for x in sample.inputs], fixed, sample.parameters, sample.floats)
-
-
-def has_bfloat16() -> bool:
-    """Return whether NumPy has bfloat16 here."""
-    return bfloat16().itemsize == 2
