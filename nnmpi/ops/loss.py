@@ -287,7 +287,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if wrong.any():
         place = int(wrong.reshape(-1).argmax())
         label = int(labels.reshape(-1)[place])
-        leave = f"; ignore_index={label} leaves such rows out" if label < 0 else ""
+        leave = f"; ignore_index={label} leaves such rows out" if label < 0 and ignore_index is None else ""
         raise ShapeError(f"label {label} at row {place} is outside 0..{classes - 1}{leave}")
 
 
