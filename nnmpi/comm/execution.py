@@ -54,6 +54,39 @@ class Pending(Startable, Protocol):
         """Give back what MPI keeps for it; it cannot be started again."""
 
 
+class MessageRequest:
+    """Messages that were started: out of an array, to be changed when they have left, or into one, to be read then.
+
+    Args:
+        comm: that they go through.
+        requests: theirs.
+        array: that they are in, which stays until they are through; None for empty ones.
+    """
+
+    __slots__ = ("_comm", "_requests", "array")
+
+    def __init__(self, comm: Comm, requests: list[Request], array: Any = None) -> None:
+        self._comm, self._requests, self.array = comm, requests, array
+
+    def poll(self) -> bool:
+        """Return whether they are through, without waiting."""
+        if self._requests and self._comm.test_all(self._requests):
+            self._requests = []
+        return not self._requests
+
+    def wait(self) -> Any:
+        """Return the array when they are through."""
+        self._comm.wait_all(self._requests)
+        self._requests = []
+        return self.array
+
+    def cancel(self) -> None:
+        """Give up receives whose messages will not be sent; the array is free again."""
+        for request in self._requests:
+            self._comm.cancel(request)
+        self._requests = []
+
+
 # ---- by the steps of an algorithm ----
 
 

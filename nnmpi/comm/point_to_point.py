@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces
 from nnmpi.comm.device.copies import put, room_like, to_hosts
-from nnmpi.comm.execution import MAX_MESSAGE_BYTES
+from nnmpi.comm.execution import MAX_MESSAGE_BYTES, MessageRequest
 from nnmpi.comm.group import BLOCKING_TAG, Group
 from nnmpi.comm.world import Comm, Request
 
@@ -83,47 +83,6 @@ class ExchangeRequest:
         self._sent = ()
 
 
-class ReceiveRequest:
-    """A message that is received into `array`, which may be read once `wait` has returned."""
-
-    __slots__ = ("_comm", "_requests", "array")
-
-    def __init__(self, array: Buffer, comm: Comm, requests: list[Request]) -> None:
-        self.array, self._comm, self._requests = array, comm, requests
-
-    def ready(self) -> bool:
-        """Return whether the message is there, without waiting; then the array may be read."""
-        if self._requests and self._comm.test_all(self._requests):
-            self._requests = []
-        return not self._requests
-
-    def wait(self) -> Buffer:
-        """Return the array when the message is there."""
-        self._comm.wait_all(self._requests)
-        self._requests = []
-        return self.array
-
-    def cancel(self) -> None:
-        """Give up a message that will not be sent; the array is free again."""
-        for request in self._requests:
-            self._comm.cancel(request)
-        self._requests = []
-
-
-class SendRequest:
-    """A message on its way out of an array, which may be changed once `wait` has returned."""
-
-    __slots__ = ("_comm", "_requests")
-
-    def __init__(self, comm: Comm, requests: list[Request]) -> None:
-        self._comm, self._requests = comm, requests
-
-    def wait(self) -> None:
-        """Return when the message has left."""
-        self._comm.wait_all(self._requests)
-        self._requests = []
-
-
 class Messages:
     """Messages that nobody waits for where it can be avoided, on a communicator of their own. Making one is collective.
 
@@ -155,7 +114,7 @@ class Messages:
         """The number of sends whose arrays are still needed, as far as this rank knows."""
         return len(self._leaving)
 
-    def send(self, array: Buffer, to: int, tag: int) -> SendRequest:
+    def send(self, array: Buffer, to: int, tag: int) -> MessageRequest:
         """Send an array; it must not be changed until `drain`, or the `wait` of what is returned, has come back.
 
         Args:
@@ -166,9 +125,9 @@ class Messages:
         requests = _post(self._isend, array, to, tag)
         self._leaving += [(request, array) for request in requests]
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
-        return SendRequest(self._comm, requests)
+        return MessageRequest(self._comm, requests, array)
 
-    def receive(self, array: Buffer, source: int, tag: int) -> ReceiveRequest:
+    def receive(self, array: Buffer, source: int, tag: int) -> MessageRequest:
         """Post the receive of a message.
 
         Args:
@@ -180,7 +139,7 @@ class Messages:
             ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
         """
         array = check_contiguous(array)
-        return ReceiveRequest(array, self._comm, _post(self._comm.irecv, array, source, tag))
+        return MessageRequest(self._comm, _post(self._comm.irecv, array, source, tag), array)
 
     def progress(self) -> None:
         """Let messages move on, and let go of the arrays that have left. Never waits."""

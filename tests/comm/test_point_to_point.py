@@ -84,13 +84,13 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
     messages = Messages(group, synchronous_sends=True)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arrival = messages.receive(np.zeros(40_000), before, tag=3)
-    early = any(arrival.ready() for _ in range(100))
+    early = any(arrival.poll() for _ in range(100))
     group.barrier()
     messages.send(np.arange(40_000.0) + group.rank, after, tag=3)
     deadline = time.monotonic() + 30
-    while not arrival.ready() and time.monotonic() < deadline:
+    while not arrival.poll() and time.monotonic() < deadline:
         messages.progress()
-    right = arrival.ready() and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
+    right = arrival.poll() and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
     right = right and arrival.wait() is arrival.array
     messages.drain()
     messages.free()
@@ -107,13 +107,13 @@ def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.M
     messages.send(np.ones(10), after, tag=0)
     group.barrier()
     time.sleep(0.02)
-    half = arrival.ready()
+    half = arrival.poll()
     group.barrier()
     messages.send(np.ones(10), after, tag=0)
     deadline = time.monotonic() + 30
-    while not arrival.ready() and time.monotonic() < deadline:
+    while not arrival.poll() and time.monotonic() < deadline:
         messages.progress()
-    whole = arrival.ready()
+    whole = arrival.poll()
     arrival.wait()
     messages.drain()
     messages.free()

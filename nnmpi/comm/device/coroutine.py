@@ -17,7 +17,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.device import has_passed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.execution import Pending
+from nnmpi.comm.execution import MessageRequest, Pending
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError
 
@@ -47,8 +47,8 @@ class EventWait:
         self._event.synchronize()
 
 
-class RanksWait:
-    """Ranks that wait for one another, by empty messages of one tag: every rank to every other one.
+def start_meeting(comm: Comm, tag: int) -> MessageRequest:
+    """Let ranks wait for one another, by empty messages of one tag: every rank to every other one.
 
     Between the same ranks and with the same tag they are paired in order, so that one may follow the other.
 
@@ -56,20 +56,9 @@ class RanksWait:
         comm: whose ranks meet.
         tag: different for all that are under way at the same time.
     """
-
-    def __init__(self, comm: Comm, tag: int) -> None:
-        self._comm, nothing = comm, np.empty(0, np.uint8)
-        others = [other for other in range(comm.size) if other != comm.rank]
-        self._requests = [comm.irecv(nothing, other, tag) for other in others]
-        self._requests += [comm.isend(nothing, other, tag) for other in others]
-
-    def poll(self) -> bool:
-        """Return whether all are there."""
-        return self._comm.test_all(self._requests)
-
-    def wait(self) -> None:
-        """Return when all are there."""
-        self._comm.wait_all(self._requests)
+    nothing, others = np.empty(0, np.uint8), [other for other in range(comm.size) if other != comm.rank]
+    requests = [comm.irecv(nothing, other, tag) for other in others]
+    return MessageRequest(comm, requests + [comm.isend(nothing, other, tag) for other in others], nothing)
 
 
 class CoroutineCollective:

@@ -21,7 +21,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import agreed, name_ranks
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait, RanksWait
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait, start_meeting
 from nnmpi.errors import DeviceError
 from nnmpi.shard import split
 
@@ -141,7 +141,7 @@ class IpcSum(CoroutineCollective):
         event = self._xp.cuda.Event(disable_timing=True)
         event.record(self._xp.cuda.get_current_stream())
         yield EventWait(event)
-        yield RanksWait(self._comm, self._tag)
+        yield start_meeting(self._comm, self._tag)
 
 
 def ipc_problem(group: Communicator, xp: ModuleType) -> str | None:

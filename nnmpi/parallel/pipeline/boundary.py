@@ -21,7 +21,8 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import dtype_named
 from nnmpi.backend.record import Backend
 from nnmpi.comm.device.copies import from_host, room_for, to_hosts
-from nnmpi.comm.point_to_point import Messages, ReceiveRequest, SendRequest
+from nnmpi.comm.execution import MessageRequest
+from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
@@ -155,7 +156,7 @@ class StageBoundary:
         self.stage = stage
         self._header_tag, self._forward_tag, self._backward_tag = (3 * stage + i for i in range(3))
         self._agreed: dict[InputKey, Signature] = {}
-        self._leaving: dict[int, list[tuple[SendRequest, Array]]] = {}  # by tag
+        self._leaving: dict[int, list[MessageRequest]] = {}  # by tag
 
     def is_agreed(self, key: InputKey) -> bool:
         """Whether this end knows what crosses for such an input."""
@@ -212,7 +213,7 @@ class StageBoundary:
 
         return wait
 
-    def _post(self, key: InputKey) -> list[ReceiveRequest]:
+    def _post(self, key: InputKey) -> list[MessageRequest]:
         buffers = self._agreed[key].buffers(gradients=False, xp=self._backend.xp)
         return [self._messages.receive(buffer, self._peer, self._forward_tag) for buffer in buffers]
 
@@ -234,10 +235,10 @@ class StageBoundary:
 
     def _send(self, arrays: Sequence[Array], tag: int, waits: bool) -> list[Array]:
         hosts = to_hosts(arrays)  # waits until a device has computed and copied them
-        sent = [(self._messages.send(host, self._peer, tag), host) for host in hosts]
+        sent = [self._messages.send(host, self._peer, tag) for host in hosts]
         if waits:
             before, self._leaving[tag] = self._leaving.get(tag, ()), sent
-            for request, _ in before:
+            for request in before:
                 request.wait()
             self._messages.progress()  # which lets go of them, too
         return hosts

@@ -30,8 +30,9 @@ from dataclasses import dataclass, replace
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import Messages, ReceiveRequest, SendRequest
+from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push, Reply
 from nnmpi.parallel.server.server_endpoint import PUSH_TAG, REPLY_TAG, OnPush, Roles, ServerEndpoint
@@ -108,8 +109,8 @@ class PushPull:
         distant = [n for n in range(len(shards)) if self._roles.worker is not None and n != self._roles.server]
         self._pushes = {number: MessageBuffer(shards[number], storage.data) for number in distant}
         self._replies = {number: MessageBuffer(shards[number], storage.data) for number in distant}
-        self._going: dict[int, SendRequest] = {}  # the last push to each server
-        self._coming: dict[int, ReceiveRequest] = {}  # by server
+        self._going: dict[int, MessageRequest] = {}  # the last push to each server
+        self._coming: dict[int, MessageRequest] = {}  # by server
         self._replied: dict[int, Reply] = {}  # by server: those that have answered since the last push
         self._versions = [0] * len(shards)
         self._segment = self._sequence = 0
@@ -242,7 +243,7 @@ class PushPull:
         """Serve, and take replies that have come; return whether anything had come."""
         moved = self._endpoint is not None and self._endpoint.poll()
         for number in sorted(self._coming):
-            if self._coming[number].ready():
+            if self._coming[number].poll():
                 del self._coming[number]
                 message = self._replies[number]
                 self._accept(number, *read_reply(message.header), message.on_device(self._backend))

@@ -19,7 +19,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
-from nnmpi.comm.point_to_point import Messages, ReceiveRequest, SendRequest
+from nnmpi.comm.execution import MessageRequest
+from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push, Reply
 from nnmpi.parallel.server.wire_format import MessageBuffer, MessageId, read_push, write_reply
@@ -92,13 +93,13 @@ class ServerEndpoint:
         others = [worker for worker in range(len(roles.workers)) if worker != roles.worker]
         self._pushes = {worker: MessageBuffer(server.shard, storage.data) for worker in others}
         self._replies = {worker: MessageBuffer(server.shard, storage.data) for worker in others}
-        self._coming: dict[int, ReceiveRequest] = {}  # by worker
-        self._going: dict[int, SendRequest] = {}  # the last reply to each worker
+        self._coming: dict[int, MessageRequest] = {}  # by worker
+        self._going: dict[int, MessageRequest] = {}  # the last reply to each worker
         self._sequences = [0] * len(roles.workers)  # gradients taken from each worker
         self._given = [0] * len(roles.workers)  # the version that each worker got last
         self._segment = 0
         self._total = np.zeros(2, np.int64)  # the segment, and how many gradients there are in it
-        self._total_coming: ReceiveRequest | None = None
+        self._total_coming: MessageRequest | None = None
         self._total_known = False  # whether server 0, which assigns the tasks, has told the others
 
     @property
@@ -129,13 +130,13 @@ class ServerEndpoint:
         """
         moved = False
         for worker in sorted(self._coming):
-            if self._coming[worker].ready():
+            if self._coming[worker].poll():
                 del self._coming[worker]
                 message = self._pushes[worker]
                 message_id, push = read_push(message.header)
                 self.take(worker, message_id, push, None if push.broken else message.on_device(self._backend))
                 moved = True
-        if self._total_coming is not None and self._total_coming.ready():
+        if self._total_coming is not None and self._total_coming.poll():
             self._total_coming = None
             self._check_total()
             self._server.controller.end(int(self._total[1]))
