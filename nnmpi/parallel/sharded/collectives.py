@@ -198,11 +198,8 @@ class Gather(_Exchange):
         return (self.saved[0].take(grad),)
 
 
-class GatherSummingGrads(_Exchange):
+class GatherSummingGrads(Gather):
     """All parts together, on each rank for a use of its own."""
-
-    def forward(self, x: Array) -> Array:
-        return self._regions(x, is_whole=False).gather(x)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.saved[0].reduce_scatter_v(grad),)

@@ -105,7 +105,7 @@ def run(function: Callable[..., Any], inputs: Sequence[Array], cut: Callable[[in
     ]
 
 
-def try_all(case: Case, ranks: int, names: set[str] | None = None) -> int:
+def try_all(case: Case, ranks: int) -> int:
     """Try a case with every way to cut its inputs; return how many were not refused.
 
     Fails where a result or a gradient is not the serial one, or another error than a refusal comes.
