@@ -135,12 +135,12 @@ class Copy(Function):
 
 
 class SumOverRanks(Function):
-    """The sum over the ranks, and a bias that is added to it once."""
+    """The sum over the ranks, in the array of this rank's summand, and a bias that is added to it once."""
 
-    __slots__ = ("fresh", "group")
+    __slots__ = ("group",)
 
-    def __init__(self, group: Group, fresh: bool) -> None:
-        self.group, self.fresh = group, fresh
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on ranks of another group: as before, where the bias is whole."""
@@ -148,7 +148,7 @@ class SumOverRanks(Function):
         return uncut(self, x, () if bias is None else (-1,), "adds a whole bias")
 
     def forward(self, x: Array, bias: Array | None) -> Array:
-        y = sum_in_place(self.group, x) if self.fresh else all_sum(self.group, x)
+        y = sum_in_place(self.group, x)
         if bias is not None:
             y += bias
         return y
@@ -210,18 +210,17 @@ def copy(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else Copy(group)(x)
 
 
-def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None, fresh: bool = False) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tensor:
     """Return the sum over the ranks of x, all of one shape, plus a bias; replicated.
 
     Args:
-        x: (..., features), this rank's summand.
+        x: (..., features), this rank's summand, just computed: the sum overwrites its array, which nothing else uses.
         group: the ranks.
         bias: (features,), replicated; added once.
-        fresh: whether x was just computed and nothing else uses its array, so that the sum may overwrite it.
     """
     if group.size == 1 and bias is None:
         return x
-    return SumOverRanks(group, fresh)(x, bias)
+    return SumOverRanks(group)(x, bias)
 
 
 @dataclass(frozen=True)

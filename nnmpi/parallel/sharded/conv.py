@@ -77,7 +77,7 @@ class RowConv2d(Conv2d):
         """Return the convolution."""
         y = conv2d(self._enter(x), self.weight, None, self.stride, self.padding, self.dilation)
         whole = y.astype("float32") if is_low(y.dtype) else y
-        return sum_over_ranks(whole, self._group, self.bias, fresh=True).astype(y.dtype)
+        return sum_over_ranks(whole, self._group, self.bias).astype(y.dtype)
 
 
 def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
@@ -219,7 +219,7 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
         own = x.sum(axis=(1, 2)) * (1 / (self._height * x.shape[2]))
-        return sum_over_ranks(own, self._group, fresh=True)
+        return sum_over_ranks(own, self._group)
 
 
 def place_pool(layer: Pool2d, context: LayerContext) -> Placed:

@@ -76,7 +76,7 @@ class VocabularyEmbedding(Embedding):
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
         values = check_indices(self.weight, indices, self._entries)
         look_up = LookUp(self._first, kernels_for(self.weight.data))
-        rows = sum_over_ranks(look_up(self.weight, indices if is_cut(indices) else values), self._group, fresh=True)
+        rows = sum_over_ranks(look_up(self.weight, indices if is_cut(indices) else values), self._group)
         return rows.astype(read_as("embedding", self.weight))
 
 

@@ -61,7 +61,7 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
         x = self._enter(x)
-        whole = sum_over_ranks(linear_part(x, self.weight), self._group, self.bias, fresh=True)
+        whole = sum_over_ranks(linear_part(x, self.weight), self._group, self.bias)
         return whole.astype(read_as("linear", x, self.weight))
 
 
