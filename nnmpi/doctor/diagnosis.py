@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nnmpi.errors import CheckpointError, UsageError, counted
@@ -113,17 +114,18 @@ def _judge_end(folder: RunFolder, checkpoint: Path | None) -> tuple[str, str]:
         end = read_json(folder.finished)
         step, ranks, wanted = (end[key] for key in ("step", "ranks", "weights_sha256"))
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{folder.finished} is damaged.", f"prove the end again: python -m nnmpi.train --resume {folder.path}"
+        again = f"prove the end again: python -m nnmpi.train --resume {quote(str(folder.path))}"
+        return f"{folder.finished} is damaged.", again
     with suppress(OSError, ValueError, KeyError, TypeError):
         if checkpoint is not None and read_json(checkpoint / STATE_FILE)["files"][MODEL_FILE]["sha256"] == wanted:
             return (
                 f"The run is finished: {step} steps on {counted(ranks, 'rank')}{_result(end)}; the weights are those "
                 "of its end.",
-                f"nothing; use it: python -m nnmpi.evaluate {folder.path}",
+                f"nothing; use it: python -m nnmpi.evaluate {quote(str(folder.path))}",
             )
     return (
         f"The run was finished after {step} steps, but its last whole checkpoint has other weights than those.",
-        f"bring the checkpoint back, or train its end again: python -m nnmpi.train --resume {folder.path}",
+        f"bring the checkpoint back, or train its end again: python -m nnmpi.train --resume {quote(str(folder.path))}",
     )
 
 
@@ -176,7 +178,7 @@ def _describe_starts(starts: list[Any]) -> list[str]:
 
 def _command(starts: list[Any], path: Path) -> str:
     ranks = starts[-1].get("ranks", 1) if starts else 1
-    return f"python -m nnmpi.run -n {ranks} -- --resume {path}"
+    return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
 
 
 def _is_locked(path: Path) -> bool:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from os import EX_DATAERR
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 from typing import Any
 
@@ -158,7 +159,7 @@ class Supervisor:
 
     def _check(self, outcome: StartEnd) -> None:
         """Raise where another start would make nothing better."""
-        resume = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {self._plan.folder}"
+        resume = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {quote(str(self._plan.folder))}"
         again = resume if self._files.config.exists() else "nothing was begun"
         if self._asked:
             raise GaveUp(

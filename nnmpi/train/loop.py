@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -318,7 +319,7 @@ class Loop:
         return replace(self.state, elapsed_s=clock.now() - self._began)
 
     def _how_to_resume(self) -> str:
-        return f"go on with: python -m nnmpi.train --resume {self._context.folder.path}"
+        return f"go on with: python -m nnmpi.train --resume {quote(str(self._context.folder.path))}"
 
 
 def is_due(count: int, every: int) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import isfinite, nan
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -250,7 +251,7 @@ def _show_curves(console: Console, folder: RunFolder, plot: bool) -> None:
     A failure costs the curves, not the run.
     """
     if not plot:
-        return console.say(f"curves: python -m nnmpi.report {folder.path}")
+        return console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
     try:
         draw(folder.metrics, folder.curves)
     except (OSError, ValueError) as error:

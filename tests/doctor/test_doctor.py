@@ -120,12 +120,13 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ],
 )
 def test_files_that_are_damaged_hide_nothing_else(file: str, text: bytes, finished: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(finished, tmp_path / "run")
+    run = shutil.copytree(finished, tmp_path / "a run")
     (run / "finished.json").unlink()
     (run / file).parent.mkdir(exist_ok=True)
     with (run / file).open("ab") as stream:
         stream.write(text)
     assert diagnose(run).happened.startswith("The run ended after step 9")
+    assert f"--resume '{run}'" in diagnose(run).advice  # as a shell takes it
 
 
 @pytest.mark.parametrize(

@@ -219,10 +219,10 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
 @pytest.mark.timeout(120)
 def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) -> None:
     """Its ranks are told, not their launcher, which would give them half a second."""
-    broken = tmp_path / "run"
-    words = f"-n 2 -- {FIXED} --epochs 100000 --log-every 5 --out {broken}"
+    broken = tmp_path / "a run"  # what is printed is quoted, as a shell takes it
+    words = [*f"-n 2 -- {FIXED} --epochs 100000 --log-every 5 --out".split(), str(broken)]
     with subprocess.Popen(
-        [sys.executable, "-m", "nnmpi.run", *words.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "nnmpi.run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:
         while lines(broken / "metrics.jsonl") < 3 and job.poll() is None:
             time.sleep(0.05)
@@ -232,3 +232,5 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
     step = re.search(r"stopped by SIGTERM after step (\d+); go on with", said)
     assert step, said
     assert f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run -n 2" in said
+    assert f"-m nnmpi.run -n 2 -- --resume '{broken}'" in said
+    assert f"-m nnmpi.train --resume '{broken}'" in said

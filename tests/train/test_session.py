@@ -106,6 +106,8 @@ def test_curves_and_events_are_made_where_their_libraries_are(
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboardX")
     monkeypatch.undo()
+    main(["--model", "mlp", "--dataset", "iris", "--max-steps", "1", "--out", str(tmp_path / "a run")], group)
+    assert f"curves: python -m nnmpi.report '{tmp_path}/a run'\n" in capsys.readouterr().out  # as a shell takes it
     main(f"--model mlp --dataset iris --epochs 2 --plot --out {tmp_path / 'run'}".split(), group)
     assert (tmp_path / "run" / "curves" / "loss.png").stat().st_size > 1000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
