@@ -6,7 +6,6 @@ values: they differ from rank to rank.
 """
 
 from dataclasses import replace
-from math import prod
 from typing import Any, NoReturn
 
 from nnmpi.backend.recording import active
@@ -28,11 +27,6 @@ class CutTensor(Tensor):
     def shape(self) -> tuple[int, ...]:
         """The lengths of the whole tensor's axes."""
         return self.cut.of(self.data.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of the whole tensor's elements."""
-        return prod(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -69,11 +69,6 @@ class Parameter(Tensor):
         """The lengths of the axes, known before there are values."""
         return self.declared
 
-    @property
-    def size(self) -> int:
-        """The number of elements, known before there are values."""
-        return int(np.prod(self.declared))
-
     def draw(self, generator: np.random.Generator) -> Array:
         """Return initial values, float64: of a part, those that the whole parameter would have there."""
         if self.region is None:

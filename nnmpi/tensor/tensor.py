@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -27,6 +28,22 @@ from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tape import Deferred, walk_back
 from nnmpi.tensor.variable import Variable
+
+
+class Size(int):
+    """The number of elements, as NumPy means `size`; called, it is what PyTorch means."""
+
+    shape: tuple[int, ...]
+
+    def __new__(cls, shape: tuple[int, ...]) -> Size:
+        """Return the number of a shape's elements."""
+        found = super().__new__(cls, prod(shape))
+        found.shape = shape
+        return found
+
+    def __call__(self, dim: int | None = None) -> Any:
+        """Return the shape, or the length of an axis."""
+        return self.shape if dim is None else self.shape[dim]
 
 
 class Tensor(Variable):
@@ -141,9 +158,9 @@ class Tensor(Variable):
         return self.data.ndim
 
     @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.data.size
+    def size(self) -> Size:
+        """The number of elements; x.size() is the shape, and x.size(0) the length of an axis, as in PyTorch."""
+        return Size(self.shape)
 
     def numel(self) -> int:
         """Return the number of elements."""

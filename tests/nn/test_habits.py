@@ -31,6 +31,12 @@ def test_a_model_is_printed_as_a_tree() -> None:
     assert repr(model) == repr(model.initialize())
 
 
+def test_size_is_numpys_and_pytorchs() -> None:
+    x = nnmpi.Tensor(np.ones((2, 3)))
+    assert (x.size, x.size(), x.size(0), x.size(-1)) == (6, (2, 3), 2, 3)
+    assert x.view(x.size(0), -1).shape == (2, 3)
+
+
 def test_a_state_brings_its_values() -> None:
     """Also to a model that has none yet, in its dtype."""
     first = models.mlp((4,), 3, (5,)).initialize(seed=3, dtype="float64")
