@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.tensor.tensor import Tensor
@@ -10,6 +11,7 @@ from nnmpi.tensor.tensor import Tensor
 class CrossEntropyLoss(Module):
     """Called with logits and labels; see `ops.cross_entropy`, also for the arguments."""
 
+    @also()
     def __init__(self, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
 
@@ -21,6 +23,7 @@ class CrossEntropyLoss(Module):
 class MSELoss(Module):
     """Called with outputs and targets; see `ops.mse`, also for the reduction."""
 
+    @also()
     def __init__(self, reduction: str = "mean") -> None:
         self.reduction = reduction
 
@@ -48,6 +51,7 @@ class BCEWithLogitsLoss(MSELoss):
 class HuberLoss(Module):
     """Called with outputs and targets; see `ops.huber`, also for the arguments."""
 
+    @also()
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
         self.reduction, self.delta = reduction, delta
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, non_negative
@@ -31,6 +32,7 @@ class Adam(Optimizer):
         UsageError: for values out of range or an unknown group.
     """
 
+    @also()
     def __init__(
         self,
         storage: Storage,
@@ -97,6 +99,7 @@ class AdamW(Adam):
         weight_decay: the part of a weight that an update takes away, times lr; one number, or one for each group.
     """
 
+    @also()
     def __init__(
         self,
         storage: Storage,

@@ -110,6 +110,14 @@ def test_each_answer_names_what_there_is() -> None:
     for name, where in {**typed, "unsqueeze": x, "register_buffer": model, "add_": parameter}.items():
         with pytest.raises(AttributeError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
             getattr(where, name)
+    for make, name in (
+        (optim.AdamW, "amsgrad"),
+        (optim.SGD, "foreach"),
+        (nn.BCEWithLogitsLoss, "pos_weight"),
+        (nn.Embedding, "padding_idx"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"{make.__name__} has no argument {name!r}; {INSTEAD[name]}")):
+            make(**{name: 1})
     for line, name in (
         ("import nnmpi.nn.functional as F", "functional"),
         ("from nnmpi.nn import functional as F", "functional"),
