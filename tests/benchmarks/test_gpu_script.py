@@ -34,6 +34,8 @@ def checkout(folder: Path) -> Path:
     root = folder / "check out"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "tests/gpu").mkdir(parents=True)
+    for package in ("tests", "tests/gpu"):  # as real ones, or an installed checkout's would come first
+        (root / package / "__init__.py").touch()
     (root / "tests/gpu/__main__.py").write_text(MAIN)
     return root
 

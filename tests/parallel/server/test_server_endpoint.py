@@ -61,7 +61,7 @@ class FakeArrival:
     array: Array
     there: bool = False
 
-    def ready(self) -> bool:
+    def poll(self) -> bool:
         """Return whether the test has let it come."""
         return self.there
 
