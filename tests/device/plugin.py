@@ -60,7 +60,7 @@ SAME += ("train/test_asynchronous_jobs.py", "train/test_simulated.py")
 SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
 
 
-MOST_CASES = 3  # of one test of whole trainings, with --quick: all of them run on the host
+MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
 
 @dataclass
