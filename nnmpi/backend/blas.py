@@ -14,7 +14,7 @@ the model (`train.products`): OpenBLAS can be told to choose again while it runs
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -150,7 +150,7 @@ def may_gain_by_avx2(environ: Mapping[str, str] = os.environ, path: Path = _CPU_
 
 
 @contextmanager
-def avx2_code(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def avx2_code() -> Iterator[None]:
     """Let NumPy's OpenBLAS run its code for AVX2 inside the block, in the whole process.
 
     Nothing may multiply in another thread while the block begins or ends. Of blocks that overlap the last one's end
@@ -165,31 +165,31 @@ def avx2_code(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     with _avx2.lock:
         _avx2.blocks += 1
         if _avx2.blocks == 1:
-            _choose(library, AVX2_CORE, environ)
+            _choose(library, AVX2_CORE)
     try:
         yield
     finally:
         with _avx2.lock:
             _avx2.blocks -= 1
             if not _avx2.blocks:
-                _choose(library, None, environ)
+                _choose(library, None)
 
 
 _avx2 = SimpleNamespace(lock=Lock(), blocks=0)  # how many run now: simulated ranks are threads of one process
 
 
-def _choose(library: ctypes.PyDLL, core: str | None, environ: MutableMapping[str, str]) -> None:
+def _choose(library: ctypes.PyDLL, core: str | None) -> None:
     """Let OpenBLAS choose its code again, by a core's name, or as it did when it was loaded."""
-    before = environ.get(VARIABLE)
+    before = os.environ.get(VARIABLE)
     if core is not None:
-        environ[VARIABLE] = core
+        os.environ[VARIABLE] = core
     try:
         library.gotoblas_dynamic_quit()
         library.gotoblas_dynamic_init()
     finally:
-        environ.pop(VARIABLE, None)
+        os.environ.pop(VARIABLE, None)
         if before is not None:
-            environ[VARIABLE] = before
+            os.environ[VARIABLE] = before
 
 
 def _core() -> str:

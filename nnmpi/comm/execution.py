@@ -60,12 +60,12 @@ class MessageRequest:
     Args:
         comm: that they go through.
         requests: theirs.
-        array: that they are in, which stays until they are through; None for empty ones.
+        array: that they are in, which stays until they are through.
     """
 
     __slots__ = ("_comm", "_requests", "array")
 
-    def __init__(self, comm: Comm, requests: list[Request], array: Any = None) -> None:
+    def __init__(self, comm: Comm, requests: list[Request], array: Any) -> None:
         self._comm, self._requests, self.array = comm, requests, array
 
     def poll(self) -> bool:
